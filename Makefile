@@ -1,0 +1,79 @@
+# `make run` and `make test` need nothing but Python >= 3.11 and make; everything else goes into $(VENV).
+#
+#   make run ARGS="--preset tiny"         train a small model (--help lists the options)
+#   make test ARGS="-k layout"            run the tests
+#   make PYTHON=/usr/bin/python3.12 venv  choose the interpreter of the environment
+#   make test NO_VENV=1 PYTHON=python3    use an interpreter that already has torch and pytest; installs nothing
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+ifneq ($(strip $(NO_VENV)),)
+  VENV :=
+endif
+
+ifneq ($(strip $(VENV)),)
+  BIN := $(VENV)/bin/
+  PY := $(BIN)python
+  READY := $(VENV)/.ready
+else
+  BIN :=
+  PY := $(PYTHON)
+  READY := check-python
+  export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help venv run test lint fmt bench gpu-check clean check-python
+
+help:
+	@echo "Targets: run test lint fmt bench gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+
+venv: $(READY)
+
+# The stamp is newer than what it was made from, or the environment is brought up to date.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11 or newer; name one that is: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@# torch by its exact pin first: pip then takes the build that fits the machine, and the next line keeps it.
+	$(BIN)pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+check-python:
+	@$(PYTHON) -c 'import torch, pytest' || \
+	  { echo "error: $(PYTHON) lacks torch or pytest; leave NO_VENV out to have an environment made" >&2; exit 1; }
+
+run: $(READY)
+	$(PY) -m megatron_fsdp.train $(ARGS)
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fmt: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(READY)
+	$(PY) benchmarks/compare.py $(ARGS)
+
+# The checks that need a GPU; where there is none it says so and succeeds.
+gpu-check: $(READY)
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  mkdir -p benchmarks/results && \
+	  $(PY) -m pytest -m gpu --junitxml=benchmarks/results/gpu-tests.xml && \
+	  $(PY) benchmarks/compare.py --device cuda --out benchmarks/results $(ARGS); \
+	else echo "gpu-check: no CUDA device here, nothing checked"; fi
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

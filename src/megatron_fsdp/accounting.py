@@ -1,0 +1,280 @@
+"""What a model costs per rank in bytes held, borrowed during a step and sent; derivations in ``docs/formulas.md``."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
+
+ROOT_UNIT = 0
+
+
+@dataclass(frozen=True)
+class GroupFootprint:
+    """What the formulas need to know of one parameter group.
+
+    Attributes:
+        unit: Index of its unit in the order of forward; 0 is the root.
+        numel: Elements of the whole flat buffer, with padding, over all shards.
+        num_shards: Ranks on the sharding axis; divides ``numel`` wherever a buffer of the group is sharded. Under
+            ``no_shard`` these are the ranks that the gradient is reduced over.
+        compute: Dtype of the weights that forward and backward use.
+        main_params: Dtype of the weights that the optimizer updates.
+        main_grads: Dtype in which gradients are accumulated.
+        grad_comm: Dtype in which gradients travel.
+        requires_grad: Whether it is trained.
+
+    Raises:
+        ConfigurationError: ``num_shards`` is below 1, or another count is negative.
+    """
+
+    unit: int
+    numel: int
+    num_shards: int
+    compute: torch.dtype
+    main_params: torch.dtype
+    main_grads: torch.dtype
+    grad_comm: torch.dtype
+    requires_grad: bool
+
+    def __post_init__(self) -> None:
+        if self.unit < 0 or self.numel < 0 or self.num_shards < 1:
+            raise ConfigurationError(
+                f"a group with unit={self.unit}, numel={self.numel}, num_shards={self.num_shards} is not possible; "
+                "give counts that are not negative and at least 1 shard."
+            )
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that one rank owns.
+
+        Raises:
+            ConfigurationError: The buffer cannot be cut into equal shards.
+        """
+        if self.numel % self.num_shards:
+            raise ConfigurationError(
+                f"a buffer of {self.numel} elements cannot be cut into {self.num_shards} equal shards; give its length "
+                "with padding."
+            )
+        return self.numel // self.num_shards
+
+
+@dataclass(frozen=True)
+class PersistentBytes:
+    """Bytes that one rank holds between steps.
+
+    Attributes:
+        compute_weight: Weights that forward and backward use.
+        main_weight: Weights that the optimizer updates, where they are memory of their own.
+        main_grad: Accumulated gradients.
+        optimizer: Optimizer state.
+    """
+
+    compute_weight: int
+    main_weight: int
+    main_grad: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts, in bytes."""
+        return self.compute_weight + self.main_weight + self.main_grad + self.optimizer
+
+
+@dataclass(frozen=True)
+class TransientBytes:
+    """The most bytes that one rank holds during a step beyond the persistent ones (activations are not counted).
+
+    Attributes:
+        gathered: Whole compute weights of the units that are gathered at a time.
+        buckets: Whole gradients on their way into reductions.
+        scratch: What the back end needs in addition.
+    """
+
+    gathered: int
+    buckets: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts, in bytes."""
+        return self.gathered + self.buckets + self.scratch
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Collectives of one rank from one optimizer step to the next, and the bytes that the rank sends in them.
+
+    Attributes:
+        gathers: Number of parameter all-gathers.
+        reductions: Number of gradient reduce-scatters (all-reduces under ``no_shard``).
+        gather_bytes: Bytes sent in gathers.
+        reduce_bytes: Bytes sent in reductions.
+    """
+
+    gathers: int
+    reductions: int
+    gather_bytes: int
+    reduce_bytes: int
+
+
+def persistent_bytes(
+    groups: Sequence[GroupFootprint],
+    strategy: ShardingStrategy,
+    optimizer_states_per_param: int = 2,
+    deferred: bool = False,
+) -> PersistentBytes:
+    """Count what stays allocated between steps.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        optimizer_states_per_param: State values per parameter in the main dtype: 2 for Adam, 1 for momentum, 0 for SGD.
+        deferred: Whether reductions are being put off (``no_sync``), which takes a whole unreduced gradient per
+            trainable group. Under ``no_shard`` that is the main gradient itself and costs nothing more.
+
+    Returns:
+        Bytes per rank.
+    """
+    placements = placements_for(strategy)
+    trainable = [group for group in groups if group.requires_grad]
+    with_main_copy = [group for group in trainable if group.main_params != group.compute]
+    main_grad = _held(trainable, placements.main_grad, lambda group: group.main_grads)
+    if deferred and strategy != ShardingStrategy.no_shard:
+        main_grad += _held(trainable, (Placement.PARTIAL,), lambda group: group.main_grads)
+    return PersistentBytes(
+        compute_weight=_held(groups, placements.compute_weight, lambda group: group.compute),
+        main_weight=_held(with_main_copy, placements.main_weight, lambda group: group.main_params),
+        main_grad=main_grad,
+        optimizer=optimizer_states_per_param
+        * _held(trainable, placements.main_weight, lambda group: group.main_params),
+    )
+
+
+def transient_bytes(
+    groups: Sequence[GroupFootprint],
+    strategy: ShardingStrategy,
+    slots: int = 2,
+    buckets: int = 2,
+    scratch_bytes: int = 0,
+) -> TransientBytes:
+    """Bound what is allocated during a step only.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        slots: How many units besides the root are gathered at a time.
+        buckets: How many gradient buckets are in flight at a time.
+        scratch_bytes: What the back end needs in addition, such as the receive buffer of a reduce-scatter that is built
+            from an all-to-all.
+
+    Returns:
+        Bytes per rank.
+    """
+    weight_bytes = _bytes_by_unit(groups, lambda group: group.compute)
+    root_bytes = weight_bytes.pop(ROOT_UNIT, 0)
+    gathered = 0
+    if placements_for(strategy).compute_weight == (Placement.SHARD,):
+        gathered = root_bytes + min(slots, len(weight_bytes)) * max(weight_bytes.values(), default=0)
+    bucket_bytes = _bytes_by_unit((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
+    in_flight = min(buckets, len(bucket_bytes)) * max(bucket_bytes.values(), default=0)
+    return TransientBytes(gathered, in_flight, scratch_bytes)
+
+
+def step_traffic(
+    groups: Sequence[GroupFootprint], strategy: ShardingStrategy, microbatches: int = 1, slots: int = 2
+) -> StepTraffic:
+    """Count the collectives from one optimizer step to the next, in the steady state.
+
+    Every trainable group is reduced once per microbatch; groups on one rank never communicate. An optimizer step makes
+    all gathered weights stale. Frozen groups have nothing to gather under ``optim`` and ``optim_grads``, where every
+    rank holds them whole.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        microbatches: Pairs of forward and backward per optimizer step, 1 or more.
+        slots: How many units besides the root stay gathered.
+
+    Returns:
+        Counts and bytes per rank.
+
+    Raises:
+        ConfigurationError: ``microbatches`` is below 1.
+    """
+    if microbatches < 1:
+        raise ConfigurationError(f"microbatches={microbatches} is not possible; give 1 or more.")
+    communicating = [group for group in groups if group.num_shards > 1]
+    trainable = [group for group in communicating if group.requires_grad]
+    gathered = _gathered_groups(communicating, _unit_indices(groups), strategy, microbatches, slots)
+    reduced = trainable * microbatches
+    sends_per_reduction = 2 if strategy == ShardingStrategy.no_shard else 1  # an all-reduce scatters and gathers
+    return StepTraffic(
+        gathers=len(gathered),
+        reductions=len(reduced),
+        gather_bytes=sum(_sent_bytes(group, group.compute) for group in gathered),
+        reduce_bytes=sends_per_reduction * sum(_sent_bytes(group, group.grad_comm) for group in reduced),
+    )
+
+
+def _gathered_groups(
+    groups: Sequence[GroupFootprint],
+    unit_indices: Sequence[int],
+    strategy: ShardingStrategy,
+    microbatches: int,
+    slots: int,
+) -> list[GroupFootprint]:
+    """One entry per gather."""
+    if strategy == ShardingStrategy.no_shard:
+        return []
+    if strategy != ShardingStrategy.optim_grads_params:
+        return [group for group in groups if group.requires_grad]
+    by_unit: dict[int, list[GroupFootprint]] = {}
+    for group in groups:
+        by_unit.setdefault(group.unit, []).append(group)
+    return [group for unit in _gathered_units(unit_indices, microbatches, slots) for group in by_unit.get(unit, [])]
+
+
+def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
+    """Units other than the root, in forward order."""
+    return sorted({group.unit for group in groups} - {ROOT_UNIT})
+
+
+def _gathered_units(unit_indices: Sequence[int], microbatches: int, slots: int) -> list[int]:
+    """Units in the order of their gathers: what is used walks up and down the model, and the last few used stay."""
+    kept = min(slots, len(unit_indices))
+    after_forward = list(unit_indices[: len(unit_indices) - kept])  # gathered again on the way back, last ones first
+    after_backward = list(
+        unit_indices[kept:]
+    )  # gathered again by the next forward, unless an optimizer step lies between
+    first = [ROOT_UNIT, *unit_indices, *reversed(after_forward)]
+    later = [*after_backward, *reversed(after_forward)]
+    return first + later * (microbatches - 1)
+
+
+def _held(
+    groups: Iterable[GroupFootprint],
+    placement: tuple[Placement, ...],
+    dtype_of: Callable[[GroupFootprint], torch.dtype],
+) -> int:
+    """Bytes of one buffer per group on one rank."""
+    is_sharded = placement == (Placement.SHARD,)
+    return sum((group.shard_numel if is_sharded else group.numel) * dtype_of(group).itemsize for group in groups)
+
+
+def _bytes_by_unit(
+    groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]
+) -> dict[int, int]:
+    """Bytes of the whole buffers of each unit."""
+    totals: dict[int, int] = {}
+    for group in groups:
+        totals[group.unit] = totals.get(group.unit, 0) + group.numel * dtype_of(group).itemsize
+    return totals
+
+
+def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
+    """What one rank sends when the whole buffer is gathered or reduce-scattered: all parts but one."""
+    buffer_bytes = group.numel * dtype.itemsize
+    return buffer_bytes - buffer_bytes // group.num_shards

@@ -1,0 +1,1 @@
+"""Flat buffers, the pools that lend them memory, and the collectives that move them."""

@@ -1,0 +1,97 @@
+"""Memory that is taken once and lent again and again: gathered weights and communication buckets live here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+_ALIGNMENT_BYTES = 128
+
+
+class Block:
+    """A fixed stretch of memory that hands out typed views."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # autograd saves views of this memory, also if it is first used in evaluation
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self._bytes.numel()
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor."""
+        return self._bytes[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+
+def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Lay stretches one after another, each aligned; returns their offsets and the total, in bytes."""
+    offsets, cursor = [], 0
+    for length in lengths_bytes:
+        offsets.append(cursor)
+        cursor += -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return tuple(offsets), cursor
+
+
+class SlotPool:
+    """Numbered blocks, each made at its first use and kept: slot k is the same memory for good."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = num_bytes
+        self._device = device
+        self._blocks: dict[int, Block] = {}
+
+    def block(self, slot: int) -> Block:
+        """The memory of a slot."""
+        if slot not in self._blocks:
+            self._blocks[slot] = Block(self._num_bytes, self._device)
+        return self._blocks[slot]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes taken so far."""
+        return sum(block.num_bytes for block in self._blocks.values())
+
+
+class BucketPool:
+    """A few equal blocks that are borrowed and given back.
+
+    Args:
+        count: How many blocks there are.
+        num_bytes: Bytes of each.
+        device: Where they live.
+        make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then the pool
+            grows: several units that fill at once each need one).
+    """
+
+    def __init__(self, count: int, num_bytes: int, device: torch.device, make_room: Callable[[], bool]) -> None:
+        self._count = count
+        self._num_bytes = num_bytes
+        self._device = device
+        self._make_room = make_room
+        self._free: list[Block] = []
+        self._made: list[Block] = []
+
+    def borrow(self) -> Block:
+        """A block nobody else uses; makes room first where all are out."""
+        while not self._free and len(self._made) >= self._count and self._make_room():
+            pass
+        if not self._free:
+            self._made.append(Block(self._num_bytes, self._device))
+            return self._made[-1]
+        return self._free.pop(0)
+
+    def give_back(self, block: Block) -> None:
+        """Return a borrowed block."""
+        self._free.append(block)
+
+    def reclaim(self) -> None:
+        """Take every block back, whoever has it (after an exception)."""
+        self._free = list(self._made)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes taken so far."""
+        return sum(block.num_bytes for block in self._made)

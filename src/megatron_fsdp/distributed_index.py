@@ -1,0 +1,298 @@
+"""Where a rank stands: the process groups and sub-meshes that sharding runs over, for dense and expert parameters."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+class FSDPDistributedIndex:
+    """Process groups and sub-meshes by role.
+
+    Dimension names may be those of the mesh or of flattened dimensions (data parallel times context parallel, say).
+
+    Args:
+        device_mesh: The mesh of dense parameters, on any device type.
+        dp_shard_dim: The dimension to shard over.
+        dp_outer_dim: The outer dimension of hybrid sharding; goes with ``hybrid_fsdp_group``.
+        tp_dim: The tensor-parallel dimension, where there is one.
+        hybrid_fsdp_group: All ranks of the outer and the sharding dimension.
+        hybrid_fsdp_expt_group: The same for experts.
+        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension too.
+        expt_device_mesh: The mesh of expert parameters, with the same dimension names.
+        fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, so that they need
+            not queue behind reductions.
+        expt_fsdp_group_ag: The same for experts.
+
+    Attributes:
+        use_hybrid_fsdp: Whether there is an outer dimension.
+        fsdp_group: Group of the sharding dimension.
+        outer_fsdp_group: Group of the outer dimension, or None.
+        expt_fsdp_group: Group of the sharding dimension for experts, or None.
+        expt_outer_fsdp_group: Group of the outer dimension for experts, or None.
+        mesh_library: Sub-meshes by ``(*dimension names, whether for experts)``.
+
+    Raises:
+        ConfigurationError: There is no sharding dimension; a dimension does not exist; only one of ``dp_outer_dim`` and
+            ``hybrid_fsdp_group`` is given; an argument needs another one that is missing; or the ranks of a group are
+            not those of the dimensions that it stands for.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.device_mesh = device_mesh
+        self.dp_shard_dim = dp_shard_dim
+        self.dp_outer_dim = dp_outer_dim
+        self.tp_dim = tp_dim
+        self.hybrid_fsdp_group = hybrid_fsdp_group
+        self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.expt_device_mesh = expt_device_mesh
+        self.fsdp_group_ag = fsdp_group_ag
+        self.expt_fsdp_group_ag = expt_fsdp_group_ag
+
+        self.use_hybrid_fsdp = dp_outer_dim is not None
+        self._check_arguments()
+        self.fsdp_group = self._group(False, "dp_shard_dim", dp_shard_dim)
+        self.outer_fsdp_group = self._group(False, "dp_outer_dim", dp_outer_dim)
+        self.expt_fsdp_group = self._group(True, "dp_shard_dim", dp_shard_dim)
+        self.expt_outer_fsdp_group = self._group(True, "dp_outer_dim", dp_outer_dim)
+        self._group(False, "tp_dim", tp_dim)  # only to see that it exists
+        self.mesh_library = self._build_library()
+        self._check_groups()
+
+    def get_submesh(self, names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False) -> DeviceMesh:
+        """Return the sub-mesh of some dimensions.
+
+        Args:
+            names: One dimension or several, outermost first.
+            is_expert_parallel: Whether to take it from the expert mesh.
+
+        Returns:
+            The sub-mesh, the same object every time.
+
+        Raises:
+            ConfigurationError: No such sub-mesh was registered.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if (*wanted, is_expert_parallel) not in self.mesh_library:
+            known = ", ".join(str(key[:-1]) for key in self.mesh_library if key[-1] == is_expert_parallel) or "none"
+            which = "expert" if is_expert_parallel else "dense"
+            raise ConfigurationError(f"there is no {which} sub-mesh {wanted}; the {which} sub-meshes are {known}.")
+        return self.mesh_library[*wanted, is_expert_parallel]
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """Return the group of all data-parallel ranks: outer and sharding dimension together where both exist."""
+        if self.use_hybrid_fsdp:
+            return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        return self.get_fsdp_group(is_expert_parallel)
+
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup | None:
+        """Return the group of the sharding dimension, or its second group that only gathers use (None if not given)."""
+        if independent_all_gather:
+            return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+        return self.expt_fsdp_group if is_expert_parallel else self.fsdp_group
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """Return the group of the outer dimension; None without hybrid sharding."""
+        return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
+        """Return the mesh that was passed in; None for experts without one."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """Return which piece this rank owns of a buffer that is sharded over both dimensions.
+
+        The buffer is cut over the sharding dimension first and each part then over the outer one, so the pieces are
+        numbered ``sharding rank * outer ranks + outer rank``.
+
+        Args:
+            is_expert_parallel: Whether to number the ranks of the expert mesh.
+
+        Returns:
+            The number of the piece.
+
+        Raises:
+            ConfigurationError: The optimizer is not sharded over an outer dimension, or there is no expert mesh.
+        """
+        inner, outer = self.get_fsdp_group(is_expert_parallel), self.get_outer_fsdp_group(is_expert_parallel)
+        if not self.hsdp_outer_dp_shard or inner is None or outer is None:
+            raise ConfigurationError(
+                "a logical hybrid rank exists only with dp_outer_dim and hsdp_outer_dp_shard=True (and with "
+                "expt_device_mesh for experts); set them."
+            )
+        return dist.get_rank(inner) * dist.get_world_size(outer) + dist.get_rank(outer)
+
+    def _check_arguments(self) -> None:
+        """See that what belongs together is there together."""
+        if self.dp_shard_dim is None:
+            raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
+        if (self.dp_outer_dim is None) != (self.hybrid_fsdp_group is None):
+            given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
+            if self.dp_outer_dim is None:
+                given, missing = missing, given
+            raise ConfigurationError(f"{given} is given without {missing}; give both for hybrid sharding, or neither.")
+        has_experts = self.expt_device_mesh is not None
+        for name, is_given, needs, has_need in (
+            ("hsdp_outer_dp_shard", self.hsdp_outer_dp_shard, "dp_outer_dim", self.use_hybrid_fsdp),
+            ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "dp_outer_dim", self.use_hybrid_fsdp),
+            ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "expt_device_mesh", has_experts),
+            ("expt_fsdp_group_ag", self.expt_fsdp_group_ag is not None, "expt_device_mesh", has_experts),
+            (
+                "expt_device_mesh with dp_outer_dim",
+                has_experts and self.use_hybrid_fsdp,
+                "hybrid_fsdp_expt_group",
+                self.hybrid_fsdp_expt_group is not None,
+            ),
+        ):
+            if is_given and not has_need:
+                raise ConfigurationError(f"{name} needs {needs}, which is missing; give both or neither.")
+
+    def _group(self, is_expert: bool, argument: str, name: str | None) -> dist.ProcessGroup | None:
+        mesh = self.get_root_mesh(is_expert)
+        return None if mesh is None or name is None else _group_of(mesh, name, argument)
+
+    def _build_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
+        """Cut out every combination of dimensions that buffers and DTensors use."""
+        outer, shard, tp = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
+        combinations = [(tp,), (outer, shard, tp), (shard, tp), (outer, shard), (outer,), (shard,)]
+        library: dict[tuple[str | bool, ...], DeviceMesh] = {}
+        for is_expert in (False, True):
+            mesh = self.get_root_mesh(is_expert)
+            for combination in combinations:
+                names = tuple(name for name in combination if name is not None)
+                if mesh is not None and len(names) == len(combination):
+                    library[*names, is_expert] = _submesh_of(mesh, names)
+        return library
+
+    def _check_groups(self) -> None:
+        """Compare the groups that were passed in with the dimensions that they stand for."""
+        shard, outer = self.dp_shard_dim, self.dp_outer_dim
+        for argument, group, names, is_expert in (
+            ("fsdp_group_ag", self.fsdp_group_ag, (shard,), False),
+            ("expt_fsdp_group_ag", self.expt_fsdp_group_ag, (shard,), True),
+            ("hybrid_fsdp_group", self.hybrid_fsdp_group, (outer, shard), False),
+            ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group, (outer, shard), True),
+        ):
+            if group is None:
+                continue
+            expected = sorted(self.mesh_library[*names, is_expert].mesh.flatten().tolist())
+            actual = sorted(dist.get_process_group_ranks(group))
+            if actual != expected:
+                raise ConfigurationError(
+                    f"{argument} has the ranks {actual}, but the mesh dimensions {names} have {expected} here; "
+                    "pass a group of exactly these ranks."
+                )
+
+
+def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's dimensions.
+
+    Raises:
+        ConfigurationError: The mesh has no names.
+    """
+    if not mesh.mesh_dim_names:
+        raise ConfigurationError(
+            f"device_mesh={mesh} has no dimension names; build it with init_device_mesh(..., mesh_dim_names=(...))."
+        )
+    return tuple(mesh.mesh_dim_names)
+
+
+def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:
+    """Return the process group of one dimension.
+
+    Args:
+        mesh: The mesh.
+        name: A dimension of the mesh, or a flattened dimension of the mesh that it was cut from.
+        argument: The name of the argument that the dimension came from, for the error message.
+
+    Returns:
+        This rank's group.
+
+    Raises:
+        ConfigurationError: There is no such dimension.
+    """
+    names = _dim_names(mesh)
+    try:
+        return mesh.get_group(name)
+    except KeyError:
+        raise ConfigurationError(
+            f"{argument}={name!r} is not a dimension of the device mesh, which has {', '.join(map(repr, names))}; "
+            "give one of these or the name of a flattened one."
+        ) from None
+
+
+def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh that runs along some dimensions through this rank.
+
+    ``mesh[names]`` finds flattened dimensions in the root mesh only, with a deprecation warning, and only in mesh
+    order; ``mesh.get_group(name)`` finds them everywhere (torch 2.11 to 2.13). So sub-meshes with such names are put
+    together from groups.
+
+    Args:
+        mesh: The mesh.
+        names: Dimensions, outermost first, each one of the mesh or flattened, which need not be in mesh order.
+
+    Returns:
+        A mesh with these dimensions.
+
+    Raises:
+        ConfigurationError: A dimension does not exist, or two of them share ranks other than this one.
+    """
+    groups = [_group_of(mesh, name, "mesh dimension") for name in names]
+    own_names = _dim_names(mesh)
+    positions = [own_names.index(name) for name in names if name in own_names]
+    if len(positions) == len(names) and positions == sorted(set(positions)):
+        return mesh[names]
+    if len(names) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    ranks = _rank_table(mesh, [dist.get_process_group_ranks(group) for group in groups], names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...]) -> torch.Tensor:
+    """Global ranks of the sub-mesh, one dimension per axis.
+
+    Args:
+        mesh: The mesh that all axes lie in.
+        axes: Per dimension of the sub-mesh, the global ranks along it through this rank.
+        names: Their names, for the error message.
+
+    Returns:
+        Integer tensor of shape ``[len(axis) for axis in axes]``. An entry's mesh coordinates are this rank's, moved by
+        the steps that lead from this rank to the entry's position on each axis.
+    """
+    here = _position(mesh, dist.get_rank(), names)
+    steps = [torch.stack([_position(mesh, rank, names) - here for rank in axis]) for axis in axes]
+    moved = [(axis_steps != 0).any(dim=0) for axis_steps in steps]
+    if torch.stack(moved).sum(dim=0).max() > 1:
+        raise ConfigurationError(f"the dimensions {names} overlap; give dimensions that have only this rank in common.")
+    coordinates = here
+    for axis_steps in steps:
+        coordinates = coordinates.unsqueeze(-2) + axis_steps
+    return mesh.mesh[tuple(coordinates.unbind(dim=-1))]
+
+
+def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tensor:
+    """Coordinates of a global rank in the mesh, (mesh.ndim,)."""
+    found = (mesh.mesh == rank).nonzero()
+    if len(found) == 0:
+        raise ConfigurationError(
+            f"the dimensions {names} leave the device mesh {_dim_names(mesh)}; give the mesh that contains them all."
+        )
+    return found[0]

@@ -1,0 +1,25 @@
+"""The exceptions of this library: one small family, each also a standard type, so that callers may catch either."""
+
+
+class MegatronFSDPError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigurationError(MegatronFSDPError, ValueError):
+    """An argument, or a combination of arguments, cannot be honoured."""
+
+
+class NotSupportedYetError(MegatronFSDPError, NotImplementedError):
+    """An argument is part of the API but this version does not implement it; leave it at its default."""
+
+
+class ScheduleError(MegatronFSDPError, RuntimeError):
+    """The order of forward, backward and step calls left no right way to go on (a bug, or a use that cannot work)."""
+
+
+class RankError(MegatronFSDPError, RuntimeError):
+    """One or more ranks met a problem; raised with the same message on every rank."""
+
+
+class NonFiniteGradientError(MegatronFSDPError, ValueError):
+    """A gradient holds NaN or infinity; raised with the same message on every rank."""

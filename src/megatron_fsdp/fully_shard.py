@@ -1,0 +1,298 @@
+"""The public functions: shard a model, an optimizer, or both, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp.arguments import FUNCTION_DEFAULTS, refuse_unsupported
+from megatron_fsdp.buffer.lanes import default_device
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_arguments
+from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
+from megatron_fsdp.runtime.optimizer import check_parameters, integrate, move_to_sharded
+
+__all__ = [
+    "DistributedDataParallelConfig",
+    "FSDPDistributedIndex",
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "ShardingStrategy",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]
+
+UnitModules = Sequence[type[nn.Module] | str] | str | None
+_DEFAULT_POLICY = MixedPrecisionPolicy()
+
+
+def fully_shard_model(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | str | int | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
+    check_for_nan_in_grad: bool | None = None,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+) -> MegatronFSDP:
+    """Shard a model over data-parallel ranks.
+
+    Args:
+        module: The model, with its parameters on one device; sharded in place and kept as `.module` of what is returned.
+        device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
+        dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only one.
+        dp_outer_dim: Not supported yet: the outer dimension of hybrid sharding.
+        tp_dim: The tensor-parallel dimension; not supported yet where it has more than one rank.
+        hybrid_fsdp_group: Not supported yet: the group that goes with `dp_outer_dim`.
+        hybrid_fsdp_expt_group: Not supported yet.
+        expt_device_mesh: Not supported yet.
+        fsdp_group_ag: Not supported yet.
+        expt_fsdp_group_ag: Not supported yet.
+        fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what the
+            model declares in `_no_split_modules`, else repeated blocks.
+        zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
+        outer_dp_sharding_strategy: Not supported yet.
+        device: Where the shards live; None: this process's device of the mesh's type.
+        init_model_with_meta_device: Not supported yet.
+        mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
+        overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
+        overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
+        sync_model_each_microbatch: Make gradients final and visible after every backward.
+        preproc_state_dict_for_dcp_ckpt: Only True yet: tensors of the state dicts tell torch.distributed.checkpoint which
+            part of the global tensor they hold.
+        report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
+        average_in_collective: Let the collective average in place of a sum and a factor.
+        disable_bucketing: Not supported yet.
+        calculate_per_token_loss: Sum gradients over ranks, without a factor.
+        keep_fp8_transpose_cache: Not supported yet.
+        nccl_ub: Not supported yet.
+        fsdp_double_buffer: Not supported yet.
+        fsdp_db_use_persist_buf_on_alloc_fail: Not supported yet.
+        disable_symmetric_registration: Not supported yet.
+        enable_fine_grained_param_gather: Not supported yet.
+        use_decoupled_grad: Not supported yet.
+        cuda_graph_mode: Not supported yet.
+        maxpool_double_buffer: Not supported yet.
+        grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
+        preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
+        check_for_nan_in_grad: Deprecated; now `report_nan_in_param_grad`.
+        keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated; now `keep_fp8_transpose_cache`.
+
+    Returns:
+        The wrapped model.
+
+    Raises:
+        ConfigurationError: An argument, a combination or the model cannot be honoured (a ValueError).
+        NotSupportedYetError: An argument that this version does not implement is not at its default.
+        TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
+    """
+    given = locals()
+    strategy = resolve_strategy(zero_dp_strategy)
+    resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+    _check_hybrid(dp_outer_dim, hybrid_fsdp_group)
+    current = resolve_legacy_arguments(
+        LegacyArguments(
+            grad_reduce_in_fp32,
+            preserve_fp32_weights,
+            check_for_nan_in_grad,
+            keep_fp8_transpose_cache_when_using_custom_fsdp,
+        ),
+        mixed_precision_policy=None if mixed_precision_policy is _DEFAULT_POLICY else mixed_precision_policy,
+        report_nan_in_param_grad=report_nan_in_param_grad or None,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache or None,
+    )
+    refuse_unsupported({**given, "keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
+    if isinstance(module, MegatronFSDP):
+        raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=strategy.name,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        average_in_collective=average_in_collective,
+        check_for_nan_in_grad=current.report_nan_in_param_grad,
+        megatron_fsdp_main_params_dtype=current.mixed_precision_policy.main_params_dtype,
+        megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
+        megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
+    )
+    return MegatronFSDP(
+        module,
+        _index(device_mesh, dp_shard_dim, tp_dim),
+        config,
+        current.mixed_precision_policy,
+        fsdp_unit_modules,
+        device=device,
+        calculate_per_token_loss=calculate_per_token_loss,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        report_nan_in_param_grad=current.report_nan_in_param_grad,
+    )
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+) -> torch.optim.Optimizer:
+    """Connect an optimizer that was built on a sharded model's parameters, in place. It is not stepped.
+
+    Its `step` synchronises gradients before (where backward did not) and installs the new weights after; its parameter
+    groups, their order and options stay as they are.
+
+    Args:
+        optimizer: Built on `model.parameters()` after `fully_shard_model`.
+        preproc_state_dict_for_dcp_ckpt: Only True yet; see `fully_shard_model`.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigurationError: It has no parameters, or holds one that is not a sharded parameter of one model.
+    """
+    refuse_unsupported(locals(), FUNCTION_DEFAULTS)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        raise ConfigurationError("the optimizer has no parameters; build it on model.parameters() after fully_shard_model")
+    model = getattr(params[0], "_megatron_fsdp_model", None)
+    if model is None:
+        raise ConfigurationError(
+            "the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after "
+            "fully_shard_model, or hand model and optimizer to fully_shard together"
+        )
+    check_parameters(optimizer, model.sharded_names())
+    if model.adopt(optimizer):
+        integrate(optimizer, model.self_reference())
+    return optimizer
+
+
+def fully_shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | str | int | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
+    check_for_nan_in_grad: bool | None = None,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a model and the optimizer that was built on it, in one call.
+
+    The optimizer keeps its parameter groups, their order and every option; its state, if it has any already, is sharded
+    with the parameters. All other arguments are those of `fully_shard_model`.
+
+    Args:
+        module: The model.
+        optimizer: Built on `module.parameters()`, on all of them or some.
+
+    Returns:
+        The wrapped model and the same optimizer.
+
+    Raises:
+        ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
+    """
+    arguments = dict(locals())
+    del arguments["optimizer"]
+    names = {id(param): name for name, param in module.named_parameters()}
+    check_parameters(optimizer, names)
+    if not names.keys() & {id(param) for group in optimizer.param_groups for param in group["params"]}:
+        raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
+    model = fully_shard_model(**arguments)
+    sharded = {name: param for group in model.parameter_groups() for name, param in zip(group.names, group.sharded)}
+    move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
+    return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+
+
+def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup | None) -> None:
+    if (dp_outer_dim is None) != (hybrid_fsdp_group is None):
+        given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
+        if dp_outer_dim is None:
+            given, missing = missing, given
+        raise ConfigurationError(f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither")
+
+
+def _index(device_mesh: DeviceMesh | None, dp_shard_dim: str | None, tp_dim: str | None) -> FSDPDistributedIndex:
+    """Find or build the mesh, and check its dimensions."""
+    if not is_distributed_ready():
+        raise ConfigurationError(
+            "torch.distributed is not initialised; start the program with torchrun and call "
+            "torch.distributed.init_process_group() before sharding"
+        )
+    if device_mesh is None:
+        dp_shard_dim = dp_shard_dim or "fsdp"
+        names = (dp_shard_dim,) if tp_dim is None else (dp_shard_dim, tp_dim)
+        shape = (dist.get_world_size(), *(1 for _ in names[1:]))
+        device_mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=names)
+    elif dp_shard_dim is None and device_mesh.ndim == 1 and device_mesh.mesh_dim_names:
+        dp_shard_dim = device_mesh.mesh_dim_names[0]
+    index = FSDPDistributedIndex(device_mesh, dp_shard_dim, tp_dim=tp_dim)
+    if tp_dim is not None and index.get_submesh((tp_dim,)).size() > 1:
+        raise NotSupportedYetError(
+            f"tp_dim={tp_dim!r} has {index.get_submesh((tp_dim,)).size()} ranks; tensor parallelism is not supported yet, so "
+            "use a tensor-parallel size of 1"
+        )
+    return index

@@ -1,0 +1,87 @@
+"""Every factor that is applied to a gradient, in one function."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """How per-rank gradients become the gradient that the optimizer sees.
+
+    The value is ``post_factor * op over the group of (pre_factor * gradient of the rank)``.
+
+    Attributes:
+        op: What each collective of the reduction does.
+        pre_factor: Multiplies each rank's whole gradient, once, before the first collective.
+        post_factor: Multiplies the reduced result (a shard, where the gradient is sharded), once, after the last
+            collective.
+    """
+
+    op: Literal["sum", "avg"]
+    pre_factor: float
+    post_factor: float
+
+
+def gradient_reduction(
+    dp_size: int,
+    group_size: int,
+    *,
+    average_in_collective: bool,
+    calculate_per_token_loss: bool,
+    comm_dtype: torch.dtype,
+    backend_has_avg: bool = True,
+) -> GradientReduction:
+    """Decide the operation and the factors of a gradient reduction. No other code scales a gradient.
+
+    Write ``g_r`` for the gradient of rank r, D for ``dp_size`` and G for ``group_size``. The wanted value is:
+
+    * mean (default): ``sum_r(g_r) / D``, over all data-parallel ranks: inner times outer, and times context-parallel
+      ranks where they are flattened into those axes. A hybrid reduction runs one collective per axis; G is the product
+      of their sizes, ``op`` holds for each of them and the factors are applied once.
+    * ``calculate_per_token_loss``: ``sum_r(g_r)``, no factor at all; the loss was divided by the global token count.
+    * expert parameters: the sum runs over the G ranks that hold copies of the expert, but the factor stays that of the
+      dense parameters, ``sum_r(g_r) / D``: the gradient of an expert's rank already adds up the tokens that the other
+      ranks sent to it. So an average over the group must be multiplied by ``G / D``.
+
+    How it is computed:
+
+    * sum, then ``1 / D`` on the result: on a shard this is 1 / G of the work of scaling first.
+    * float16 on the wire: ``1 / D`` first, then the sum, since the plain sum may leave the range of float16 (65504).
+    * ``average_in_collective``: the collective averages, which leaves ``G / D`` (1 for dense parameters). A back end
+      without an averaging collective sums and divides as above, with the same result.
+
+    Accumulation over microbatches is a sum and has no factor; the caller divides the loss.
+
+    Args:
+        dp_size: Number of dense data-parallel ranks.
+        group_size: Number of ranks that the gradient is reduced over; equals ``dp_size`` for dense parameters.
+        average_in_collective: Let the collective average.
+        calculate_per_token_loss: Take the plain sum.
+        comm_dtype: Dtype in which the gradient travels.
+        backend_has_avg: Whether the back end has an averaging collective.
+
+    Returns:
+        The operation and its factors.
+
+    Raises:
+        ConfigurationError: A size is below 1, or both an average and a plain sum are asked for.
+    """
+    for argument, ranks in (("dp_size", dp_size), ("group_size", group_size)):
+        if ranks < 1:
+            raise ConfigurationError(f"{argument}={ranks} is not a number of ranks; give 1 or more.")
+    if calculate_per_token_loss:
+        if average_in_collective:
+            raise ConfigurationError(
+                "average_in_collective=True contradicts calculate_per_token_loss=True, which asks for a plain sum; "
+                "set one of them to False."
+            )
+        return GradientReduction("sum", 1.0, 1.0)
+    if average_in_collective and backend_has_avg:
+        return GradientReduction("avg", 1.0, group_size / dp_size)
+    if comm_dtype == torch.float16:
+        return GradientReduction("sum", 1.0 / dp_size, 1.0)
+    return GradientReduction("sum", 1.0, 1.0 / dp_size)

@@ -1,0 +1,89 @@
+"""Sorting the parameters of one unit into groups that can share a flat buffer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.layout import Granularity
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What grouping and layout need to know of one parameter.
+
+    Attributes:
+        name: Fully qualified name in the model.
+        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
+        dtype: Dtype in the model.
+        requires_grad: Whether it is trained.
+        is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
+        granularity: The pieces that sharding must not cut.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_expert: bool = False
+    granularity: Granularity = Granularity.ROWS
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What the parameters of one group have in common.
+
+    Attributes:
+        dtype: Dtype in the model.
+        requires_grad: Whether they are trained.
+        is_expert: Whether they belong to experts.
+    """
+
+    dtype: torch.dtype
+    requires_grad: bool
+    is_expert: bool
+
+
+@dataclass(frozen=True)
+class ParameterGroupSpec:
+    """The parameters of one unit that share a flat buffer.
+
+    Attributes:
+        key: What they have in common.
+        parameters: The parameters, in the order in which they were given.
+    """
+
+    key: GroupKey
+    parameters: tuple[ParameterInfo, ...]
+
+
+def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
+    """Put parameters together that agree in dtype, requires_grad and is_expert.
+
+    Args:
+        parameters: The parameters of one unit, in model order.
+
+    Returns:
+        The groups in the order in which their first parameter appears; inside a group the given order is kept.
+
+    Raises:
+        ConfigurationError: Two parameters have the same name.
+    """
+    members: dict[GroupKey, list[ParameterInfo]] = {}
+    names: set[str] = set()
+    for parameter in parameters:
+        if parameter.name in names:
+            raise ConfigurationError(
+                f"parameter {parameter.name!r} is given twice; give each parameter once, tied ones under one name."
+            )
+        names.add(parameter.name)
+        key = GroupKey(parameter.dtype, parameter.requires_grad, parameter.is_expert)
+        members.setdefault(key, []).append(parameter)
+    return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())

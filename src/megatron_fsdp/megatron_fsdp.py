@@ -1,0 +1,411 @@
+"""`MegatronFSDP`: the wrapper around a sharded model. It owns the engine; the model's own code does not change."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, refuse_unsupported
+from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.buffer.lanes import resolve_device
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.placement import resolve_strategy
+from megatron_fsdp.reporting import MemoryUse, footprints_of, memory_of
+from megatron_fsdp.runtime.assemble import Switches, assemble
+from megatron_fsdp.runtime.grad_norm import clip_gradients
+from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
+from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.unit.param_group import ParameterGroup
+
+logger = logging.getLogger("megatron_fsdp")
+
+
+class MegatronFSDP(nn.Module):
+    """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
+
+    `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the forward
+    of a unit its modules hold full, plain tensors. `.grad` is there after a backward that synchronises (every one by
+    default of `fully_shard`).
+
+    Args:
+        module: The model; sharded in place and kept as `.module`.
+        dist_index: Mesh and process groups.
+        ddp_config: Strategy and switches; None: `optim_grads_params` with both overlaps. It is not modified. Its
+            `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy leads.
+        mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
+        fsdp_unit_modules: Classes or import paths of the units; None or "auto": found by themselves.
+        disable_bucketing: Not supported yet.
+        device: Where the shards live; None: this process's device of the mesh's type.
+        calculate_per_token_loss: Sum gradients over ranks, without a factor.
+        init_model_with_meta_device: Not supported yet.
+        sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
+            `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
+        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last.
+        nccl_ub: See above.
+        fsdp_double_buffer: See above.
+        fsdp_db_use_persist_buf_on_alloc_fail: See above.
+        disable_symmetric_registration: See above.
+        enable_fine_grained_param_gather_hook: See above.
+        enable_fine_grained_param_gather_backward_hook: See above.
+        fine_grained_recurse_module_types: See above.
+        report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
+
+    Raises:
+        ConfigurationError: An argument, a combination or the model cannot be honoured.
+        NotSupportedYetError: An argument that this version does not implement is not at its default.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | str | int | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
+        report_nan_in_param_grad: bool = False,
+    ) -> None:
+        refuse_unsupported(locals(), CLASS_DEFAULTS)
+        super().__init__()
+        config = ddp_config or DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
+        )
+        refuse_unsupported(vars(config), CONFIG_DEFAULTS)
+        self.module = module
+        self.dist_index = dist_index
+        self.ddp_config = config
+        self.mp_policy = mixed_precision_policy
+        self.fsdp_unit_modules = fsdp_unit_modules
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self.report_nan_in_param_grad = report_nan_in_param_grad or config.check_for_nan_in_grad
+        self.microbatch_count = 0
+        self._mode = SyncMode(auto_sync=sync_model_each_microbatch)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        mesh = dist_index.get_submesh((_shard_dim(dist_index),))
+        self.device = resolve_device(device, mesh.device_type)
+        switches = Switches(
+            strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
+            policy=mixed_precision_policy,
+            unit_modules=fsdp_unit_modules,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather,
+            average_in_collective=config.average_in_collective,
+            calculate_per_token_loss=calculate_per_token_loss,
+            check_finite=self.report_nan_in_param_grad,
+        )
+        finished = weakref.WeakMethod(self._backward_finished)
+        self._assembly = assemble(module, switches, mesh, self.device, self._mode, _weakly(finished))
+        self._engine = self._assembly.engine
+        self._stamp_parameters()
+        for line in self._assembly.plan_lines:
+            logger.info(line)
+
+    # ---- what clients read --------------------------------------------------------------------------------------
+
+    @property
+    def data_parallel_sharding_strategy(self) -> str:
+        """The strategy by name."""
+        return resolve_strategy(self.ddp_config.data_parallel_sharding_strategy).name
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward ends with a gradient sync."""
+        return self._mode.auto_sync
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """What was said of the next backward; absent until it is set, as in the published package."""
+        if self._mode.is_last_microbatch is None:
+            raise AttributeError("is_last_microbatch has not been set")
+        return self._mode.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._mode.is_last_microbatch = value
+
+    @property
+    def bucket_size(self) -> int | None:
+        """Elements per bucket of parameters outside of units; None: they are never cut."""
+        return None
+
+    @property
+    def raw_param(self) -> dict[str, nn.Parameter]:
+        """The full compute parameters by canonical name; their values are valid while their unit is gathered."""
+        return {name: param for group in self._engine.groups() for name, param in zip(group.names, group.full, strict=True)}
+
+    @property
+    def param_to_name(self) -> dict[nn.Parameter, str]:
+        """Canonical name of every parameter object, sharded and full."""
+        return {
+            param: name
+            for group in self._engine.groups()
+            for params in (group.full, group.sharded)
+            for name, param in zip(group.names, params, strict=True)
+        }
+
+    @property
+    def is_param_fsdp_distributed(self) -> bool:
+        """Whether the modules hold the sharded parameters; only inside a forward they do not."""
+        return not self._engine.scheduler.in_forward
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Mesh and process groups."""
+        return self.dist_index
+
+    # ---- forward, backward, step --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*args, **kwargs)
+
+    def _backward_finished(self) -> None:
+        if self._mode.syncs:
+            self.finish_grad_sync()
+        else:
+            self.microbatch_count += 1
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Reduce everything that was deferred, wait for it, and make gradients visible as `.grad`.
+
+        Args:
+            force_all_reduce: Accepted for callers that pass it; reductions already are what the strategy needs.
+        """
+        self.synchronize_gradient_reduce()
+        self.attach_grad_to_optimizer_state()
+        self.microbatch_count = 0
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
+        self._engine.flush_deferred()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Wait until every gradient is reduced."""
+        self._engine.flush_deferred()
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Make reduced gradients visible as `.grad` of the sharded parameters."""
+        self._engine.attach_gradients()
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start gathering weights ahead of the next forward, as far as there is room for them.
+
+        Args:
+            unused: Ignored.
+            force_sync: Wait for them here.
+            force_dispatch: Accepted for callers that pass it; gathering always starts here.
+        """
+        self._engine.refresh_weights()
+        self._engine.prefetch_weights(wait=force_sync)
+
+    def synchronize_param_gather(self) -> None:
+        """Wait for gathers under way."""
+        for unit in self._engine.units:
+            unit.wait()
+
+    def all_gather_and_wait_parameters_ready(
+        self,
+        params: Iterable[nn.Parameter],
+        prefetch: bool = True,
+        prefetch_order: Any = None,
+        wait_bucket_ready: bool = True,
+        bwd: bool = False,
+    ) -> None:
+        """Gather the units of some parameters (sharded or full ones) and wait for them.
+
+        Args:
+            params: Whose units.
+            prefetch: Accepted; the units given are all that is gathered.
+            prefetch_order: Accepted, as above.
+            wait_bucket_ready: Wait for the weights, else only start.
+            bwd: Accepted; weights are the same in both directions.
+        """
+        self._engine.gather_units_of(params, wait=wait_bucket_ready)
+
+    def install_optimized_model_weights(self) -> None:
+        """Bring compute weights up to date with main weights; what was gathered is gathered again at its next use."""
+        self._engine.install_main_weights()
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, those of this rank that are not reduced yet included."""
+        self._engine.clear_gradients()
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        self._engine.forget_pending_gradients(params)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients as `torch.nn.Module.zero_grad` does, and forget deferred ones."""
+        super().zero_grad(set_to_none)
+        self.forget_pending_gradients(param for group in self._engine.groups() for param in group.sharded)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the norm of all gradients together; one small all-reduce. Returns the norm before, equal on all ranks."""
+        return clip_gradients(self._engine, max_norm, norm_type)
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, visible and deferred, by a factor."""
+        for group in self._engine.groups():
+            if group.gradients is not None:
+                group.gradients.scale(scaling_factor, group.sharded)
+
+    def broadcast_params(self) -> None:
+        """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).
+
+        Under the other strategies each part of the main weights exists once, so there is nothing to send.
+        """
+        self._engine.broadcast_whole_weights()
+
+    def reset(self) -> None:
+        """Bring every unit back to rest after an exception in forward or backward; collective order must be intact."""
+        self._engine.reset()
+        self.microbatch_count = 0
+
+    # ---- microbatches -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
+
+        Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
+        """
+        with self._mode.changed(is_last_microbatch=False, defer_all=True):
+            yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Synchronise after every backward in this block; the previous state is restored on exit."""
+        with self._mode.changed(auto_sync=True, defer_all=False):
+            yield
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Choose whether every backward ends with a gradient sync."""
+        self._mode.auto_sync = sync_model
+
+    # ---- parameters ---------------------------------------------------------------------------------------------
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        for unit in self._engine.units:
+            unit.install_sharded()
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        for unit in self._engine.units:
+            unit.install_full()
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """All main weights, whole, by canonical name, on every rank. Collective."""
+        return full_parameters(self._engine)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
+        return full_gradients(self._engine)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as `torch.nn.Module.load_state_dict` does, then install the weights."""
+        result = super().load_state_dict(*args, **kwargs)
+        self.install_optimized_model_weights()
+        return result
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        return self._engine.groups()
+
+    def sharded_names(self) -> dict[int, str]:
+        """Canonical name of each sharded parameter by its id."""
+        return {id(param): name for group in self._engine.groups() for name, param in zip(group.names, group.sharded)}
+
+    def shard_like(self, param: nn.Parameter, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, sharded as one of the sharded parameters; a copy, in the tensor's dtype."""
+        group, index = self._engine.places[id(param)]
+        return group.shard_like(index, full)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that an optimizer is connected; False where it was already."""
+        known = optimizer in self._optimizers
+        self._optimizers.add(optimizer)
+        return not known
+
+    def self_reference(self) -> MegatronFSDP:
+        """This object itself, also when called through a weak proxy."""
+        return self
+
+    def _stamp_parameters(self) -> None:
+        """The one attribute on parameters: a weak reference back to this object."""
+        for group in self._engine.groups():
+            for param in group.sharded:
+                param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:
+        """Refuse to move or cast: the shards are pieces of flat buffers. Doing nothing is allowed."""
+        for group in self._engine.groups():
+            probe = torch.empty(0, dtype=group.plan.precision.main_params, device=group.plan.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise ConfigurationError(
+                    f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} on "
+                    f"{moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
+                )
+        return self
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def unit_plan_lines(self) -> tuple[str, ...]:
+        """The units and their sizes, for people."""
+        return self._assembly.plan_lines
+
+    def footprints(self) -> tuple[GroupFootprint, ...]:
+        """One entry per parameter group, as the formulas of `megatron_fsdp.accounting` take them."""
+        return footprints_of(self._engine)
+
+    def traffic(self) -> Traffic:
+        """What this rank has sent for this model so far."""
+        return self._engine.traffic.copy()
+
+    def memory(self) -> MemoryUse:
+        """What the engine holds on this rank now."""
+        return memory_of(self._engine)
+
+
+def _shard_dim(dist_index: FSDPDistributedIndex) -> str:
+    if dist_index.dp_shard_dim is None:
+        raise ConfigurationError("dist_index has dp_shard_dim=None; name the mesh dimension to shard over")
+    return dist_index.dp_shard_dim
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """Call a method for as long as its object lives."""
+
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def is_distributed_ready() -> bool:
+    """Whether a default process group exists."""
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,130 @@
+"""Sharding strategies and what they mean: one placement per mesh axis for each of a model's buffers."""
+
+import enum
+from dataclasses import dataclass
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+class Placement(enum.Enum):
+    """How a buffer lies on one mesh axis.
+
+    Attributes:
+        REPLICATE: every rank of the axis holds the same complete values.
+        PARTIAL: every rank of the axis holds a full-size summand; the value is their sum, which nobody has yet.
+        SHARD: every rank of the axis holds one of the equal contiguous pieces.
+    """
+
+    REPLICATE = "replicate"
+    PARTIAL = "partial"
+    SHARD = "shard"
+
+
+class ShardingStrategy(enum.IntEnum):
+    """What is sharded over data-parallel ranks; users give the number or the name.
+
+    Attributes:
+        no_shard: nothing, as in plain data parallelism (0).
+        optim: main weights and optimizer state, as in ZeRO-1 (1).
+        optim_grads: the above and gradients, as in ZeRO-2 (2).
+        optim_grads_params: the above and compute weights, as in ZeRO-3 and FSDP (3).
+    """
+
+    no_shard = 0
+    optim = 1
+    optim_grads = 2
+    optim_grads_params = 3
+
+
+def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
+    """Turn what a user typed into a strategy.
+
+    Args:
+        value: A number 0 to 3, a name such as ``"optim_grads"``, or a strategy.
+        argument: The name of the argument that the value came from, for the error message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigurationError: ``value`` is neither a known number nor a known name; booleans are not numbers here.
+    """
+    if isinstance(value, str) and value in ShardingStrategy.__members__:
+        return ShardingStrategy[value]
+    if isinstance(value, int) and not isinstance(value, bool) and value in set(ShardingStrategy):
+        return ShardingStrategy(value)
+    allowed = ", ".join(f'{int(strategy)} or "{strategy.name}"' for strategy in ShardingStrategy)
+    raise ConfigurationError(f"{argument}={value!r} is not a sharding strategy; give one of {allowed}.")
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where the buffers of a parameter group lie, one placement per mesh axis, outermost axis first.
+
+    Attributes:
+        compute_weight: The weights that forward and backward use, at rest.
+        pending_grad: What is accumulated before the gradient sync.
+        main_grad: The gradient that the optimizer sees, after the gradient sync.
+        main_weight: The weights that the optimizer updates, and its state.
+    """
+
+    compute_weight: tuple[Placement, ...]
+    pending_grad: tuple[Placement, ...]
+    main_grad: tuple[Placement, ...]
+    main_weight: tuple[Placement, ...]
+
+
+_R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+
+
+def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = None) -> Placements:
+    """Say where each buffer lies under a strategy.
+
+    Args:
+        inner: The strategy on the sharding axis (``dp_shard_dim``).
+        outer: The strategy on the hybrid axis (``dp_outer_dim``): ``no_shard`` (HSDP) or ``optim`` (HFSDP); None where
+            there is no such axis.
+
+    Returns:
+        Placements with one entry per axis: ``(inner,)`` or ``(outer, inner)``.
+
+    Raises:
+        ConfigurationError: ``outer`` is neither None, ``no_shard`` nor ``optim``, or is ``optim`` where ``inner`` is
+            not ``optim_grads_params``.
+    """
+    on_inner = _inner_placements(inner)
+    if outer is None:
+        return on_inner
+    on_outer = _outer_placements(inner, outer)
+    return Placements(
+        compute_weight=on_outer.compute_weight + on_inner.compute_weight,
+        pending_grad=on_outer.pending_grad + on_inner.pending_grad,
+        main_grad=on_outer.main_grad + on_inner.main_grad,
+        main_weight=on_outer.main_weight + on_inner.main_weight,
+    )
+
+
+def _inner_placements(strategy: ShardingStrategy) -> Placements:
+    """Each step up the scale of strategies shards one buffer more."""
+    return Placements(
+        compute_weight=(_S if strategy >= ShardingStrategy.optim_grads_params else _R,),
+        pending_grad=(_S if strategy >= ShardingStrategy.optim_grads else _P,),
+        main_grad=(_S if strategy >= ShardingStrategy.optim else _R,),
+        main_weight=(_S if strategy >= ShardingStrategy.optim else _R,),
+    )
+
+
+def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Placements:
+    """Compute weights are never cut over the outer axis, and gradients wait there for the sync."""
+    if outer not in (ShardingStrategy.no_shard, ShardingStrategy.optim):
+        raise ConfigurationError(
+            f'outer_dp_sharding_strategy="{outer.name}" is not possible on the outer axis; '
+            'give 0 or "no_shard", or 1 or "optim".'
+        )
+    if outer == ShardingStrategy.optim and inner != ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f'outer_dp_sharding_strategy="optim" needs zero_dp_strategy="optim_grads_params" but got "{inner.name}"; '
+            'use "optim_grads_params" inside or "no_shard" outside.'
+        )
+    after_sync = _S if outer == ShardingStrategy.optim else _R
+    return Placements(compute_weight=(_R,), pending_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))

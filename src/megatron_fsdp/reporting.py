@@ -1,0 +1,59 @@
+"""What a wrapped model holds and costs, read off the live objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that the engine holds on this rank.
+
+    Attributes:
+        compute_weight_bytes: Compute weights at rest.
+        main_weight_bytes: Main weights that are memory of their own.
+        main_grad_bytes: Main gradients.
+        transient_peak_bytes: Slots for gathered weights, communication buckets and scratch, as far as taken.
+    """
+
+    compute_weight_bytes: int
+    main_weight_bytes: int
+    main_grad_bytes: int
+    transient_peak_bytes: int
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes held between steps, without optimizer state."""
+        return self.compute_weight_bytes + self.main_weight_bytes + self.main_grad_bytes
+
+
+def memory_of(engine: Engine) -> MemoryUse:
+    """Add up the engine's buffers."""
+    groups = engine.groups()
+    return MemoryUse(
+        sum(group.weights.compute.local.nbytes for group in groups),
+        sum(group.weights.main.local.nbytes for group in groups if not group.weights.shares_memory),
+        sum(group.gradients.main.local.nbytes for group in groups if group.gradients is not None),
+        engine.executor.transient_bytes,
+    )
+
+
+def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
+    """What the formulas of `megatron_fsdp.accounting` take, one entry per parameter group."""
+    return tuple(
+        GroupFootprint(
+            unit=unit.index,
+            numel=group.plan.layout.numel,
+            num_shards=group.plan.layout.num_shards,
+            compute=group.plan.precision.compute,
+            main_params=group.plan.precision.main_params,
+            main_grads=group.plan.precision.main_grads,
+            grad_comm=group.plan.precision.grad_comm,
+            requires_grad=group.gradients is not None,
+        )
+        for unit in engine.units
+        for group in unit.groups
+    )

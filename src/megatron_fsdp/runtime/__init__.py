@@ -1,0 +1,1 @@
+"""What happens during training: the schedule (pure), its executor, the hooks, and the optimizer integration."""

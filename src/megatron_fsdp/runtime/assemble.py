@@ -1,0 +1,215 @@
+"""Everything that happens at wrap time: check the model, find units, shard, connect the hooks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
+from megatron_fsdp.runtime.build import Sharding, build_units, match_ranks
+from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.hooks import register_hooks
+from megatron_fsdp.runtime.schedule import ScheduleConfig
+from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.units import UnitPlan, find_units, plan_lines
+
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the caller chose for one model, checked.
+
+    Attributes:
+        strategy: On the sharding axis.
+        policy: Dtypes.
+        unit_modules: What to look for as units.
+        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
+        overlap_param_gather: Gather ahead; strategy 3 always does.
+        average_in_collective: Let the collective average.
+        calculate_per_token_loss: Sum gradients, without a factor.
+        check_finite: Look for NaN and infinity in every gradient.
+    """
+
+    strategy: ShardingStrategy
+    policy: MixedPrecisionPolicy
+    unit_modules: Sequence[type[nn.Module] | str] | str | None
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    average_in_collective: bool
+    calculate_per_token_loss: bool
+    check_finite: bool
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A sharded model.
+
+    Attributes:
+        engine: Runs it.
+        plan: Its units.
+        plan_lines: The units, for people.
+        handles: The hooks on modules and parameters.
+        device: Where the shards live.
+    """
+
+    engine: Engine
+    plan: UnitPlan
+    plan_lines: tuple[str, ...]
+    handles: tuple[RemovableHandle, ...]
+    device: torch.device
+
+
+def assemble(
+    module: nn.Module,
+    switches: Switches,
+    mesh: DeviceMesh,
+    device: torch.device,
+    mode: SyncMode,
+    backward_finished: Callable[[], None],
+) -> Assembly:
+    """Shard a model in place.
+
+    Args:
+        module: The model.
+        switches: What the caller chose.
+        mesh: The one-dimensional mesh of the sharding axis.
+        device: Where the shards are to live.
+        mode: When gradients are reduced; shared with the caller.
+        backward_finished: Called at the end of each backward.
+
+    Raises:
+        ConfigurationError: The model cannot be sharded as it is.
+    """
+    check_module(module)
+    plan = find_units(module, switches.unit_modules)  # type: ignore[arg-type]
+    num_ranks = mesh.size()
+    axis = Axis(mesh.get_group() if num_ranks > 1 else None, mesh.get_local_rank(), num_ranks)
+    check_ranks_agree(module, axis.group, device)
+    _move_buffers(module, device)
+    differing = match_ranks(module, axis.group, device)
+    if differing:
+        warnings.warn(
+            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all ranks now "
+            "have those of the first rank of the group; seed every rank alike before building the model",
+            stacklevel=4,
+        )
+    lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
+    sharding = Sharding(
+        switches.strategy,
+        switches.policy,
+        axis,
+        mesh,
+        device,
+        switches.average_in_collective,
+        switches.calculate_per_token_loss,
+    )
+    units = build_units(module, plan, sharding)
+    engine = Engine(
+        units,
+        _schedule_config(switches, axis, tuple(unit.trainable for unit in units)),
+        mode,
+        UsageAgreement(axis.group, device),
+        device,
+        pending_is_sharded=placements_for(switches.strategy).pending_grad[-1] is Placement.SHARD,
+        backward_finished=backward_finished,
+    )
+    if switches.check_finite:
+        names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
+        engine.finite_check = FiniteCheck(names, axis.group, device)
+    modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
+    return Assembly(engine, plan, lines, tuple(register_hooks(engine, modules)), device)
+
+
+def _schedule_config(switches: Switches, axis: Axis, trainable: tuple[bool, ...]) -> ScheduleConfig:
+    strategy = switches.strategy
+    communicates = axis.num_ranks > 1
+    prefetches = switches.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
+    return ScheduleConfig(
+        trainable=trainable,
+        gathers=communicates and strategy != ShardingStrategy.no_shard,
+        shares_slots=communicates and strategy == ShardingStrategy.optim_grads_params,
+        prefetch_forward=int(prefetches),
+        prefetch_backward=int(prefetches),
+        reduces_early=switches.overlap_grad_reduce or strategy >= ShardingStrategy.optim_grads,
+    )
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse models that cannot be sharded; no communication.
+
+    Raises:
+        ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
+        NotSupportedYetError: Parameters that are DTensors already.
+    """
+    params = dict(module.named_parameters())
+    if not params:
+        raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
+    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
+    if sharded:
+        raise ConfigurationError(
+            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a model once"
+        )
+    tensor_parallel = [name for name, param in params.items() if isinstance(param, DTensor)]
+    if tensor_parallel:
+        raise NotSupportedYetError(
+            f"{len(tensor_parallel)} parameters are DTensors already (such as {tensor_parallel[0]}); not supported yet: shard a "
+            "model of plain tensors"
+        )
+    meta = [name for name, param in params.items() if param.is_meta]
+    if meta:
+        raise ConfigurationError(
+            f"{len(meta)} of {len(params)} parameters are on the meta device ({', '.join(meta[:_NAMES_SHOWN])}, ...) and "
+            "init_model_with_meta_device is False; materialise the model first"
+        )
+    devices = sorted({str(param.device) for param in params.values()})
+    if len(devices) > 1:
+        examples = ", ".join(
+            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}" for device in devices
+        )
+        raise ConfigurationError(f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first")
+
+
+def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make sure that all ranks are about to shard the same model; one small collective.
+
+    Raises:
+        ConfigurationError: On every rank, with the same message, where names, shapes, dtypes or requires_grad differ.
+    """
+    if group is None:
+        return
+    mine = [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()]
+    everyone: list[list[str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    first = everyone[0] or []
+    for rank, other in enumerate(everyone):
+        if other == first:
+            continue
+        other = other or []
+        pairs = [*zip(first, other, strict=False), (f"{len(first)} parameters", f"{len(other)} parameters")]
+        left, right = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ConfigurationError(
+            f"ranks hold different models: rank 0 of the group has {left}, rank {rank} has {right}; build the same model on "
+            "every rank"
+        )
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Module buffers are not sharded; they follow the parameters to their device."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.device != device:
+                owner._buffers[name] = buffer.to(device)

@@ -1,0 +1,240 @@
+"""The engine: turns what hooks report into events for the scheduler, and hands its answer to the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.placement import Placement
+from megatron_fsdp.runtime.executor import Executor
+from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.unit.param_group import ParameterGroup
+from megatron_fsdp.unit.unit import Unit
+
+
+class ForwardCall:
+    """One forward of a unit, as its backward will refer to it."""
+
+    __slots__ = ("epoch", "last_backward", "unit")
+
+    def __init__(self, unit: int, epoch: int) -> None:
+        self.unit = unit
+        self.epoch = epoch
+        self.last_backward = -1
+
+
+class Engine:
+    """Everything that happens between two optimizer steps.
+
+    Args:
+        units: All units, root first.
+        config: For the scheduler.
+        mode: When gradients are reduced; shared with the wrapper.
+        usage: Agrees on unused parameters.
+        device: Where the units live.
+        pending_is_sharded: Whether gradients between syncs are held as shards.
+        backward_finished: Called at the end of each backward, after reductions are in.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        config: ScheduleConfig,
+        mode: SyncMode,
+        usage: UsageAgreement,
+        device: torch.device,
+        pending_is_sharded: bool,
+        backward_finished: Callable[[], None],
+    ) -> None:
+        self.units = tuple(units)
+        self.mode = mode
+        self.scheduler = Scheduler(config)
+        self.executor = Executor(units, device, backward_finished)
+        self.finite_check: FiniteCheck | None = None
+        self._usage = usage
+        self._pending_is_sharded = pending_is_sharded
+        self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self._backward_id = 0
+        self._callback_queued = False
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def before_forward(self, index: int) -> None:
+        """The unit's forward is about to run: its parameters become full."""
+        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.refresh_weights()
+        elif self.scheduler.in_backward and not _inside_backward():
+            raise ScheduleError(
+                "a forward began while the previous backward had not ended, so that backward must have failed; "
+                "call reset() on the model after an exception and go on with the next batch"
+            )
+        self.executor.run(self.scheduler.forward_begins(index))
+        self.units[index].install_full()
+
+    def after_forward(self, index: int, needs_backward: bool) -> ForwardCall:
+        """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        epoch = self.scheduler.forward_ends(index, needs_backward)
+        if not self.scheduler.forward_depth(index):
+            self.units[index].install_sharded()
+        return ForwardCall(index, epoch)
+
+    def refresh_weights(self) -> None:
+        """Install main weights that anyone changed in place (optimizer, checkpoint, user) since they were last installed."""
+        if any(unit.main_changed for unit in self.units):
+            self.install_main_weights()
+
+    def install_main_weights(self) -> None:
+        """Copy main weights into compute weights; what was gathered is out of date."""
+        self.executor.run(self.scheduler.weights_changed())
+        for unit in self.units:
+            unit.install_main_weights()
+
+    def prefetch_weights(self, wait: bool) -> None:
+        """Start gathering the units that there is room for, root first, ahead of the next forward."""
+        for unit in self.units:
+            self.executor.run(self.scheduler.weights_wanted(unit.index))
+            if wait:
+                unit.wait()
+
+    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
+        """Gather the units that own some parameters, sharded or full ones."""
+        wanted = {id(param) for param in params}
+        for unit in self.units:
+            owned = (param for group in unit.groups for param in (*group.sharded, *group.full))
+            if any(id(param) in wanted for param in owned):
+                event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+                self.executor.run(event(unit.index))
+
+    def broadcast_whole_weights(self) -> None:
+        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
+        for group in self.groups():
+            axis, main = group.plan.axis, group.weights.main
+            if axis.group is not None and main.placement is not Placement.SHARD:
+                dist.broadcast(main.local, group_src=0, group=axis.group)
+        self.install_main_weights()
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """The gradient of some output of a forward is known, so its backward is about to run."""
+        self._begin_backward()
+        if call.last_backward == self._backward_id:
+            return
+        call.last_backward = self._backward_id
+        self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
+
+    def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+        """Autograd has the whole gradient of a parameter: move it into its bucket."""
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        self._begin_backward()
+        unit = self.units[index]
+        gradients = unit.groups[position].gradients
+        assert gradients is not None
+        if not gradients.is_filling:
+            self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
+            self.executor.begin_filling(unit, position, self.defers)
+        if self.finite_check is not None:
+            self.finite_check.look_at(unit.groups[position].names[parameter], grad)
+        gradients.add(parameter, grad)
+        if unit.is_complete:
+            self._run_backward(self.scheduler.gradients_ready(index))
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of what this rank sent for the model; live."""
+        return next(group.plan.axis.traffic for group in self.groups())
+
+    @property
+    def defers(self) -> bool:
+        """Whether gradients of this backward stay local."""
+        return not self.mode.reduces(self._pending_is_sharded)
+
+    def _begin_backward(self) -> None:
+        if self._callback_queued:
+            return
+        self._callback_queued = True
+        self._backward_id += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        self._callback_queued = False
+        self._run_backward(self.scheduler.backward_ends())
+        if self.finite_check is not None:
+            self.finite_check.conclude()
+
+    def _run_backward(self, operations: Sequence[object]) -> None:
+        self.executor.run(operations, self.defers)  # type: ignore[arg-type]
+
+    def _name_unit(self, index: int, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except ScheduleError as error:
+            raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        return [group for unit in self.units for group in unit.groups]
+
+    def flush_deferred(self) -> None:
+        """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would."""
+        for unit in reversed(self.units):
+            if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
+                self.executor.reduce(unit, defer=False)
+        self.executor.retire_all()
+
+    def attach_gradients(self) -> None:
+        """Make the main gradients visible as `.grad` of the sharded parameters."""
+        trainable = [group for group in self.groups() if group.gradients is not None]
+        used_here = [flag for group in trainable if group.gradients is not None for flag in group.gradients.arrived]
+        if not used_here:
+            return
+        used = self._usage.agree(used_here)
+        first = 0
+        for group in trainable:
+            if group.gradients is not None:
+                last = first + len(group.sharded)
+                group.gradients.attach(group.sharded, used[first:last], group.describe_piece)
+                first = last
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        for param in params:
+            group, index = self.places[id(param)]
+            if group.gradients is not None:
+                group.gradients.forget_pending(index)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, deferred ones included."""
+        for group in self.groups():
+            if group.gradients is not None:
+                group.gradients.clear()
+            for param in group.sharded:
+                param.grad = None
+
+    def reset(self) -> None:
+        """Bring every unit back to rest after an exception; gradients of the failed backward are dropped."""
+        self._callback_queued = False
+        self.executor.abandon()
+        self.executor.run(self.scheduler.reset())
+        for unit in self.units:
+            unit.install_sharded()
+            for group in unit.groups:
+                for param in group.full:
+                    param.grad = None
+
+
+def _inside_backward() -> bool:
+    """Whether autograd is executing on this thread."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]

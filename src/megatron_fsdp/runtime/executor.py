@@ -1,0 +1,151 @@
+"""The executor: carries out what the scheduler decided, on lanes, slots and buckets. It decides nothing itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp.buffer.lanes import Ticket, make_lane
+from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
+from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
+from megatron_fsdp.unit.unit import Unit
+
+_BUCKETS = 2  # one fills while the other is being reduced
+
+
+@dataclass
+class _Reduction:
+    """A unit's reduction on its way, and the memory it borrowed."""
+
+    tickets: list[Ticket]
+    bucket: Block
+    pool: BucketPool
+    scratch: Block | None
+
+
+class Executor:
+    """Moves buffers.
+
+    Args:
+        units: All units, root first.
+        device: Where they live.
+        finalise: What the end of a backward asks for once all reductions are in.
+    """
+
+    def __init__(self, units: Sequence[Unit], device: torch.device, finalise: Callable[[], None]) -> None:
+        self._units = units
+        self._finalise = finalise
+        self._gather_lane = make_lane(device)
+        self._reduce_lane = make_lane(device)
+        others = [unit for unit in units if unit.index != ROOT]
+        self._root_slot = SlotPool(units[ROOT].gathered_bytes, device)
+        self._slots = SlotPool(max((unit.gathered_bytes for unit in others), default=0), device)
+        self._root_bucket = BucketPool(1, units[ROOT].bucket_bytes, device, self._retire_oldest)
+        most = max((unit.bucket_bytes for unit in others), default=0)
+        self._buckets = BucketPool(_BUCKETS, most, device, self._retire_oldest)
+        self._scratch = BucketPool(1, max(unit.bucket_bytes for unit in units), device, self._retire_oldest)
+        self._borrowed: dict[int, Block] = {}
+        self._in_flight: deque[_Reduction] = deque()
+
+    def run(self, operations: Iterable[Operation], defer: bool = False) -> None:
+        """Carry out operations in order.
+
+        Args:
+            operations: From the scheduler.
+            defer: Keep gradients as local sums where they would be reduced.
+        """
+        for action, index, slot in operations:
+            unit = self._units[index]
+            if action is Action.GATHER:
+                unit.gather(self._gather_lane, self._block_for(unit, slot))
+            elif action is Action.WAIT:
+                unit.wait()
+            elif action is Action.REDUCE:
+                self.reduce(unit, defer)
+            elif action is Action.FINALISE:
+                self.retire_all()
+                self._finalise()
+            # A release has no effect here: the slot is simply overwritten by its next owner.
+
+    def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
+        if not unit.groups or not any(group.weights_in_slots for group in unit.groups):
+            return None
+        return self._root_slot.block(0) if slot is None else self._slots.block(slot)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def begin_filling(self, unit: Unit, position: int, defer: bool) -> None:
+        """Give group `position` of a unit memory for the gradients of this backward."""
+        gradients = unit.groups[position].gradients
+        assert gradients is not None
+        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if gradients.needs_bucket(defer) else None)
+
+    def reduce(self, unit: Unit, defer: bool) -> None:
+        """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
+        if defer:
+            for group in unit.groups:
+                if group.gradients is not None:
+                    group.gradients.keep()
+            return
+        bucket = self._bucket(unit)
+        pairwise = any(group.plan.axis.exchanges_pairwise and group.grads_sharded for group in unit.groups)
+        scratch = self._scratch.borrow() if pairwise else None
+        tickets = []
+        for position, group in enumerate(unit.groups):
+            gradients = group.gradients
+            if gradients is None:
+                continue
+            if not gradients.is_filling and not gradients.has_deferred:
+                self.begin_filling(unit, position, defer=False)
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.grads_sharded else None
+            tickets.append(gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded))
+        del self._borrowed[unit.index]
+        self._in_flight.append(_Reduction(tickets, bucket, self._pool(unit), scratch))
+
+    def _pool(self, unit: Unit) -> BucketPool:
+        return self._root_bucket if unit.index == ROOT else self._buckets
+
+    def _bucket(self, unit: Unit) -> Block:
+        if unit.index not in self._borrowed:
+            self._borrowed[unit.index] = self._pool(unit).borrow()
+        return self._borrowed[unit.index]
+
+    def _retire_oldest(self) -> bool:
+        """Wait for the reduction that started first and take its memory back; False where none is under way."""
+        if not self._in_flight:
+            return False
+        reduction = self._in_flight.popleft()
+        for ticket in reduction.tickets:
+            ticket.wait()
+        reduction.pool.give_back(reduction.bucket)
+        if reduction.scratch is not None:
+            self._scratch.give_back(reduction.scratch)
+        return True
+
+    def retire_all(self) -> None:
+        """Wait for every reduction."""
+        while self._retire_oldest():
+            pass
+
+    # ---- after an exception, and for reports --------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Drop gradients on their way and take all borrowed memory back."""
+        self.retire_all()
+        for unit in self._units:
+            unit.wait()
+            for group in unit.groups:
+                if group.gradients is not None:
+                    group.gradients.abandon()
+        self._borrowed.clear()
+        for pool in (self._root_bucket, self._buckets, self._scratch):
+            pool.reclaim()
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of slots, buckets and scratch taken so far; none of it is given back while the model lives."""
+        pools = (self._root_slot, self._slots, self._root_bucket, self._buckets, self._scratch)
+        return sum(pool.held_bytes for pool in pools)

@@ -1,0 +1,55 @@
+"""Find NaN and infinity in gradients before they are reduced, and say on every rank whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.errors import NonFiniteGradientError
+
+_NAMES_SHOWN = 8
+
+
+class FiniteCheck:
+    """Collects one flag per parameter during backward; the ranks compare them when it ends.
+
+    Args:
+        names: Every trainable parameter, in the order that all ranks share.
+        group: The ranks; None for a single one.
+        device: Where the flags live.
+    """
+
+    def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._names = tuple(names)
+        self._position = {name: index for index, name in enumerate(names)}
+        self._group = group
+        self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
+
+    def look_at(self, name: str, grad: torch.Tensor) -> None:
+        """Note whether a gradient holds a value that is not finite; nothing is read back."""
+        self._flags[self._position[name]] |= ~torch.isfinite(grad).all()
+
+    def conclude(self) -> None:
+        """Compare over the ranks and start afresh.
+
+        Raises:
+            NonFiniteGradientError: Some rank saw NaN or infinity; the message names parameters and ranks.
+        """
+        mine = self._flags.to(torch.uint8)
+        self._flags.zero_()
+        seen = [mine]
+        if self._group is not None:
+            seen = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+            dist.all_gather(seen, mine, group=self._group)
+        by_rank = torch.stack(seen).bool().cpu()
+        bad = [index for index in range(len(self._names)) if bool(by_rank[:, index].any())]
+        if not bad:
+            return
+        shown = [f"{self._names[i]} on rank {by_rank[:, i].nonzero().flatten().tolist()}" for i in bad[:_NAMES_SHOWN]]
+        more = f" and {len(bad) - len(shown)} more" if len(bad) > len(shown) else ""
+        raise NonFiniteGradientError(
+            f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {'; '.join(shown)}{more} (ranks "
+            "of the data-parallel group); look at the loss and the learning rate, then call zero_grad and go on or stop"
+        )

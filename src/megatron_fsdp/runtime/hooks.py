@@ -1,0 +1,91 @@
+"""Hooks on modules and parameters: they report to the engine and do nothing else. All references to it are weak."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.runtime.engine import Engine, ForwardCall
+
+
+def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
+    """Register everything that one model needs.
+
+    Args:
+        engine: Whom to report to; the hooks hold it weakly.
+        modules: The module of each unit.
+
+    Returns:
+        The handles, to remove the hooks again.
+    """
+    reference = weakref.ref(engine)
+    handles: list[RemovableHandle] = []
+    for index, module in modules.items():
+        handles.append(module.register_forward_pre_hook(partial(_before_forward, reference, index), prepend=True))
+        handles.append(
+            module.register_forward_hook(partial(_after_forward, reference, index), always_call=True)
+        )
+    for unit in engine.units:
+        for position, group in enumerate(unit.groups):
+            if group.gradients is None:
+                continue
+            for parameter, param in enumerate(group.full):
+                hook = partial(_take_gradient, reference, unit.index, position, parameter)
+                handles.append(param.register_post_accumulate_grad_hook(hook))
+    return handles
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings, registered pytree classes and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(dict(leaf))
+
+
+def _live(reference: weakref.ref[Engine]) -> Engine:
+    engine = reference()
+    if engine is None:
+        raise ScheduleError(
+            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
+            "object that fully_shard returned for as long as the module is used"
+        )
+    return engine
+
+
+def _before_forward(reference: weakref.ref[Engine], index: int, module: nn.Module, args: Any) -> None:
+    _live(reference).before_forward(index)
+
+
+def _after_forward(reference: weakref.ref[Engine], index: int, module: nn.Module, args: Any, output: Any) -> None:
+    engine = _live(reference)
+    outputs: list[torch.Tensor] = []
+    if torch.is_grad_enabled():
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    call = engine.after_forward(index, bool(outputs))
+    for tensor in outputs:
+        tensor.register_hook(partial(_before_backward, reference, call))
+
+
+def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, grad: torch.Tensor) -> None:
+    _live(reference).before_backward(call)
+
+
+def _take_gradient(
+    reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
+) -> None:
+    assert isinstance(param, nn.Parameter)
+    _live(reference).take_gradient(index, position, parameter, param)

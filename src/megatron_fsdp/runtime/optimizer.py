@@ -1,0 +1,155 @@
+"""Any torch optimizer on sharded parameters, by hooks: gradients are synchronised before a step, weights installed after it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+
+SYNC_KEYWORD = "sync_grad_before_optimizer_step"
+INSTALL_KEYWORD = "install_optimized_model_weights"
+
+
+class ShardedModel(Protocol):
+    """What the hooks need of the wrapped model."""
+
+    model_auto_sync: bool
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left and show gradients."""
+
+    def install_optimized_model_weights(self) -> None:
+        """Copy main weights into compute weights."""
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+
+
+class _StepHooks:
+    """The pair of hooks around one optimizer's `step`; remembers one keyword from the first for the second."""
+
+    def __init__(self, model: weakref.ref[ShardedModel]) -> None:
+        self._model = model
+        self._installs = True
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = dict(kwargs)
+        syncs = kwargs.pop(SYNC_KEYWORD, True)
+        self._installs = kwargs.pop(INSTALL_KEYWORD, True)
+        model = _alive(self._model)
+        if syncs and not model.model_auto_sync:
+            model.finish_grad_sync()
+        if len(args) > 1 and callable(args[1]):
+            args = (args[0], self._around(args[1], syncs), *args[2:])
+        elif callable(kwargs.get("closure")):
+            kwargs["closure"] = self._around(kwargs["closure"], syncs)
+        return args, kwargs
+
+    def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
+        """A closure may be called several times while weights move: bring weights up to date, and gradients after it."""
+
+        def synchronised() -> Any:
+            model = _alive(self._model)
+            model.install_optimized_model_weights()
+            with torch.enable_grad():
+                result = closure()
+            if syncs and not model.model_auto_sync:
+                model.finish_grad_sync()
+            return result
+
+        return synchronised
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._installs:
+            _alive(self._model).install_optimized_model_weights()
+
+
+def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
+    """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
+
+    `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as further keywords, and
+    `optimizer.zero_grad` takes `zero_grad_buffer` (True).
+    """
+    reference = weakref.ref(model)
+    hooks = _StepHooks(reference)
+    optimizer.register_step_pre_hook(hooks.before)
+    optimizer.register_step_post_hook(hooks.after)
+    original = optimizer.zero_grad.__func__ if hasattr(optimizer.zero_grad, "__func__") else optimizer.zero_grad  # type: ignore[attr-defined]
+    owner = weakref.ref(optimizer)
+
+    @functools.wraps(original)
+    def zero_grad(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
+        alive = owner()
+        if alive is None:
+            return
+        original(alive, *args, **kwargs)
+        if zero_grad_buffer:
+            _alive(reference).forget_pending_gradients(param for group in alive.param_groups for param in group["params"])
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
+    model = reference()
+    if model is None:
+        raise ConfigurationError(
+            "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new model"
+        )
+    return model
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+    """Refuse an optimizer that would update something else than the sharded parameters.
+
+    Args:
+        optimizer: To check.
+        known: Name of each sharded parameter of the model by id.
+
+    Raises:
+        ConfigurationError: A parameter of the optimizer is none of the model's.
+    """
+    for position, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ConfigurationError(
+                    f"parameter {index} of param_groups[{position}] (shape {tuple(param.shape)}) is not a sharded parameter of the "
+                    "model, so stepping it would train nothing; build the optimizer on model.parameters() after "
+                    "fully_shard_model, or hand model and optimizer to fully_shard together"
+                )
+
+
+def move_to_sharded(
+    optimizer: torch.optim.Optimizer,
+    replacements: Mapping[int, nn.Parameter],
+    shard_state: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
+) -> None:
+    """Let an optimizer that was built on the original parameters hold the sharded ones; groups, order and options stay.
+
+    Args:
+        optimizer: Changed in place.
+        replacements: Sharded parameter for the id of each original.
+        shard_state: Turns a full state tensor, shaped as its parameter, into the one for the sharded parameter.
+    """
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        originals = group["params"]
+        group["params"] = [replacements[id(param)] for param in originals]
+        for original, param in zip(originals, group["params"], strict=True):
+            if original in state:
+                optimizer.state[param] = {
+                    key: shard_state(param, value) if _is_like(value, original) else value
+                    for key, value in state[original].items()
+                }
+
+
+def _is_like(value: object, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and param.dim() > 0 and value.shape == param.shape

@@ -1,0 +1,349 @@
+"""The scheduler: what happened goes in, what to do comes out. Pure; it never touches a tensor, a stream or a rank.
+
+Events are methods: a unit's forward begins or ends, its backward begins, all its gradients are ready, the backward is over,
+the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward surrounds those of
+the others, so it stays gathered from the beginning of the forward until the weights change.
+
+Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its first gather
+as its *home*, because autograd saves views of the gathered weights and the backward must find the same bytes in the same
+place. A gathered unit that nobody uses stays in its slot until another unit needs it ("released" then), so the units used
+last in forward are still there when backward begins.
+
+Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of every other
+unit outside k is over: its weights may go, and a gradient that has not come will not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.runtime.order import RecordedOrder
+
+ROOT = 0
+
+
+class Action(Enum):
+    """What an operation does to its unit."""
+
+    GATHER = "gather"  # start gathering the weights into the slot
+    WAIT = "wait"  # make the gathered weights usable by compute
+    RELEASE = "release"  # the gathered weights are no longer valid; their slot may be overwritten
+    REDUCE = "reduce"  # gradients that did not come are zero; start reducing (or, deferred, keep) the bucket
+    FINALISE = "finalise"  # the backward is over: wait for reductions, show gradients
+
+
+class Operation(NamedTuple):
+    """One instruction for the executor."""
+
+    action: Action
+    unit: int
+    slot: int | None = None
+
+    def __str__(self) -> str:
+        """Compact form for tests and traces, such as `gather3@1`."""
+        if self.action is Action.FINALISE:
+            return "finalise"
+        return f"{self.action.value}{self.unit}" + (f"@{self.slot}" if self.slot is not None else "")
+
+
+class Residence(Enum):
+    """Where a unit's full compute weights are."""
+
+    SHARDED = "sharded"  # not here, or out of date
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What the scheduler has to know of a model and a strategy.
+
+    Attributes:
+        trainable: For each unit, root first, whether it has parameters that take gradients.
+        gathers: Whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank).
+        shares_slots: Whether gathered weights live in slots (strategy 3); else each unit has its own full buffer.
+        slots: Units other than the root that can be gathered at a time, at least 1.
+        prefetch_forward: How many units to gather ahead in forward.
+        prefetch_backward: How many units to gather ahead in backward.
+        reduces_early: Whether a unit is reduced as soon as its gradients are there; else when the backward is over.
+    """
+
+    trainable: tuple[bool, ...]
+    gathers: bool = True
+    shares_slots: bool = True
+    slots: int = 2
+    prefetch_forward: int = 1
+    prefetch_backward: int = 1
+    reduces_early: bool = True
+
+
+@dataclass
+class _UnitState:
+    residence: Residence = Residence.SHARDED
+    home: int | None = None
+    open_forwards: int = 0  # forwards whose backward has not begun
+    in_backward: bool = False  # its backward has begun in the current backward pass
+    reduced: bool = True  # nothing to reduce since its backward last began
+    hosts: set[int] = field(default_factory=set)  # units whose forward was seen to call this unit's
+
+
+@dataclass
+class _SlotState:
+    unit: int | None = None
+    last_used: int = 0
+
+
+@dataclass
+class Scheduler:
+    """Decides who is gathered, waited for, released and reduced, and in which order."""
+
+    config: ScheduleConfig
+    _units: list[_UnitState] = field(init=False)
+    _slots: list[_SlotState] = field(init=False)
+    _forward_stack: list[int] = field(init=False, default_factory=list)
+    _backward_unit: int | None = field(init=False, default=None)  # its weights are in use by backward
+    _announced: int | None = field(init=False, default=None)  # the unit whose backward began last
+    _epoch: int = field(init=False, default=0)
+    _in_backward: bool = field(init=False, default=False)
+    _clock: int = field(init=False, default=0)
+    _forward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
+    _backward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
+
+    def __post_init__(self) -> None:
+        self._units = [_UnitState() for _ in self.config.trainable]
+        self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
+
+    # ---- events -------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, unit: int) -> tuple[Operation, ...]:
+        """A unit's forward is about to compute, in a forward pass or in a recomputation inside backward."""
+        state = self._units[unit]
+        if self._in_backward:
+            if self._backward_unit not in state.hosts:
+                self._backward_unit = None  # recomputation comes back to that unit before its backward computes
+        else:
+            if not self._forward_stack:
+                self._forward_order.begin()
+            state.hosts.update(host for host in self._forward_stack if host not in (ROOT, unit))
+        self._forward_stack.append(unit)
+        if self._in_backward:
+            return self._need(unit, self._backward_order, self.config.prefetch_backward)
+        return self._need(unit, self._forward_order, self.config.prefetch_forward)
+
+    def forward_ends(self, unit: int, needs_backward: bool) -> int:
+        """A unit's forward is over (also by an exception); `needs_backward`: autograd will come back to it.
+
+        Returns:
+            The epoch of the weights it used, to be handed to `backward_begins`.
+        """
+        while self._forward_stack and self._forward_stack.pop() != unit:
+            pass
+        state = self._units[unit]
+        if not self._in_backward:
+            state.open_forwards += needs_backward
+            if not self._forward_stack:
+                self._forward_order.end()
+        elif self._backward_unit not in state.hosts:
+            if needs_backward and state.open_forwards == 0 and self._announced != unit:
+                state.open_forwards = 1
+            if unit != ROOT:
+                self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
+        return self._epoch
+
+    def backward_begins(self, unit: int, epoch: int) -> tuple[Operation, ...]:
+        """The backward of one forward of a unit is about to compute.
+
+        Raises:
+            ScheduleError: The weights have changed since that forward.
+        """
+        if epoch != self._epoch:
+            raise ScheduleError(
+                "backward reached a forward that ran before the weights were changed; its gradients would mix two versions "
+                "of the weights, so run backward before the optimizer step"
+            )
+        operations: list[Operation] = []
+        if not self._in_backward:
+            self._in_backward = True
+            self._backward_order.begin()
+        if unit != ROOT:
+            if self._announced is not None and self._announced != unit:
+                operations += self._settle(self._announced)
+            self._announced = self._backward_unit = unit
+        state = self._units[unit]
+        state.open_forwards = max(0, state.open_forwards - 1)
+        state.in_backward, state.reduced = True, False
+        return (*operations, *self._need(unit, self._backward_order, self.config.prefetch_backward))
+
+    def gradient_arrives(self, unit: int) -> None:
+        """The first gradient since the unit's last reduction has been computed.
+
+        Raises:
+            ScheduleError: The unit's weights were not gathered, so that the gradient cannot be right.
+        """
+        state = self._units[unit]
+        absent = self.config.gathers and state.residence is Residence.SHARDED
+        if absent and not state.in_backward:
+            raise ScheduleError(
+                "a gradient arrived for a unit whose backward was never announced, so its weights were not gathered; its "
+                "forward must return its tensors in containers that torch.utils._pytree can walk (tuples, lists, dicts, "
+                "registered classes)"
+            )
+        self._in_backward = True
+        state.in_backward, state.reduced = True, False
+
+    def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
+        """Every trainable parameter of the unit has received its gradient."""
+        if not self.config.reduces_early or unit == ROOT:
+            return ()
+        self._units[unit].reduced = True
+        return (Operation(Action.REDUCE, unit),)
+
+    def backward_ends(self) -> tuple[Operation, ...]:
+        """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
+        operations: list[Operation] = []
+        for unit in range(len(self._units) - 1, -1, -1):
+            state = self._units[unit]
+            began = state.in_backward or (unit == ROOT and self._in_backward)
+            if began and self.config.trainable[unit] and (unit == ROOT or not state.reduced):
+                operations.append(Operation(Action.REDUCE, unit))
+            state.in_backward, state.reduced = False, True
+        if self._in_backward:
+            self._backward_order.end()
+        self._in_backward = False
+        self._backward_unit = self._announced = None
+        return (*operations, Operation(Action.FINALISE, ROOT))
+
+    def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody asks for a unit's weights ahead of its forward; start gathering them where there is room."""
+        return tuple(self._gather(unit, keep=(unit,), must=False)) if self.config.gathers else ()
+
+    def weights_awaited(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody needs a unit's weights now, outside of its forward."""
+        if not self.config.gathers:
+            return ()
+        operations = self._gather(unit, keep=(unit,), must=True)
+        if self._units[unit].residence is Residence.GATHERING:
+            operations.append(Operation(Action.WAIT, unit))
+            self._units[unit].residence = Residence.READY
+        return tuple(operations)
+
+    def weights_changed(self) -> tuple[Operation, ...]:
+        """The main weights are newer than what is gathered: everything has to be gathered again before its next use."""
+        if self._forward_stack:
+            raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
+        self._epoch += 1
+        for state in self._units:
+            state.open_forwards = 0
+        return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
+
+    def reset(self) -> tuple[Operation, ...]:
+        """Forget passes that were broken off; every unit is sharded afterwards."""
+        self._forward_stack.clear()
+        self._backward_unit = self._announced = None
+        self._in_backward = False
+        self._forward_order.begin()
+        self._backward_order.begin()
+        for state in self._units:
+            state.open_forwards, state.in_backward, state.reduced = 0, False, True
+        return self.weights_changed()
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._in_backward
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward (or recomputation) of some unit is under way."""
+        return bool(self._forward_stack)
+
+    def forward_depth(self, unit: int) -> int:
+        """How many forwards of the unit are under way, one inside another."""
+        return self._forward_stack.count(unit)
+
+    # ---- decisions ----------------------------------------------------------------------------------------------
+
+    def _need(self, unit: int, order: RecordedOrder, depth: int) -> tuple[Operation, ...]:
+        """Gather the unit (unless it is here), then those expected next, then wait for the unit."""
+        order.note(unit)
+        self._clock += 1
+        if not self.config.gathers:
+            return ()
+        upcoming = order.upcoming(depth)
+        operations = self._gather(unit, keep=(unit,), must=True)
+        for position, ahead in enumerate(upcoming):
+            operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
+        state = self._units[unit]
+        if state.residence is Residence.GATHERING:
+            operations.append(Operation(Action.WAIT, unit))
+            state.residence = Residence.READY
+        if state.home is not None:
+            self._slots[state.home].last_used = self._clock
+        return tuple(operations)
+
+    def _settle(self, unit: int) -> list[Operation]:
+        """Reduce a unit whose backward is over though some of its gradients never came."""
+        state = self._units[unit]
+        done = state.reduced or state.open_forwards > 0 or not self.config.trainable[unit]
+        if done or not self.config.reduces_early:
+            return []
+        state.reduced = True
+        return [Operation(Action.REDUCE, unit)]
+
+    def _gather(self, unit: int, keep: Collection[int], must: bool) -> list[Operation]:
+        state = self._units[unit]
+        if state.residence is not Residence.SHARDED:
+            return []
+        operations: list[Operation] = []
+        if unit != ROOT and self.config.shares_slots:
+            slot = self._choose_slot(unit, keep, must)
+            if slot is None:
+                return []
+            occupant = self._slots[slot].unit
+            if occupant is not None:
+                operations += self._release(occupant)
+            self._slots[slot] = _SlotState(unit, self._clock)
+            state.home = slot
+        state.residence = Residence.GATHERING
+        operations.append(Operation(Action.GATHER, unit, state.home))
+        return operations
+
+    def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
+        """The unit's home if it can be had, else the emptiest, least recently used slot; a new one only when it must."""
+        home = self._units[unit].home
+        if home is not None and self._can_evict(home, keep):
+            return home
+        if home is not None and (not must or self._units[unit].open_forwards > 0):
+            if not must:
+                return None
+            raise ScheduleError(
+                f"unit {unit} is needed while unit {self._slots[home].unit}, which shares its memory, is in use, and an earlier "
+                "forward of it still waits for its backward; give both their own memory by raising the number of slots"
+            )
+        free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, keep)]
+        if not free and must:
+            self._slots.append(_SlotState())
+            return len(self._slots) - 1
+        return min(free, key=lambda slot: (self._slots[slot].unit is not None, self._slots[slot].last_used), default=None)
+
+    def _can_evict(self, slot: int, keep: Collection[int]) -> bool:
+        unit = self._slots[slot].unit
+        if unit is None:
+            return True
+        return unit not in keep and unit not in self._forward_stack and unit != self._backward_unit
+
+    def _release(self, unit: int) -> list[Operation]:
+        state = self._units[unit]
+        if state.residence is Residence.SHARDED:
+            return []
+        operations = [Operation(Action.WAIT, unit)] if state.residence is Residence.GATHERING else []
+        state.residence = Residence.SHARDED
+        if state.home is not None and self._slots[state.home].unit == unit:
+            self._slots[state.home].unit = None
+        return [*operations, Operation(Action.RELEASE, unit)]

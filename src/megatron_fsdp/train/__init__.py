@@ -1,0 +1,1 @@
+"""A complete small trainer over the library: `python -m megatron_fsdp.train`."""

@@ -1,0 +1,65 @@
+"""Measured against computed: what a run used, next to what the formulas of `accounting` say (pure)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_fsdp.accounting import GroupFootprint, persistent_bytes, step_traffic, transient_bytes
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.train.readings import Counters, EngineMemory
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the comparison.
+
+    Attributes:
+        what: What is compared.
+        unit: `bytes` or `count`.
+        measured: What the run used.
+        formula: What the formula says.
+    """
+
+    what: str
+    unit: str
+    measured: int
+    formula: int
+
+    @property
+    def ratio(self) -> float:
+        """Measured over formula; 1 where both are 0."""
+        if self.formula == 0:
+            return 1.0 if self.measured == 0 else float("inf")
+        return self.measured / self.formula
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank measured.
+
+    Attributes:
+        memory: The engine's buffers.
+        optimizer_bytes: The optimizer's state.
+        step: Collectives of one optimizer step.
+    """
+
+    memory: EngineMemory
+    optimizer_bytes: int
+    step: Counters
+
+
+def compare(
+    measured: Measurement, groups: Sequence[GroupFootprint], strategy: ShardingStrategy, microbatches: int
+) -> tuple[Row, ...]:
+    """Set a rank's measurement beside the formulas for its groups."""
+    held = persistent_bytes(groups, strategy)
+    borrowed = transient_bytes(groups, strategy)
+    sent = step_traffic(groups, strategy, microbatches)
+    return (
+        Row("weights and gradients", "bytes", measured.memory.persistent_bytes, held.total - held.optimizer),
+        Row("optimizer state", "bytes", measured.optimizer_bytes, held.optimizer),
+        Row("gathered weights and buckets, peak", "bytes", measured.memory.transient_peak_bytes, borrowed.total),
+        Row("gathers per step", "count", measured.step.gathers, sent.gathers),
+        Row("sent in gathers per step", "bytes", measured.step.gather_bytes, sent.gather_bytes),
+        Row("reductions per step", "count", measured.step.reductions, sent.reductions),
+        Row("sent in reductions per step", "bytes", measured.step.reduce_bytes, sent.reduce_bytes),
+    )

@@ -1,0 +1,80 @@
+"""What a rank knows of the others: set-up, agreement, small sums. Every function here is called by all ranks."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among its peers.
+
+    Attributes:
+        index: Global rank.
+        count: Number of ranks.
+        device: Where this rank computes.
+    """
+
+    index: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes files."""
+        return self.index == 0
+
+
+@contextmanager
+def join_ranks(device_type: str) -> Iterator[Rank]:
+    """Join the process group that torchrun's environment describes; leave it in good order when all went well."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(local)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    yield Rank(dist.get_rank(), dist.get_world_size(), device)
+    dist.barrier()  # nobody leaves while a peer still needs the connection
+    dist.destroy_process_group()
+
+
+def agree(rank: Rank, work: Callable[[], T]) -> T:
+    """Do something on the first rank only and give its result to all.
+
+    Raises:
+        ConfigurationError: The work raised it; every rank raises the same.
+    """
+    answer: list[object] = [None, None]
+    if rank.is_first:
+        try:
+            answer[0] = work()
+        except ConfigurationError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0, device=rank.device)
+    if answer[1] is not None:
+        raise ConfigurationError(str(answer[1]))
+    return answer[0]  # type: ignore[return-value]  # what the first rank's work returned
+
+
+def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"]) -> list[float]:
+    """Return the sum or the maximum over ranks of each value, in float64 where the device has it."""
+    op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+    tensor = torch.tensor(values, dtype=torch.float64, device=rank.device)
+    dist.all_reduce(tensor, op)
+    return [float(value) for value in tensor.tolist()]
+
+
+def gather_values(rank: Rank, value: int) -> list[int]:
+    """Return every rank's value, in the order of the ranks."""
+    values: list[int] = [0] * rank.count
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,1 @@
+"""The parameters of one unit and the buffers behind them."""

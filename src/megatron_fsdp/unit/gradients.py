@@ -1,0 +1,266 @@
+"""The gradients of a parameter group: from autograd into a bucket, over the wire, into the main gradient.
+
+    autograd's gradient --copy, cast--> bucket (full, grad_comm dtype) --reduce--> main gradient (main_grads dtype) --> `.grad`
+                        \\--add-------> partial (full, main_grads dtype) --cast--/      when reduction is deferred
+
+A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction overwrites, else
+it adds; so clearing gradients in any of the usual ways is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.buffer.collectives import Axis, sum_received
+from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges
+from megatron_fsdp.buffer.lanes import Lane, Ticket
+from megatron_fsdp.gradient_scaling import GradientReduction
+from megatron_fsdp.layout import Layout
+from megatron_fsdp.mixed_precision import ResolvedPrecision
+from megatron_fsdp.placement import Placement
+
+DescribePiece = Callable[[int, torch.Tensor], DTensor]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A gradient as it was handed to the user, to see later what became of it."""
+
+    grad: DTensor
+    version: int
+
+
+class GradientBuffers:
+    """Main gradient, bucket and deferred sums of one trainable parameter group."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        axis: Axis,
+        placement: Placement,
+        precision: ResolvedPrecision,
+        reduction: GradientReduction,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.axis = axis
+        self.precision = precision
+        self.reduction = reduction
+        self.main = FlatBuffer(layout, axis, placement, precision.main_grads, device)
+        self._padding = padding_ranges(layout)
+        count = len(layout.shapes)
+        self._live = [False] * count  # the main gradient holds a contribution that counts
+        self._attached: list[Attached | None] = [None] * count
+        self._views: list[DTensor | None] = [None] * count
+        self._target: torch.Tensor | None = None
+        self._target_views: dict[int, list[torch.Tensor]] = {}
+        self._partial: torch.Tensor | None = None
+        self._filled = [False] * count
+        self._missing = count
+        self.arrived = [False] * count  # a gradient has come since the gradients were last attached
+
+    # ---- filling ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether a target was chosen and gradients may have arrived that are not reduced yet."""
+        return self._target is not None
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether there are sums that were kept from earlier backwards."""
+        return self._partial is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter's gradient has come."""
+        return self._target is not None and self._missing == 0
+
+    def needs_bucket(self, defer: bool) -> bool:
+        """Whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
+        return not defer and self._partial is None
+
+    def begin(self, bucket: torch.Tensor | None) -> None:
+        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or (None) the deferred sums."""
+        if bucket is not None:
+            for start, stop in self._padding:
+                bucket[start:stop].zero_()
+            self._target = bucket
+        else:
+            if self._partial is None:
+                self._partial = torch.zeros(
+                    self.layout.numel, dtype=self.precision.main_grads, device=self.main.local.device
+                )
+            self._target = self._partial
+        self._filled = [False] * len(self._filled)
+        self._missing = len(self._filled)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
+        view = self._view(index)
+        if self._target is self._partial or self._filled[index]:
+            view.add_(grad)
+        elif self.reduction.pre_factor == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, self.reduction.pre_factor, out=view)
+        self._missing -= not self._filled[index]
+        self._filled[index] = True
+        self.arrived[index] = True
+
+    def _view(self, index: int) -> torch.Tensor:
+        target = self._target
+        assert target is not None
+        if target is self._partial:
+            return full_view(self.layout, target, index)
+        key = target.data_ptr()
+        if key not in self._target_views:
+            self._target_views[key] = [full_view(self.layout, target, i) for i in range(len(self.layout.shapes))]
+        return self._target_views[key][index]
+
+    # ---- reducing -----------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Leave what has come in the deferred sums."""
+        self._target = None
+
+    def reduce(self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]) -> Ticket:
+        """Start reducing what has come; gradients that have not come count as zero.
+
+        Args:
+            lane: Where the collective runs.
+            bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
+            scratch: (numel,) in the communication dtype where the axis exchanges pairwise, else None.
+            params: The sharded parameters, whose `.grad` decides between overwriting and adding.
+        """
+        if self._partial is not None:
+            torch.mul(self._partial, self.reduction.pre_factor, out=bucket)
+            self._partial = None
+        else:
+            for index, filled in enumerate(self._filled):
+                if not filled:
+                    self._view(index).zero_()
+        self._target = None
+        return self._submit(lane, bucket, scratch, params)
+
+    def _submit(self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]) -> Ticket:
+        average = self.reduction.op == "avg"
+        factor = self.reduction.post_factor
+        ranks = self.axis.num_ranks
+        if self.main.placement is not Placement.SHARD:
+            return lane.submit(
+                lambda: self.axis.all_reduce(bucket, average), lambda: self._accumulate(bucket, factor, params)
+            )
+        if scratch is not None:
+            factor = factor / ranks if average else factor
+            return lane.submit(
+                lambda: self.axis.exchange(scratch, bucket),
+                lambda: self._accumulate(sum_received(scratch, ranks), factor, params),
+            )
+        reduced: list[torch.Tensor] = []
+
+        def launch() -> torch.distributed.Work | None:
+            reduced.append(torch.empty(self.layout.shard_numel, dtype=bucket.dtype, device=bucket.device))
+            return self.axis.reduce_scatter(reduced[0], bucket, average)
+
+        return lane.submit(launch, lambda: self._accumulate(reduced.pop(), factor, params))
+
+    def _accumulate(self, reduced: torch.Tensor, factor: float, params: Sequence[nn.Parameter]) -> None:
+        """Bring a reduced gradient, shaped as the local main gradient, into it."""
+        self._reconcile(params)
+        main = self.main.local
+        if not any(self._live):
+            torch.mul(reduced, factor, out=main)
+        else:
+            if not all(self._live):
+                for index, live in enumerate(self._live):
+                    if not live:
+                        self.main.piece(index).zero_()
+            main.add_(reduced, alpha=factor)
+        self._live = [True] * len(self._live)
+
+    def _reconcile(self, params: Sequence[nn.Parameter]) -> None:
+        """See what the user did to the gradients that were attached: cleared, changed, replaced or left alone."""
+        for index, attached in enumerate(self._attached):
+            if attached is None:
+                continue
+            self._attached[index] = None
+            grad = params[index].grad
+            if grad is None:
+                self._live[index] = False
+            elif grad is not attached.grad or (
+                grad is not self._views[index] and grad._local_tensor._version != attached.version
+            ):
+                self.main.piece(index).copy_(_local(grad))
+
+    # ---- showing ------------------------------------------------------------------------------------------------
+
+    def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
+        """Make the main gradient visible as `.grad` of the sharded parameters.
+
+        Args:
+            params: The sharded parameters.
+            used: Whether any rank had a gradient for the parameter; one that nobody used and that had none keeps None.
+            describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
+        """
+        same = self.precision.main_grads == self.precision.main_params
+        cast = None if same else self.main.local.to(self.precision.main_params)
+        for index, param in enumerate(params):
+            if not self._live[index] or not (used[index] or param.grad is not None):
+                self._live[index] = False
+                continue
+            if cast is None:
+                grad = self._views[index]
+                if grad is None:
+                    grad = self._views[index] = describe(index, self.main.piece(index))
+            else:
+                grad = describe(index, self._piece_of(cast, index))
+            param.grad = grad
+            self._attached[index] = Attached(grad, grad._local_tensor._version)
+        self.arrived = [False] * len(self.arrived)
+
+    def _piece_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's piece of tensor `index` in a tensor laid out as the main gradient."""
+        piece = self.main.piece(index)
+        offset = piece.storage_offset() - self.main.local.storage_offset()
+        return local[offset : offset + piece.numel()].view(piece.shape)
+
+    def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
+        """Multiply what has been accumulated, visible or not, reduced or not."""
+        self.main.local.mul_(factor)
+        for view, param in zip(self._views, params, strict=True):
+            if param.grad is not None and param.grad is not view:
+                param.grad.mul_(factor)  # a copy in another dtype, or what the user put there
+        if self._partial is not None:
+            self._partial.mul_(factor)
+
+    def forget_pending(self, index: int) -> None:
+        """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
+        if self._attached[index] is None:
+            self._live[index] = False
+            self.arrived[index] = False
+        if self._partial is not None:
+            full_view(self.layout, self._partial, index).zero_()
+
+    def clear(self) -> None:
+        """Forget everything accumulated and everything deferred."""
+        count = len(self._live)
+        self._live = [False] * count
+        self._attached = [None] * count
+        self.arrived = [False] * count
+        self._partial = None
+
+    def abandon(self) -> None:
+        """Forget gradients that were on their way (after an exception)."""
+        self._target = None
+        self._partial = None
+        self._filled = [False] * len(self._filled)
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -1,0 +1,163 @@
+"""A parameter group: the parameters of one unit that share dtype, requires_grad and mesh, and the buffers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.flat_buffer import padding_ranges
+from megatron_fsdp.gradient_scaling import GradientReduction
+from megatron_fsdp.grouping import ParameterGroupSpec
+from megatron_fsdp.layout import Layout
+from megatron_fsdp.mixed_precision import ResolvedPrecision
+from megatron_fsdp.placement import Placement, Placements
+from megatron_fsdp.unit.gradients import GradientBuffers
+from megatron_fsdp.unit.weights import WeightBuffers
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Everything that was decided for one group before any memory was taken.
+
+    Attributes:
+        spec: The parameters, by name, and what they share.
+        layout: Where they lie.
+        precision: The dtype of each buffer.
+        reduction: The factor and operation of their gradients.
+        placements: Where each buffer lies, by strategy.
+        axis: The sharding axis.
+        mesh: The one-dimensional mesh that the sharded parameters are described on.
+        device: Where the buffers live.
+    """
+
+    spec: ParameterGroupSpec
+    layout: Layout
+    precision: ResolvedPrecision
+    reduction: GradientReduction
+    placements: Placements
+    axis: Axis
+    mesh: DeviceMesh
+    device: torch.device
+
+    def local_placement(self, placement: Placement) -> Placement:
+        """A placement as it matters for memory: on a single rank everything is whole."""
+        return Placement.REPLICATE if self.axis.num_ranks == 1 else placement
+
+
+class ParameterGroup:
+    """Buffers and parameter objects of one group.
+
+    Attributes:
+        plan: What was decided.
+        weights: Compute and main weights.
+        gradients: Main gradient and bucket; None for a frozen group.
+        sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
+        full: The parameters that compute sees: plain tensors, views of gathered weights.
+    """
+
+    def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter]) -> None:
+        self.plan = plan
+        placements = plan.placements
+        self.weights = WeightBuffers(
+            plan.layout,
+            plan.axis,
+            (plan.local_placement(placements.compute_weight[-1]), plan.local_placement(placements.main_weight[-1])),
+            plan.precision,
+            plan.device,
+        )
+        self.gradients: GradientBuffers | None = None
+        if plan.spec.key.requires_grad:
+            self.gradients = GradientBuffers(
+                plan.layout,
+                plan.axis,
+                plan.local_placement(placements.main_grad[-1]),
+                plan.precision,
+                plan.reduction,
+                plan.device,
+            )
+        for index, original in enumerate(originals):
+            self.weights.store(index, original)
+        self.weights.note_seen()
+        self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
+        self.full = tuple(self._make_full(original) for original in originals)
+        if not self.weights_in_slots:
+            self.place(self.weights.compute.local)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical parameter names, in layout order."""
+        return tuple(info.name for info in self.plan.spec.parameters)
+
+    @property
+    def weights_in_slots(self) -> bool:
+        """Whether full weights exist only while gathered."""
+        return self.weights.compute.placement is Placement.SHARD
+
+    @property
+    def grads_sharded(self) -> bool:
+        """Whether reduced gradients are this rank's part only."""
+        return self.gradients is not None and self.gradients.main.placement is Placement.SHARD
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the full compute weights."""
+        return self.plan.layout.numel * self.plan.precision.compute.itemsize
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the full gradients on the wire; 0 for a frozen group."""
+        return 0 if self.gradients is None else self.plan.layout.numel * self.plan.precision.grad_comm.itemsize
+
+    def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
+        """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
+        shape = torch.Size(self.plan.layout.shapes[index])
+        sharded = self.plan.placements.main_weight[-1] is Placement.SHARD
+        stride = tuple(torch.empty(shape, device="meta").stride())
+        return DTensor.from_local(
+            piece, self.plan.mesh, [Shard(0) if sharded else Replicate()], run_check=False, shape=shape, stride=stride
+        )
+
+    def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor with the shape of parameter `index`, laid out as the parameter; a copy."""
+        flat = full.detach().reshape(-1).to(self.plan.device)
+        piece = self.weights.main.piece(index)
+        if self.weights.main.placement is Placement.SHARD:
+            start, stop = self.plan.layout.local_range(index, self.plan.axis.rank)
+            flat = flat[start:stop]
+        return self.describe_piece(index, flat.clone().view(piece.shape))
+
+    def place(self, full: torch.Tensor) -> None:
+        """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
+        with torch.inference_mode(False):
+            for index, param in enumerate(self.full):
+                param.data = self.weights.full_view(full, index)
+
+    def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
+        piece = self.describe_piece(index, self.weights.main.piece(index))
+        param = nn.Parameter(piece, requires_grad=original.requires_grad)
+        param.__dict__.update(original.__dict__)
+        return param
+
+    def _make_full(self, original: nn.Parameter) -> nn.Parameter:
+        # The right shape without memory, until `place`.
+        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(original.shape)
+        param = nn.Parameter(hollow, requires_grad=original.requires_grad)
+        param.__dict__.update(original.__dict__)
+        return param
+
+    @property
+    def padding_is_zero(self) -> bool:
+        """Whether the padding of the local main weights is untouched (a check for tests and `describe`)."""
+        full = self.weights.main.placement is not Placement.SHARD
+        first, last = (0, self.plan.layout.numel) if full else self.plan.layout.shard_range(self.plan.axis.rank)
+        for start, stop in padding_ranges(self.plan.layout):
+            start, stop = max(start, first), min(stop, last)
+            if start < stop and bool(self.weights.main.local[start - first : stop - first].any()):
+                return False
+        return True

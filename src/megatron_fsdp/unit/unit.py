@@ -1,0 +1,106 @@
+"""A unit: a module whose parameters are gathered and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron_fsdp.buffer.lanes import Lane, Ticket
+from megatron_fsdp.buffer.pools import Block, pack_bytes
+from megatron_fsdp.unit.param_group import ParameterGroup
+
+ParameterSites = tuple[tuple[nn.Module, str], ...]
+
+
+class Unit:
+    """The parameter groups of one module and the places in the module tree where their parameters hang.
+
+    Attributes:
+        index: Position in the plan; 0 is the root.
+        name: Fully qualified name of the module; empty for the root.
+        groups: Its parameter groups; none where the module owns no parameter of its own.
+    """
+
+    def __init__(
+        self, index: int, name: str, groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]]
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.groups = tuple(groups)
+        self._sites = tuple(tuple(of_group) for of_group in sites)
+        self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
+        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.bucket_bytes for group in self.groups])
+        self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
+        self._placed_in: Block | None = None
+        self._tickets: list[Ticket] = []
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter takes a gradient."""
+        return any(group.gradients is not None for group in self.groups)
+
+    @property
+    def label(self) -> str:
+        """The name for messages."""
+        return self.name or "(root)"
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def gather(self, lane: Lane, block: Block | None) -> None:
+        """Start gathering the compute weights, into `block` where they are sharded at rest."""
+        if block is not None and block is not self._placed_in:
+            self._place(block)
+        for group, full in zip(self.groups, self._gathered, strict=True):
+            self._tickets.append(lane.submit(partial(group.weights.gather_into, full)))
+
+    def wait(self) -> None:
+        """Make the gathered weights usable."""
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.wait()
+
+    def _place(self, block: Block) -> None:
+        self._placed_in = block
+        for position, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
+            full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
+            self._gathered[position] = full
+            group.place(full)
+
+    def install_full(self) -> None:
+        """Put the full parameters into the module tree."""
+        for group, sites in zip(self.groups, self._sites, strict=True):
+            for param, places in zip(group.full, sites, strict=True):
+                for module, attribute in places:
+                    module._parameters[attribute] = param
+
+    def install_sharded(self) -> None:
+        """Put the sharded parameters into the module tree."""
+        for group, sites in zip(self.groups, self._sites, strict=True):
+            for param, places in zip(group.sharded, sites, strict=True):
+                for module, attribute in places:
+                    module._parameters[attribute] = param
+
+    @property
+    def main_changed(self) -> bool:
+        """Whether main weights were written to since they were last installed."""
+        return any(group.weights.main_changed for group in self.groups)
+
+    def install_main_weights(self) -> None:
+        """Bring the compute weights of this rank up to date with the main weights."""
+        for group in self.groups:
+            group.weights.install()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def bucket_of(self, position: int, block: Block) -> torch.Tensor:
+        """The part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
+        plan = self.groups[position].plan
+        return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trainable parameter has its gradient."""
+        return all(group.gradients is None or group.gradients.is_complete for group in self.groups)

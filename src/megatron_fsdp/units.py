@@ -1,0 +1,253 @@
+"""Finding the units of a model: the modules whose parameters are gathered and released together.
+
+Nothing here changes the model. A unit is the outermost module that matches, so units never lie inside one another; what
+no unit holds belongs to the root. A parameter that is reachable through two units, or through a unit and the root, is
+needed outside any one unit and belongs to the root too.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.import_path import import_by_path
+
+_ROOT = 0
+_CLASSES_LISTED = 10
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit.
+
+    Attributes:
+        name: Fully qualified name of the module; ``""`` for the root.
+        parameters: Canonical names of the parameters that it owns, in model order.
+        class_name: Name of the module's class.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    class_name: str
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """All units of a model.
+
+    Attributes:
+        units: The root first (also where it owns nothing), then the others in module order.
+        source: How the units were found, in words.
+        aliases: For each further name of a tied parameter, ``(further name, canonical name)``; the canonical name is
+            the first in model order.
+    """
+
+    units: tuple[UnitSpec, ...]
+    source: str
+    aliases: tuple[tuple[str, str], ...]
+
+
+def find_units(
+    module: nn.Module, fsdp_unit_modules: Sequence[type[nn.Module] | str] | Literal["auto"] | None
+) -> UnitPlan:
+    """Decide which modules are units.
+
+    * Classes or import paths (``"package.module.Class"`` or ``"package.module:Class"``): every outermost instance.
+      Where the model itself is an instance, it is the root and there are no other units. An empty sequence: no units.
+    * None or ``"auto"``: the classes that the model names in ``_no_split_modules``, as Hugging Face models do; else
+      repeated blocks, which are the children of a ``ModuleList`` or ``Sequential`` of which at least two share a class.
+
+    Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
+    others outside.
+
+    Args:
+        module: The model; it is only read.
+        fsdp_unit_modules: What to look for.
+
+    Returns:
+        The units.
+
+    Raises:
+        TypeError: ``fsdp_unit_modules`` is not a list, tuple or set (nor None or ``"auto"``), or an entry is not a
+            subclass of ``nn.Module``.
+        ConfigurationError: An import path leads nowhere, a class matches no module that holds parameters, or a matching
+            module has no ``forward`` and so cannot tell when its parameters are needed.
+    """
+    if fsdp_unit_modules is None or fsdp_unit_modules == "auto":
+        found, source = _find_automatically(module)
+    else:
+        classes = _resolve_classes(module, fsdp_unit_modules)
+        found = _outermost(module, lambda candidate: isinstance(candidate, classes))
+        _check_matches(module, classes, found)
+        names = ", ".join(cls.__name__ for cls in classes)
+        source = f"given classes {names}" if classes else "no classes given"
+    return _plan(module, found, source)
+
+
+def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
+    """Describe a plan for people, with runs of equal units in one line.
+
+    Args:
+        plan: The plan.
+        numels: Number of elements of each parameter by canonical name.
+
+    Returns:
+        One string per line: a heading, the root, the other units, and tied parameters where there are any.
+    """
+    rows = [(unit, sum(numels[name] for name in unit.parameters)) for unit in plan.units]
+    total_numel = sum(numel for _, numel in rows)
+    lines = [f"{len(rows) - 1} units besides the root ({plan.source}), {total_numel:,} parameters"]
+    lines.append(f"  root ({plan.units[_ROOT].class_name})  {rows[_ROOT][1]:,} parameters")
+    for (_, class_name, numel), group in groupby(rows[1:], key=lambda row: _row_pattern(*row)):
+        names = [unit.name for unit, _ in group]
+        if len(names) == 1:
+            lines.append(f"  {names[0]} ({class_name})  {numel:,} parameters")
+        else:
+            lines.append(f"  {names[0]} ... {names[-1]} ({len(names)} x {class_name})  {numel:,} parameters each")
+    lines.extend(f"  {alias} is tied to {canonical}" for alias, canonical in plan.aliases)
+    return lines
+
+
+def _row_pattern(unit: UnitSpec, numel: int) -> tuple[str, str, int]:
+    """Neighbours with the same pattern are described together: only the numbers in their names differ."""
+    return re.sub(r"\d+", "#", unit.name), unit.class_name, numel
+
+
+def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module], ...]:
+    if not isinstance(given, (list, tuple, set, frozenset)):
+        shown = given.__name__ if isinstance(given, type) else repr(given)
+        raise TypeError(
+            f"fsdp_unit_modules={shown} is not a list of classes or import paths; write fsdp_unit_modules=[...], "
+            'or "auto" to look for repeated blocks.'
+        )
+    classes = [_resolve_class(module, entry) for entry in given]
+    if isinstance(given, (set, frozenset)):  # whose order differs from run to run
+        classes.sort(key=lambda cls: (cls.__module__, cls.__qualname__))
+    return tuple(dict.fromkeys(classes))
+
+
+def _resolve_class(module: nn.Module, entry: object) -> type[nn.Module]:
+    cls = entry
+    if isinstance(entry, str):
+        in_model = {f"{type(m).__module__}.{type(m).__qualname__}": None for m in module.modules()}
+        cls = import_by_path(entry, "fsdp_unit_modules", suggestions=tuple(in_model))
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(
+            f"fsdp_unit_modules has the entry {entry!r}, which is not a subclass of torch.nn.Module; give classes."
+        )
+    return cls
+
+
+def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], found: Mapping[str, nn.Module]) -> None:
+    occurring = [candidate for candidate in module.modules() if _holds_parameters(candidate)]
+    for cls in classes:
+        if not any(isinstance(candidate, cls) for candidate in occurring):
+            counts = Counter(type(candidate).__name__ for candidate in occurring).most_common(_CLASSES_LISTED)
+            listed = ", ".join(f"{name} ({count} x)" for name, count in counts) or "none"
+            raise ConfigurationError(
+                f"fsdp_unit_modules names {cls.__name__}, but no module of that class holds parameters in this model; "
+                f"classes that do: {listed}."
+            )
+    for name, candidate in found.items():
+        if name and not _has_forward(candidate):
+            raise ConfigurationError(
+                f"fsdp_unit_modules names {type(candidate).__name__}, but {name!r} of that class has no forward of its "
+                "own, so nothing says when its parameters are needed; name the class of the modules inside it."
+            )
+
+
+def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
+    """Try what the model says about itself, then repeated blocks."""
+    class_names = _no_split_class_names(module)
+    found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and _has_forward(candidate))
+    if found:
+        occurring = dict.fromkeys(type(candidate).__name__ for candidate in found.values())
+        return found, f"_no_split_modules {', '.join(occurring)}"
+    blocks = _repeated_blocks(module)
+    found = _outermost(module, lambda candidate: id(candidate) in blocks)
+    return (found, "repeated blocks") if found else ({}, "none found")
+
+
+def _no_split_class_names(module: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for candidate in module.modules():
+        declared = getattr(candidate, "_no_split_modules", None)
+        if isinstance(declared, (list, tuple, set, frozenset)):
+            names.update(name for name in declared if isinstance(name, str))
+    return names
+
+
+def _repeated_blocks(module: nn.Module) -> set[int]:
+    """Ids of the callable children of lists and sequences that hold parameters and have a sibling of their class."""
+    blocks: set[int] = set()
+    for container in module.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        # children() names a child that was put in twice once: one block called twice repeats nothing.
+        children = [child for child in container.children() if _holds_parameters(child) and _has_forward(child)]
+        counts = Counter(type(child) for child in children)
+        blocks.update(id(child) for child in children if counts[type(child)] > 1)
+    return blocks
+
+
+def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Every path at which an outermost match with parameters lies; a module that is registered twice has two paths."""
+
+    def walk(name: str, candidate: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if _holds_parameters(candidate) and is_unit(candidate):
+            yield name, candidate
+            return
+        for child_name, child in candidate._modules.items():  # named_children() leaves out second names
+            if child is not None:
+                yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    return dict(walk("", module))
+
+
+def _plan(module: nn.Module, found: Mapping[str, nn.Module], source: str) -> UnitPlan:
+    """Hand every parameter to its owner."""
+    first_paths: dict[int, str] = {}
+    for path, unit_module in found.items():
+        if path:  # a match at the root is the root
+            first_paths.setdefault(id(unit_module), path)
+    owner_of_path = {path: first_paths[id(unit_module)] for path, unit_module in found.items() if path}
+
+    canonical: dict[int, str] = {}
+    owners: dict[str, set[str]] = {}
+    aliases: list[tuple[str, str]] = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first_name = canonical.setdefault(id(parameter), name)
+        owners.setdefault(first_name, set()).add(_owner(name, owner_of_path))
+        if name != first_name:
+            aliases.append((name, first_name))
+
+    owned: dict[str, list[str]] = {path: [] for path in ("", *first_paths.values())}
+    for name, paths in owners.items():
+        owned[paths.pop() if len(paths) == 1 else ""].append(name)
+    units = tuple(
+        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__)
+        for path, names in owned.items()
+        if names or not path
+    )
+    return UnitPlan(units, source, tuple(aliases))
+
+
+def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:
+    """The unit on the way down to a parameter; at most one, since units are outermost."""
+    parts = parameter_name.split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((owner_of_path[prefix] for prefix in prefixes if prefix in owner_of_path), "")
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether calling the module can work: containers such as ``ModuleList`` inherit a forward that only raises."""
+    return type(module).forward is not nn.Module.forward

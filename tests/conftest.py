@@ -1,0 +1,78 @@
+"""Fixtures of the whole suite: worker pools that live for the session, and the `gpu` marker."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import hypothesis
+import pytest
+import torch
+
+from tests.support.worker_pool import WorkerPool
+
+
+class RunRanks(Protocol):
+    """The type of the `run_ranks` fixture."""
+
+    def __call__(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        device_type: str = "cpu",
+    ) -> list[Any]: ...
+
+
+class _Pools:
+    """One worker pool per world size and device type, each started when first used."""
+
+    def __init__(self, warning_filters: tuple[str, ...]) -> None:
+        self._warning_filters = warning_filters
+        self._pools: dict[tuple[int, str], WorkerPool] = {}
+
+    def run_ranks(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        device_type: str = "cpu",
+    ) -> list[Any]:
+        if device_type == "cuda" and torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} CUDA device(s), this machine has {torch.cuda.device_count()}")
+        key = (world_size, device_type)
+        if key not in self._pools:
+            self._pools[key] = WorkerPool(world_size, self._warning_filters, device_type)
+        return self._pools[key].run(fn, *args, timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        for pool in self._pools.values():
+            pool.stop()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(pytestconfig: pytest.Config) -> Iterator[RunRanks]:
+    """Run a module-level function on `world_size` ranks: `run_ranks(2, fn, *args) -> [result of rank 0, of rank 1]`.
+
+    Each rank runs `fn(*args)` in its own process with `torch.distributed` initialised (gloo; with
+    `device_type="cuda"` NCCL for CUDA tensors, rank i on device i). What a rank raises comes back as `WorkerError`.
+    """
+    pools = _Pools(tuple(pytestconfig.getini("filterwarnings")))
+    yield pools.run_ranks
+    pools.stop()
+
+
+def pytest_configure() -> None:
+    """Make property tests repeatable, and free of hypothesis' own timing checks (machines differ)."""
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
+    hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

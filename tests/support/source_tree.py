@@ -1,0 +1,96 @@
+"""The project's own files, parsed: what the house rules look at."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src"
+PACKAGE = "megatron_fsdp"
+_FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "tools", ".ci")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module of this package, in full, and the line that names it."""
+
+    module: str
+    line: int
+
+
+def own_files() -> list[Path]:
+    """Every file of the project, without caches and build products."""
+    nested = (path for folder in _FOLDERS for path in (ROOT / folder).rglob("*"))
+    files = [path for path in (*ROOT.glob("*"), *nested) if path.is_file()]
+    return sorted(path for path in files if not {"__pycache__"} & set(path.parts) and ".egg-info" not in str(path))
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Every Python file below the given top-level folders."""
+    return [path for path in own_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
+
+
+def short_name(path: Path) -> str:
+    """The path relative to the root of the project."""
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of a file, nested ones included."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body without its docstring, so that a documented signature costs nothing."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file below src, `__init__` included: `megatron_fsdp.buffer.__init__`."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def runtime_imports(path: Path) -> list[Import]:
+    """What a file below src imports from this package, outside `if TYPE_CHECKING:`."""
+    found: list[Import] = []
+    for node in _walk_without_type_checking(parse(path)):
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute_base(node, module_name(path))
+            found += [Import(_module_or_member(base, alias.name), node.lineno) for alias in node.names]
+    return [item for item in found if item.module.split(".")[0] == PACKAGE]
+
+
+def _walk_without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        children: list[ast.stmt] | Iterator[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from _walk_without_type_checking(child)
+
+
+def _absolute_base(node: ast.ImportFrom, importer: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parents = importer.split(".")[: -node.level]
+    return ".".join([*parents, node.module] if node.module else parents)
+
+
+def _module_or_member(base: str, name: str) -> str:
+    """`from base import name` imports module base.name where there is one, else something out of base."""
+    as_path = SOURCE.joinpath(*base.split("."), name)
+    return f"{base}.{name}" if as_path.with_suffix(".py").exists() or as_path.is_dir() else base

@@ -1,0 +1,191 @@
+"""Memory and traffic formulas against numbers that were worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fsdp.accounting import (
+    GroupFootprint,
+    PersistentBytes,
+    StepTraffic,
+    TransientBytes,
+    persistent_bytes,
+    step_traffic,
+    transient_bytes,
+)
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import ShardingStrategy
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
+
+
+def mixed(unit: int, numel: int, shards: int = 4, trained: bool = True) -> GroupFootprint:
+    """bf16 weights and gradients with float32 main weights."""
+    return GroupFootprint(unit, numel, shards, BF16, FP32, BF16, BF16, trained)
+
+
+def plain(unit: int, numel: int, shards: int = 4) -> GroupFootprint:
+    """float32 throughout."""
+    return GroupFootprint(unit, numel, shards, FP32, FP32, FP32, FP32, True)
+
+
+MODEL = [mixed(0, 800), mixed(1, 1200), mixed(2, 1200), mixed(3, 800)]  # 4000 parameters
+P, N = 4000, 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (NO_SHARD, PersistentBytes(2 * P, 4 * P, 2 * P, 8 * P)),
+        (OPTIM, PersistentBytes(2 * P, 4 * P // N, 2 * P // N, 8 * P // N)),
+        (OPTIM_GRADS, PersistentBytes(2 * P, 4 * P // N, 2 * P // N, 8 * P // N)),
+        (OPTIM_GRADS_PARAMS, PersistentBytes(2 * P // N, 4 * P // N, 2 * P // N, 8 * P // N)),
+    ],
+)
+def test_mixed_precision_memory_shrinks_strategy_by_strategy(
+    strategy: ShardingStrategy, expected: PersistentBytes
+) -> None:
+    assert persistent_bytes(MODEL, strategy) == expected
+
+
+def test_the_totals_are_those_of_the_design() -> None:
+    totals = [persistent_bytes(MODEL, strategy).total for strategy in ShardingStrategy]
+    assert totals == [16 * P, 2 * P + 14 * P // N, 2 * P + 14 * P // N, 16 * P // N]
+    assert persistent_bytes(MODEL, OPTIM, deferred=True).total == 4 * P + 14 * P // N
+
+
+def test_main_weights_of_the_same_dtype_are_no_extra_memory() -> None:
+    for strategy in ShardingStrategy:
+        assert persistent_bytes([plain(0, 400)], strategy).main_weight == 0
+    assert persistent_bytes([plain(0, 400)], OPTIM_GRADS_PARAMS) == PersistentBytes(400, 0, 400, 800)
+
+
+def test_frozen_groups_hold_compute_weights_only() -> None:
+    assert persistent_bytes([mixed(1, 400, trained=False)], OPTIM_GRADS_PARAMS) == PersistentBytes(200, 0, 0, 0)
+    assert persistent_bytes([mixed(1, 400, trained=False)], NO_SHARD) == PersistentBytes(800, 0, 0, 0)
+
+
+def test_optimizer_memory_follows_the_number_of_states() -> None:
+    sizes = [persistent_bytes([mixed(0, 400)], OPTIM, states).optimizer for states in (0, 1, 2)]
+    assert sizes == [0, 400, 800]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra"), [(NO_SHARD, 0), (OPTIM, 800), (OPTIM_GRADS, 800), (OPTIM_GRADS_PARAMS, 800)]
+)
+def test_deferring_reductions_takes_a_whole_gradient_unless_there_is_one(
+    strategy: ShardingStrategy, extra: int
+) -> None:
+    groups = [mixed(0, 400), mixed(1, 400, trained=False)]
+    now = persistent_bytes(groups, strategy, deferred=False)
+    later = persistent_bytes(groups, strategy, deferred=True)
+    assert later == replace(now, main_grad=now.main_grad + extra)
+
+
+def test_gathered_weights_are_the_root_and_two_of_the_largest_unit() -> None:
+    assert transient_bytes(MODEL, OPTIM_GRADS_PARAMS) == TransientBytes(
+        gathered=2 * (800 + 2 * 1200), buckets=2 * 2 * 1200, scratch=0
+    )
+
+
+@pytest.mark.parametrize("strategy", [NO_SHARD, OPTIM, OPTIM_GRADS])
+def test_weights_that_every_rank_holds_are_not_gathered_into_anything(strategy: ShardingStrategy) -> None:
+    assert transient_bytes(MODEL, strategy, scratch_bytes=7) == TransientBytes(0, 4800, 7)
+
+
+def test_slots_and_buckets_beyond_the_number_of_units_stay_empty() -> None:
+    groups = [mixed(0, 400), mixed(1, 800)]
+    assert transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=5, buckets=5) == TransientBytes(800 + 1600, 2 * 1600, 0)
+
+
+def test_groups_of_one_unit_add_up_and_frozen_ones_need_no_bucket() -> None:
+    groups = [mixed(1, 400), plain(1, 400), mixed(1, 4000, trained=False)]
+    assert transient_bytes(groups, OPTIM_GRADS_PARAMS) == TransientBytes(800 + 1600 + 8000, 800 + 1600, 0)
+
+
+def test_no_groups_cost_nothing() -> None:
+    assert persistent_bytes([], OPTIM_GRADS_PARAMS).total == 0
+    assert transient_bytes([], OPTIM_GRADS_PARAMS).total == 0
+    assert step_traffic([], OPTIM_GRADS_PARAMS) == StepTraffic(0, 0, 0, 0)
+
+
+def test_plain_data_parallelism_sends_two_p() -> None:
+    assert step_traffic(MODEL, NO_SHARD) == StepTraffic(0, 4, 0, 2 * 2 * 3000)
+
+
+@pytest.mark.parametrize("strategy", [OPTIM, OPTIM_GRADS])
+def test_a_sharded_optimizer_sends_p_of_weights_and_p_of_gradients(strategy: ShardingStrategy) -> None:
+    assert step_traffic(MODEL, strategy) == StepTraffic(4, 4, 2 * 3000, 2 * 3000)
+    assert step_traffic(MODEL, strategy, microbatches=3) == StepTraffic(4, 12, 2 * 3000, 3 * 2 * 3000)
+
+
+def test_full_sharding_gathers_again_in_backward_what_did_not_stay() -> None:
+    # forward: root, 1, 2, 3; units 2 and 3 stay; backward: 1
+    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=2) == StepTraffic(5, 4, 2 * (4000 + 1200) * 3 // 4, 6000)
+
+
+def test_full_sharding_without_slots_sends_three_p_less_the_root() -> None:
+    traffic = step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=0)
+    assert traffic == StepTraffic(4 + 3, 4, 2 * (4000 + 3200) * 3 // 4, 6000)
+    assert traffic.gather_bytes + traffic.reduce_bytes == 2 * (3 * P - 800) * 3 // 4
+
+
+def test_full_sharding_with_a_slot_for_every_unit_sends_two_p() -> None:
+    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=3) == StepTraffic(4, 4, 6000, 6000)
+    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=5, slots=9) == StepTraffic(4, 20, 6000, 30000)
+
+
+def test_later_microbatches_find_the_root_and_the_first_units_gathered() -> None:
+    # the second forward finds root, 1, 2 and gathers 3; the backward then gathers 1
+    first, both = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=count) for count in (1, 2))
+    assert both.gathers - first.gathers == 2
+    assert both.gather_bytes - first.gather_bytes == 2 * (800 + 1200) * 3 // 4
+    assert both.reductions == 2 * first.reductions == 8
+
+
+def test_every_group_of_a_unit_has_its_own_collectives() -> None:
+    groups = [mixed(0, 400), mixed(1, 400), plain(1, 400)]
+    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == StepTraffic(3, 3, 300 * (2 + 2 + 4), 300 * (2 + 2 + 4))
+
+
+def test_frozen_groups_are_gathered_only_where_they_are_sharded_and_never_reduced() -> None:
+    groups = [mixed(0, 400), mixed(1, 400, trained=False)]
+    assert step_traffic(groups, OPTIM_GRADS) == StepTraffic(1, 1, 600, 600)
+    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == StepTraffic(2, 1, 1200, 600)
+
+
+def test_gradients_travel_in_the_communication_dtype() -> None:
+    wide = GroupFootprint(0, 400, 4, BF16, FP32, FP32, FP32, True)
+    assert step_traffic([wide], OPTIM_GRADS) == StepTraffic(1, 1, 600, 1200)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_one_rank_sends_nothing(strategy: ShardingStrategy) -> None:
+    assert step_traffic([mixed(0, 400, shards=1)], strategy, microbatches=2) == StepTraffic(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("change", [{"num_shards": 0}, {"unit": -1}, {"numel": -4}])
+def test_impossible_groups_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(
+        ConfigurationError, match="is not possible; give counts that are not negative and at least 1 shard"
+    ):
+        replace(mixed(0, 400), **change)  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_is_never_cut_need_not_divide() -> None:
+    odd = mixed(0, 401)
+    assert persistent_bytes([odd], NO_SHARD).main_grad == 802
+    assert step_traffic([odd], NO_SHARD) == StepTraffic(0, 1, 0, 2 * (802 - 200))
+    with pytest.raises(ConfigurationError) as caught:
+        persistent_bytes([odd], OPTIM)
+    assert str(caught.value) == (
+        "a buffer of 401 elements cannot be cut into 4 equal shards; give its length with padding."
+    )
+
+
+def test_a_step_has_at_least_one_microbatch() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        step_traffic(MODEL, OPTIM, microbatches=0)
+    assert str(caught.value) == "microbatches=0 is not possible; give 1 or more."

@@ -1,0 +1,108 @@
+"""The factors of a gradient reduction, against the value that is mathematically wanted."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.gradient_scaling import GradientReduction, gradient_reduction
+
+
+def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor:
+    """Reduce (group, elements) gradients the way an engine would."""
+    scaled = gradients * reduction.pre_factor
+    reduced = scaled.sum(dim=0) if reduction.op == "sum" else scaled.mean(dim=0)
+    return reduced * reduction.post_factor
+
+
+@settings(deadline=None)
+@given(
+    dp_size=st.integers(1, 16),
+    group_size=st.integers(1, 16),
+    mode=st.sampled_from(["mean", "average in collective", "per token"]),
+    comm_dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    backend_has_avg=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_operation_and_factors_give_the_wanted_value(
+    dp_size: int, group_size: int, mode: str, comm_dtype: torch.dtype, backend_has_avg: bool, seed: int
+) -> None:
+    reduction = gradient_reduction(
+        dp_size,
+        group_size,
+        average_in_collective=mode == "average in collective",
+        calculate_per_token_loss=mode == "per token",
+        comm_dtype=comm_dtype,
+        backend_has_avg=backend_has_avg,
+    )
+    gradients = torch.randn(group_size, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    wanted = gradients.sum(dim=0) / (1 if mode == "per token" else dp_size)
+    torch.testing.assert_close(apply(reduction, gradients), wanted, rtol=1e-12, atol=1e-12)
+
+
+def reduction_for(
+    *, dp_size: int = 8, group_size: int = 8, average: bool = False, comm: torch.dtype = torch.float32, avg: bool = True
+) -> GradientReduction:
+    return gradient_reduction(
+        dp_size,
+        group_size,
+        average_in_collective=average,
+        calculate_per_token_loss=False,
+        comm_dtype=comm,
+        backend_has_avg=avg,
+    )
+
+
+def test_the_mean_scales_the_reduced_result() -> None:
+    assert reduction_for() == GradientReduction("sum", 1.0, 0.125)
+    assert reduction_for(comm=torch.bfloat16) == GradientReduction("sum", 1.0, 0.125)
+
+
+def test_float16_is_scaled_before_the_sum_so_that_the_sum_cannot_overflow() -> None:
+    reduction = reduction_for(comm=torch.float16)
+    assert reduction == GradientReduction("sum", 0.125, 1.0)
+    gradients = torch.full((8, 1), 60000.0, dtype=torch.float16)
+    assert gradients.sum(dim=0).isinf().all()  # what scaling afterwards would have met
+    assert (gradients * reduction.pre_factor).sum(dim=0).item() == 60000.0
+
+
+def test_a_collective_that_averages_needs_no_factor_for_dense_parameters() -> None:
+    assert reduction_for(average=True) == GradientReduction("avg", 1.0, 1.0)
+
+
+def test_expert_gradients_are_divided_by_the_dense_size() -> None:
+    assert reduction_for(group_size=2) == GradientReduction("sum", 1.0, 0.125)
+    assert reduction_for(group_size=2, average=True) == GradientReduction("avg", 1.0, 0.25)
+
+
+def test_a_back_end_without_average_sums_and_divides() -> None:
+    assert reduction_for(average=True, avg=False) == GradientReduction("sum", 1.0, 0.125)
+    assert reduction_for(average=True, avg=False, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
+
+
+def test_one_rank_has_no_factor() -> None:
+    assert reduction_for(dp_size=1, group_size=1) == GradientReduction("sum", 1.0, 1.0)
+
+
+def test_per_token_loss_is_a_plain_sum_in_every_dtype() -> None:
+    for comm_dtype in (torch.float16, torch.float32):
+        assert gradient_reduction(
+            8, 8, average_in_collective=False, calculate_per_token_loss=True, comm_dtype=comm_dtype
+        ) == GradientReduction("sum", 1.0, 1.0)
+
+
+def test_an_average_of_a_plain_sum_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        gradient_reduction(8, 8, average_in_collective=True, calculate_per_token_loss=True, comm_dtype=torch.float32)
+    assert str(caught.value) == (
+        "average_in_collective=True contradicts calculate_per_token_loss=True, which asks for a plain sum; "
+        "set one of them to False."
+    )
+
+
+@pytest.mark.parametrize(("argument", "ranks"), [("dp_size", 0), ("group_size", -1)])
+def test_sizes_below_one_are_refused(argument: str, ranks: int) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        reduction_for(**{argument: ranks})  # type: ignore[arg-type]
+    assert str(caught.value) == f"{argument}={ranks} is not a number of ranks; give 1 or more."

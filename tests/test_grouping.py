@@ -1,0 +1,51 @@
+"""Sorting a unit's parameters into groups."""
+
+import pytest
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.grouping import GroupKey, ParameterInfo, group_parameters
+from megatron_fsdp.layout import Granularity
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def info(name: str, dtype: torch.dtype = FP32, trained: bool = True, expert: bool = False) -> ParameterInfo:
+    return ParameterInfo(name, (2, 3), dtype, trained, expert)
+
+
+def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() -> None:
+    groups = group_parameters(
+        [info("b", BF16), info("n", FP32), info("a", BF16), info("frozen", BF16, trained=False), info("z", FP32)]
+    )
+    assert [(group.key, [parameter.name for parameter in group.parameters]) for group in groups] == [
+        (GroupKey(BF16, True, False), ["b", "a"]),
+        (GroupKey(FP32, True, False), ["n", "z"]),
+        (GroupKey(BF16, False, False), ["frozen"]),
+    ]
+
+
+def test_experts_are_kept_apart_from_dense_parameters() -> None:
+    groups = group_parameters([info("dense"), info("expert", expert=True)])
+    assert [group.key.is_expert for group in groups] == [False, True]
+
+
+def test_granularity_does_not_split_a_group() -> None:
+    whole = ParameterInfo("m", (2, 3), FP32, True, granularity=Granularity.TENSOR)
+    (group,) = group_parameters([info("a"), whole])
+    assert [parameter.granularity for parameter in group.parameters] == [Granularity.ROWS, Granularity.TENSOR]
+
+
+def test_no_parameters_make_no_groups() -> None:
+    assert group_parameters([]) == ()
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        group_parameters([info("tied"), info("tied", BF16)])
+    assert str(caught.value) == ("parameter 'tied' is given twice; give each parameter once, tied ones under one name.")
+
+
+def test_numel_counts_elements_of_scalars_and_empty_tensors_too() -> None:
+    shapes = [(2, 3), (), (0, 4), (5,)]
+    assert [ParameterInfo("p", shape, FP32, True).numel for shape in shapes] == [6, 1, 0, 5]

@@ -1,0 +1,297 @@
+"""Layouts: hand-checked placements, queries on odd tensors, and every refusal with its message."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.layout import Granularity, GranularityKind, Layout, plan_layout
+
+STRICT_ROWS = Granularity.blocks(1)
+
+# Shapes, ranks, and what padding to the least common multiple needs for them.
+LCM_EXAMPLES = [
+    ([(2, 6), (4, 4), (4, 4), (1, 2), (1, 6)], 5, 60),
+    ([(5, 4), (2, 6), (3,)], 2, 48),
+    ([(4, 4), (1, 6)], 2, 24),
+]
+
+
+@pytest.mark.parametrize(("shapes", "num_shards", "lcm_numel"), LCM_EXAMPLES)
+def test_whole_rows_need_no_more_than_the_least_common_multiple(
+    shapes: list[tuple[int, ...]], num_shards: int, lcm_numel: int
+) -> None:
+    layout = plan_layout(shapes, num_shards, granularity=STRICT_ROWS)
+    assert layout.numel <= lcm_numel
+    assert all(layout.is_row_sharded(index) for index in range(len(shapes)))
+
+
+def test_a_small_tensor_fills_the_gap_in_front_of_a_tensor_that_must_be_cut_between_rows() -> None:
+    # 35 elements on 2 ranks. 18 per rank is impossible; with 19 the edge falls 16 elements, or 4 rows, into (5, 4).
+    layout = plan_layout([(5, 4), (2, 6), (3,)], 2, granularity=STRICT_ROWS)
+    assert layout == Layout(((5, 4), (2, 6), (3,)), (3, 23, 0), (4, 6, 1), num_shards=2, shard_numel=19)
+    assert layout.padding_numel == 3
+    assert layout.padding_fraction == 3 / 35
+
+
+def test_tensors_keep_their_order_where_that_costs_nothing() -> None:
+    layout = plan_layout([(4, 4), (8, 2), (16,)], 3)
+    assert layout.offsets == (0, 16, 32)
+    assert layout.shard_numel == 16
+
+
+def test_one_shard_is_tight_but_for_alignment() -> None:
+    layout = plan_layout([(3, 5), (7,), (2, 2)], 1, alignment_numel=4)
+    assert layout.offsets == (0, 16, 24)
+    assert layout.shard_numel == 28
+
+
+def test_a_tensor_over_several_edges_makes_its_row_divide_the_shard() -> None:
+    # 9 rows of 10 on 4 ranks: 23 would hold it, but several edges inside need a multiple of 10.
+    layout = plan_layout([(9, 10)], 4, granularity=STRICT_ROWS)
+    assert layout.shard_numel == 30
+    assert [layout.local_shape(0, rank) for rank in range(4)] == [(3, 10), (3, 10), (3, 10), (0, 10)]
+
+
+def test_a_tensor_over_one_edge_leaves_the_shard_length_free() -> None:
+    # Each tensor crosses one edge: the first after 3 rows, the second after 2. Rows of 5 need not divide 21.
+    layout = plan_layout([(4, 7), (6, 5)], 3, granularity=STRICT_ROWS)
+    assert layout.offsets == (0, 32)
+    assert layout.shard_numel == 21
+
+
+def test_rows_are_given_up_where_they_would_waste_too_much() -> None:
+    shapes = [(3, 1000), (64,)]
+    strict = plan_layout(shapes, 8, granularity=STRICT_ROWS)
+    assert strict.shard_numel == 1000
+    loose = plan_layout(shapes, 8)
+    assert loose.shard_numel == 383
+    assert loose.granules == (1, 1)
+    assert loose.local_shape(0, 0) == (383,)
+    assert not loose.is_row_sharded(0)
+
+
+def test_max_waste_says_how_much_whole_rows_may_cost() -> None:
+    # 100 rows on 3 ranks: 34 rows each, 2 % more than needed.
+    assert plan_layout([(100, 10)], 3, max_waste=0.02).granules == (10,)
+    assert plan_layout([(100, 10)], 3, max_waste=0.019).granules == (1,)
+
+
+def test_only_the_tensors_in_the_way_give_up_their_rows() -> None:
+    block = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
+    layout = plan_layout(block, 256, alignment_numel=8)
+    assert [index for index in range(9) if not layout.is_row_sharded(index)] == [6]
+    assert layout.padding_fraction < 0.0052
+
+
+def test_contracts_are_kept_whatever_they_cost() -> None:
+    shapes = [(3, 1000), (3, 1000), (3, 1000)]
+    granularity = [Granularity.TENSOR, STRICT_ROWS, Granularity.ROWS]
+    layout = plan_layout(shapes, 4, granularity=granularity)
+    assert layout.granules[:2] == (3000, 1000)
+    assert layout.shard_numel == 3000
+
+
+def test_whole_tensors_are_packed_like_boxes() -> None:
+    layout = plan_layout([(7,), (5,), (4,), (3,), (2,)], 3, granularity=Granularity.TENSOR)
+    assert layout.shard_numel == 7
+    owners = [[r for r in range(3) if len(set(layout.local_range(i, r))) == 2] for i in range(5)]
+    assert owners == [[0], [1], [2], [2], [1]]
+
+
+def test_blocks_of_rows_stay_together_and_the_last_one_may_be_short() -> None:
+    # Blocks of 4, 4 and 2 rows: the best cut leaves 4 rows on one rank and 6 on the other.
+    layout = plan_layout([(10, 3)], 2, granularity=Granularity.blocks(4))
+    assert layout.shard_numel == 18
+    assert [layout.local_shape(0, rank) for rank in range(2)] == [(4, 3), (6, 3)]
+
+
+def test_row_lengths_that_alignment_does_not_divide_are_cut_at_aligned_rows() -> None:
+    # Rows of 6 with alignment 4: only every second row begins at a multiple of 4.
+    layout = plan_layout([(8, 6)], 4, alignment_numel=4, granularity=STRICT_ROWS)
+    assert layout.shard_numel == 12
+    assert [layout.local_shape(0, rank) for rank in range(4)] == [(2, 6)] * 4
+
+
+def test_one_element_on_many_ranks_lies_on_the_first() -> None:
+    layout = plan_layout([(1,)], 8, alignment_numel=4)
+    assert layout.shard_numel == 4
+    assert [layout.local_shape(0, rank) for rank in range(8)] == [(1,)] + [(0,)] * 7
+
+
+def test_a_scalar_has_one_dimensional_pieces() -> None:
+    layout = plan_layout([()], 2)
+    assert layout.granules == (1,)
+    assert [layout.local_shape(0, rank) for rank in range(2)] == [(1,), (0,)]
+    assert not layout.is_row_sharded(0)
+
+
+def test_tensors_without_elements_occupy_nothing() -> None:
+    layout = plan_layout([(0, 5), (4,), (5, 0)], 2, alignment_numel=2)
+    assert layout.numel == 4
+    assert layout.padding_numel == 0
+    assert layout.local_shape(0, 1) == (0, 5)
+    assert layout.local_shape(2, 0) == (0,)
+
+
+@pytest.mark.parametrize("shapes", [[], [(0,)], [(3, 0), (0, 2)]])
+def test_a_group_without_elements_has_an_empty_buffer(shapes: list[tuple[int, ...]]) -> None:
+    layout = plan_layout(shapes, 4, alignment_numel=8)
+    assert (layout.numel, layout.padding_fraction, len(layout.offsets)) == (0, 0.0, len(shapes))
+
+
+def test_a_tensor_cut_between_rows_by_chance_is_row_sharded() -> None:
+    layout = plan_layout([(4, 6)], 2, granularity=Granularity.ELEMENTS)
+    assert layout.granules == (1,)
+    assert layout.is_row_sharded(0)
+    assert layout.local_shape(0, 1) == (2, 6)
+
+
+def test_all_ranks_agree_whether_a_tensor_is_row_sharded() -> None:
+    # The edge cuts the second row: rank 0 holds a whole row and a half, rank 1 a half and a whole one.
+    layout = plan_layout([(3, 4)], 2, granularity=Granularity.ELEMENTS)
+    assert [layout.local_shape(0, rank) for rank in range(2)] == [(6,), (6,)]
+
+
+def test_ranges_follow_from_offsets() -> None:
+    layout = Layout(((2, 3), (4,)), (4, 0), (3, 1), num_shards=2, shard_numel=7)
+    assert layout.tensor_range(0) == (4, 10)
+    assert layout.shard_range(1) == (7, 14)
+    assert [layout.local_range(0, rank) for rank in range(2)] == [(0, 3), (3, 6)]
+    assert [layout.local_range(1, rank) for rank in range(2)] == [(0, 4), (4, 4)]
+    assert (layout.tensor_numel(0), layout.payload_numel, layout.padding_numel) == (6, 10, 4)
+
+
+def test_many_tensors_on_many_shards_stay_within_the_bound() -> None:
+    shapes = [(1024, 1024), (3072, 1024), (1024, 3072), (1024,)] * 250
+    layout = plan_layout(shapes, 65536, alignment_numel=8)
+    # 28,004 elements per rank would be tight. The next multiple of 1,024 is 28,672, and 2.4 % is too much.
+    assert layout.shard_numel == 28008
+
+
+def test_a_layout_is_the_same_in_another_process() -> None:
+    shapes = [(11, 7), (5, 13), (3, 3, 3), (17,), (), (6, 10)]
+    code = f"from megatron_fsdp.layout import plan_layout; print(plan_layout({shapes}, 5, alignment_numel=2))"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(plan_layout(shapes, 5, alignment_numel=2))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "numel"),
+    [
+        (Granularity.ROWS, 15),
+        (Granularity.blocks(2), 30),
+        (Granularity.blocks(100), 60),
+        (Granularity.TENSOR, 60),
+        (Granularity.ELEMENTS, 1),
+    ],
+)
+def test_granules_are_between_one_element_and_the_tensor(granularity: Granularity, numel: int) -> None:
+    assert granularity.granule_numel((4, 3, 5)) == numel
+    assert granularity.granule_numel(()) == 1
+    assert granularity.granule_numel((0, 5)) == 1
+
+
+PLAN_ERRORS = [
+    ({"num_shards": 0}, "num_shards is 0; pass the number of ranks, 1 or more."),
+    ({"alignment_numel": 0}, "alignment_numel is 0; pass 1 (no alignment) or more."),
+    ({"shapes": [(2,), (2, -1)]}, "shape 1 is (2, -1); no dimension may be negative."),
+    ({"max_waste": -0.1}, "max_waste is -0.1; pass a finite fraction of 0 or more, 0.01 for one percent."),
+    ({"max_waste": math.nan}, "max_waste is nan; pass a finite fraction of 0 or more, 0.01 for one percent."),
+    ({"max_waste": math.inf}, "max_waste is inf; pass a finite fraction of 0 or more, 0.01 for one percent."),
+    (
+        {"granularity": [Granularity.ROWS]},
+        "1 granularities were given for 2 shapes; give one per shape, or one for all.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), PLAN_ERRORS)
+def test_the_planner_refuses_arguments_that_mean_nothing(changed: dict[str, Any], message: str) -> None:
+    arguments = {"shapes": [(2,), (2, 2)], "num_shards": 2, **changed}
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        plan_layout(**arguments)
+
+
+LAYOUT_ERRORS = [
+    (
+        {"offsets": (0,)},
+        "a layout has 2 shapes, 1 offsets and 2 granules; give one of each per tensor.",
+    ),
+    ({"num_shards": 0}, "a layout has num_shards=0 and shard_numel=6; pass at least 1 shard of at least 0 elements."),
+    (
+        {"shard_numel": -1},
+        "a layout has num_shards=2 and shard_numel=-1; pass at least 1 shard of at least 0 elements.",
+    ),
+    (
+        {"offsets": (0, 9)},
+        (
+            "tensor 1 lies at [9, 13), outside of the buffer [0, 12): give it an offset that keeps it inside, or "
+            "a larger shard_numel."
+        ),
+    ),
+    (
+        {"offsets": (-1, 8)},
+        (
+            "tensor 0 lies at [-1, 7), outside of the buffer [0, 12): give it an offset that keeps it inside, or "
+            "a larger shard_numel."
+        ),
+    ),
+    ({"granules": (0, 1)}, "tensor 0 has granule 0; pass 1 element or more."),
+    (
+        {"granules": (4, 1)},
+        (
+            "tensor 0 at [0, 8) is cut inside a granule of 4 elements by shards of 6 elements: move the tensor "
+            "or change shard_numel."
+        ),
+    ),
+    (
+        {"num_shards": 4, "shard_numel": 3, "granules": (3, 2)},
+        (
+            "tensor 1 at [8, 12) is cut inside a granule of 2 elements by shards of 3 elements: move the tensor "
+            "or change shard_numel."
+        ),
+    ),
+    (
+        {"num_shards": 6, "shard_numel": 3, "offsets": (1, 10), "granules": (2, 1)},
+        (
+            "tensor 0 at [1, 9) is cut inside a granule of 2 elements by shards of 3 elements: move the tensor "
+            "or change shard_numel."
+        ),
+    ),
+    (
+        {"offsets": (2, 0)},
+        "tensors 1 and 0 overlap: the one ends at 4 and the other starts at 2; give each its own range of the buffer.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), LAYOUT_ERRORS)
+def test_a_layout_refuses_parts_that_contradict_each_other(changed: dict[str, Any], message: str) -> None:
+    parts = {"shapes": ((4, 2), (4,)), "offsets": (0, 8), "granules": (2, 1), "num_shards": 2, "shard_numel": 6}
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        Layout(**{**parts, **changed})
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_ranks_outside_of_the_layout_are_refused(rank: int) -> None:
+    layout = plan_layout([(4,)], 2)
+    with pytest.raises(ConfigurationError, match=f"^rank {rank} was asked for; this layout has shards 0 to 1.$"):
+        layout.shard_range(rank)
+
+
+def test_a_granularity_of_no_rows_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^a granularity has rows=0; pass 1 or more.$"):
+        Granularity.blocks(0)
+
+
+def test_a_row_count_without_blocks_is_refused() -> None:
+    message = "a granularity of kind 'tensor' has rows=2; only 'blocks' takes a row count: use Granularity.blocks(2)."
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        Granularity(GranularityKind.TENSOR, rows=2)

@@ -1,0 +1,96 @@
+"""The precision policy: what it accepts and what following means."""
+
+import pytest
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, dtype_from_name, resolve_precision
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FIELDS = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
+
+
+def test_the_default_keeps_float32_main_weights_and_lets_gradients_follow() -> None:
+    policy = MixedPrecisionPolicy()
+    assert (policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype) == (FP32, None, None)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", ["bf16", "float32", "torch.float32", 32, float])
+def test_names_and_other_objects_are_not_dtypes(field: str, value: object) -> None:
+    with pytest.raises(TypeError) as caught:
+        MixedPrecisionPolicy(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"{field}={value!r} is not a torch.dtype; give one of torch.float16, torch.bfloat16, torch.float32, "
+        "torch.float64, or None to follow."
+    )
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_that_cannot_accumulate_are_refused(field: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        MixedPrecisionPolicy(**{field: dtype})
+    assert str(caught.value) == (
+        f"{field}={dtype} cannot be used; give one of torch.float16, torch.bfloat16, torch.float32, torch.float64, "
+        "or None to follow."
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "param_dtype", "expected"),
+    [
+        (MixedPrecisionPolicy(), BF16, ResolvedPrecision(BF16, FP32, BF16, BF16, has_main_copy=True)),
+        (MixedPrecisionPolicy(), FP32, ResolvedPrecision(FP32, FP32, FP32, FP32, has_main_copy=False)),
+        (MixedPrecisionPolicy(), FP64, ResolvedPrecision(FP64, FP32, FP64, FP64, has_main_copy=True)),
+        (MixedPrecisionPolicy(None), BF16, ResolvedPrecision(BF16, BF16, BF16, BF16, has_main_copy=False)),
+        (MixedPrecisionPolicy(FP32, FP32), BF16, ResolvedPrecision(BF16, FP32, FP32, FP32, has_main_copy=True)),
+        (MixedPrecisionPolicy(FP32, FP32, BF16), BF16, ResolvedPrecision(BF16, FP32, FP32, BF16, has_main_copy=True)),
+        (MixedPrecisionPolicy(None, None, FP16), FP32, ResolvedPrecision(FP32, FP32, FP32, FP16, has_main_copy=False)),
+        (MixedPrecisionPolicy(FP64, FP64), FP32, ResolvedPrecision(FP32, FP64, FP64, FP64, has_main_copy=True)),
+    ],
+)
+def test_none_follows(policy: MixedPrecisionPolicy, param_dtype: torch.dtype, expected: ResolvedPrecision) -> None:
+    assert resolve_precision(policy, param_dtype) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_parameters_that_are_not_real_numbers_keep_their_dtype_everywhere(dtype: torch.dtype) -> None:
+    resolved = resolve_precision(MixedPrecisionPolicy(FP32, FP32, BF16), dtype)
+    assert resolved == ResolvedPrecision(dtype, dtype, dtype, dtype, has_main_copy=False)
+
+
+def test_gradients_that_follow_float8_parameters_are_bfloat16() -> None:
+    float8 = torch.float8_e4m3fn
+    assert resolve_precision(MixedPrecisionPolicy(), float8) == ResolvedPrecision(
+        float8, FP32, BF16, BF16, has_main_copy=True
+    )
+
+
+def test_float8_parameters_need_main_weights() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_precision(MixedPrecisionPolicy(main_params_dtype=None), torch.float8_e5m2)
+    assert str(caught.value) == (
+        "main_params_dtype=None leaves torch.float8_e5m2 parameters without weights that an optimizer can update; "
+        "set main_params_dtype=torch.float32."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", BF16),
+        ("torch.bfloat16", BF16),
+        ("fp16", FP16),
+        ("half", FP16),
+        ("float", FP32),
+        ("torch.float64", FP64),
+    ],
+)
+def test_dtype_names_are_understood(name: str, dtype: torch.dtype) -> None:
+    assert dtype_from_name(name) is dtype
+
+
+def test_unknown_dtype_names_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^main='bf61' is not a dtype name; give one of fp16, half, float16,"):
+        dtype_from_name("bf61", "main")

@@ -1,0 +1,333 @@
+"""Finding units: by class, by path, by what the model says, by repetition; and who owns tied parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.units import UnitPlan, UnitSpec, find_units, plan_lines
+
+
+class Leaf(nn.Module):
+    """A module with one parameter of two elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Block(nn.Module):
+    """A unit with a module inside that could be one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Leaf()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head; the head may be tied to the embedding."""
+
+    def __init__(self, blocks: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 2)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(2, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Branches(nn.Module):
+    """Two units side by side and room for more."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, **more: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+        for name, module in more.items():
+            self.add_module(name, module)
+
+
+def block_parameters(name: str) -> tuple[str, ...]:
+    return (f"{name}.norm.weight", f"{name}.linear.weight", f"{name}.linear.bias")
+
+
+def names(plan: UnitPlan) -> list[str]:
+    return [unit.name for unit in plan.units]
+
+
+def owned(plan: UnitPlan) -> dict[str, list[str]]:
+    return {unit.name: list(unit.parameters) for unit in plan.units}
+
+
+# ---- by class and by path --------------------------------------------------------------------------------------------
+
+
+def test_the_root_comes_first_and_owns_the_rest() -> None:
+    assert find_units(Model(2), [Block]) == UnitPlan(
+        units=(
+            UnitSpec("", ("embed.weight", "head.weight"), "Model"),
+            UnitSpec("layers.0", block_parameters("layers.0"), "Block"),
+            UnitSpec("layers.1", block_parameters("layers.1"), "Block"),
+        ),
+        source="given classes Block",
+        aliases=(),
+    )
+
+
+def test_nested_matches_belong_to_the_outermost_unit() -> None:
+    plan = find_units(Model(2), [Leaf, Block, nn.Linear])
+    assert names(plan) == ["", "layers.0", "layers.1", "head"]
+    assert plan.units[1].parameters == block_parameters("layers.0")
+    assert plan.source == "given classes Leaf, Block, Linear"
+
+
+@pytest.mark.parametrize("path", ["torch.nn.Linear", "torch.nn:Linear", "torch.nn.modules.linear.Linear"])
+def test_import_paths_name_classes(path: str) -> None:
+    assert names(find_units(Model(1), [path])) == ["", "layers.0.linear", "head"]
+
+
+@pytest.mark.parametrize("given", [(Block,), {Block}, frozenset([Block]), [Block, Block]])
+def test_tuples_and_sets_are_as_good_as_lists(given: list[type[nn.Module]]) -> None:
+    assert names(find_units(Model(1), given)) == ["", "layers.0"]
+
+
+def test_sets_give_the_same_words_in_every_run() -> None:
+    plan = find_units(Model(1), {nn.Linear, nn.Embedding, Block})  # type: ignore[arg-type]
+    assert plan.source == "given classes Block, Linear, Embedding"  # by module, then name
+
+
+def test_no_classes_leave_everything_to_the_root() -> None:
+    plan = find_units(Model(1), [])
+    assert owned(plan) == {"": ["embed.weight", *block_parameters("layers.0"), "head.weight"]}
+    assert plan.source == "no classes given"
+
+
+def test_a_root_that_matches_is_the_only_unit() -> None:
+    assert names(find_units(Block(), [Block, Leaf])) == [""]
+
+
+@pytest.mark.parametrize(("given", "shown"), [(Block, "Block"), ("torch.nn.Linear", "'torch.nn.Linear'"), (3, "3")])
+def test_a_class_outside_a_list_is_refused(given: object, shown: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        find_units(Model(), given)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"fsdp_unit_modules={shown} is not a list of classes or import paths; write fsdp_unit_modules=[...], "
+        'or "auto" to look for repeated blocks.'
+    )
+
+
+@pytest.mark.parametrize("entry", [int, 7, None, Leaf(), "torch.nn.functional.linear"])
+def test_entries_that_are_not_module_classes_are_refused(entry: object) -> None:
+    with pytest.raises(TypeError, match=r"which is not a subclass of torch\.nn\.Module; give classes\."):
+        find_units(Model(), [entry])  # type: ignore[list-item]
+
+
+def test_a_class_that_does_not_occur_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        find_units(Model(3), [Block, nn.Conv2d])
+    assert str(caught.value) == (
+        "fsdp_unit_modules names Conv2d, but no module of that class holds parameters in this model; classes that do: "
+        "Linear (4 x), Block (3 x), Leaf (3 x), Model (1 x), Embedding (1 x), ModuleList (1 x)."
+    )
+
+
+def test_modules_without_parameters_are_no_match() -> None:
+    with pytest.raises(ConfigurationError, match="names Dropout, but no module of that class holds parameters"):
+        find_units(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [nn.Dropout])
+
+
+def test_a_container_that_is_never_called_cannot_be_a_unit() -> None:
+    with pytest.raises(ConfigurationError, match="'layers' of that class has no forward of its own"):
+        find_units(Model(), [nn.ModuleList])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("torch.nn.Linaer", "'torch.nn' has no 'Linaer'; the nearest name is 'Linear'."),
+        ("torch.nn:Linaer", "'torch.nn' has no 'Linaer'; the nearest name is 'Linear'."),
+        ("torch.nnn.Linear", "'torch' has no 'nnn'; the nearest name is 'nn'."),
+        ("tourch.nn.Linear", "there is no module 'tourch'; the nearest name is 'torch'."),
+        ("torch.nn.Linear.Inner", "'torch.nn.Linear' has no 'Inner'; no name there is like it."),
+        ("torch.nn.qqqqqqqq", "'torch.nn' has no 'qqqqqqqq'; no name there is like it."),
+    ],
+)
+def test_a_wrong_path_names_the_wrong_part_and_the_nearest_name(path: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        find_units(Model(), [path])
+    assert str(caught.value) == f"fsdp_unit_modules has '{path}', but {message}"
+
+
+@pytest.mark.parametrize("path", ["Nothing", "", "torch..nn", ":Linear", "torch.nn:"])
+def test_an_incomplete_path_is_refused(path: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        find_units(Model(), [path])
+    assert str(caught.value) == (
+        f"fsdp_unit_modules has '{path}', which is not a complete import path; write 'package.module.Class'."
+    )
+
+
+def test_a_bare_class_name_is_answered_with_its_path() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        find_units(Model(), ["Block"])
+    assert str(caught.value) == (
+        f"fsdp_unit_modules has 'Block', which is not a complete import path; did you mean '{__name__}.Block'?"
+    )
+
+
+# ---- automatic -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, "auto"])
+def test_repeated_blocks_of_a_list_are_found(given: None) -> None:
+    plan = find_units(Model(2), given)
+    assert (names(plan), plan.source) == (["", "layers.0", "layers.1"], "repeated blocks")
+
+
+def test_repeated_children_of_a_sequence_are_found_and_single_ones_are_not() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), Block(), Block(), nn.ReLU(), Leaf())
+    assert names(find_units(model, None)) == ["", "1", "2"]
+
+
+def test_containers_are_looked_through_down_to_modules_that_are_called() -> None:
+    model = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Leaf()])])
+    assert names(find_units(model, None)) == ["", "0.0", "0.1"]
+
+
+def test_sequences_of_sequences_are_units_as_wholes() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
+    assert names(find_units(model, None)) == ["", "0", "1"]
+
+
+def test_one_block_called_twice_repeats_nothing() -> None:
+    block = Leaf()
+    plan = find_units(nn.Sequential(block, block), None)
+    assert (names(plan), plan.source) == ([""], "none found")
+
+
+def test_what_the_model_says_goes_before_repetition() -> None:
+    model = Model(2)
+    model._no_split_modules = ["Embedding", "Absent"]  # type: ignore[assignment]
+    plan = find_units(model, None)
+    assert (names(plan), plan.source) == (["", "embed"], "_no_split_modules Embedding")
+
+
+def test_an_inner_model_may_say_it_and_saying_nothing_useful_is_passed_over() -> None:
+    outer = nn.Module()
+    outer.inner = Model(2)
+    outer.inner._no_split_modules = {"Block"}  # type: ignore[assignment]
+    assert names(find_units(outer, None)) == ["", "inner.layers.0", "inner.layers.1"]
+    outer.inner._no_split_modules = ["Absent"]  # type: ignore[assignment]
+    assert find_units(outer, None).source == "repeated blocks"
+    outer.inner._no_split_modules = None  # type: ignore[assignment]
+    assert find_units(outer, None).source == "repeated blocks"
+
+
+def test_nothing_found_says_so() -> None:
+    plan = find_units(Model(1), "auto")
+    assert (names(plan), plan.source) == ([""], "none found")
+
+
+# ---- ties ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_of_two_units_belongs_to_the_root() -> None:
+    first, second = Block(), Block()
+    second.norm.weight = first.norm.weight
+    plan = find_units(Branches(first, second), [Block])
+    assert owned(plan) == {
+        "": ["first.norm.weight"],
+        "first": ["first.linear.weight", "first.linear.bias"],
+        "second": ["second.linear.weight", "second.linear.bias"],
+    }
+    assert plan.aliases == (("second.norm.weight", "first.norm.weight"),)
+
+
+def test_a_parameter_of_a_unit_and_the_root_belongs_to_the_root() -> None:
+    model = Model(1, tied=True)
+    plan = find_units(model, [nn.Embedding, Block])
+    assert owned(plan) == {"": ["embed.weight"], "layers.0": list(block_parameters("layers.0"))}
+    assert plan.aliases == (("head.weight", "embed.weight"),)
+
+
+def test_a_tie_inside_one_unit_stays_there() -> None:
+    block = Block()
+    block.norm.weight = block.linear.bias = nn.Parameter(torch.zeros(3))
+    plan = find_units(Branches(block, Leaf()), [Block])
+    assert owned(plan) == {"": ["second.weight"], "first": ["first.norm.weight", "first.linear.weight"]}
+    assert plan.aliases == (("first.linear.bias", "first.norm.weight"),)
+
+
+def test_a_unit_registered_under_two_names_is_one_unit() -> None:
+    block = Leaf()
+    plan = find_units(Branches(block, block), [Leaf])
+    assert owned(plan) == {"": [], "first": ["first.weight"]}
+    assert plan.aliases == (("second.weight", "first.weight"),)
+
+
+def test_a_module_inside_two_units_belongs_to_the_root() -> None:
+    first, second = Block(), Block()
+    second.norm = first.norm
+    assert owned(find_units(Branches(first, second), [Block]))[""] == ["first.norm.weight"]
+
+
+def test_a_unit_that_is_also_inside_another_unit_leaves_its_parameters_to_the_root() -> None:
+    block = Block()
+    plan = find_units(Branches(block, block.norm), [Block, Leaf])
+    assert owned(plan) == {"": ["first.norm.weight"], "first": ["first.linear.weight", "first.linear.bias"]}
+
+
+def test_names_with_a_common_beginning_are_not_confused() -> None:
+    plan = find_units(Branches(Leaf(), Leaf(), first1=nn.Linear(1, 1)), [Leaf])
+    assert owned(plan) == {
+        "": ["first1.weight", "first1.bias"],
+        "first": ["first.weight"],
+        "second": ["second.weight"],
+    }
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Model(2, tied=True)
+    before = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    find_units(model, None)
+    assert {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)} == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_runs_of_equal_units_in_one_line() -> None:
+    model = Model(12, tied=True)
+    model.layers[11].linear = nn.Linear(2, 4)
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert plan_lines(find_units(model, [Block]), numels) == [
+        "12 units besides the root (given classes Block), 145 parameters",
+        "  root (Model)  10 parameters",
+        "  layers.0 ... layers.10 (11 x Block)  11 parameters each",
+        "  layers.11 (Block)  14 parameters",
+        "  head.weight is tied to embed.weight",
+    ]
+
+
+def test_the_table_keeps_units_of_different_places_apart() -> None:
+    model = Branches(nn.ModuleList([Leaf(), Leaf()]), nn.ModuleList([Leaf(), Leaf()]))
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert plan_lines(
+        find_units(model, None), {**numels, "first.0.weight": 1_000_000, "first.1.weight": 1_000_000}
+    ) == [
+        "4 units besides the root (repeated blocks), 2,000,004 parameters",
+        "  root (Branches)  0 parameters",
+        "  first.0 ... first.1 (2 x Leaf)  1,000,000 parameters each",
+        "  second.0 ... second.1 (2 x Leaf)  2 parameters each",
+    ]

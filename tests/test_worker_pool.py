@@ -1,0 +1,233 @@
+"""The worker pool gives values, errors and stacks back, and outlives whatever a test does to it."""
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import RunRanks
+from tests.support.worker_pool import WorkerError, WorkerPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2, failure_grace_s=0.5)
+    yield pool
+    pool.stop()
+
+
+def _all_reduced_rank_sum() -> float:
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def _rank_and_scaled(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    return dist.get_rank(), tensor * dist.get_rank()
+
+
+def _raise_on_rank(rank: int) -> str:
+    if dist.get_rank() == rank:
+        raise ValueError(f"no luck on rank {rank}")
+    return "fine"
+
+
+def _raise_on_rank_one_while_rank_zero_waits() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("left the others alone")
+    dist.barrier()
+
+
+def _hang_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        _sleep_for_long()
+
+
+def _sleep_for_long() -> None:
+    time.sleep(600)
+
+
+def _die_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+
+
+def _worker_pid() -> int:
+    return os.getpid()
+
+
+def _warn() -> None:
+    warnings.warn("careless", UserWarning, stacklevel=1)
+
+
+def _random_value_then_spoil_the_state() -> float:
+    value = torch.rand(()).item()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    return value
+
+
+def _state() -> tuple[torch.dtype, bool]:
+    return torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def _print_pids_then_hang() -> None:
+    """Run by a child interpreter that is then killed."""
+    pool = WorkerPool(2)
+    print(*pool.run(_worker_pid), flush=True)
+    pool.run(_sleep_for_long)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; one that ended but was not reaped yet (state Z in /proc) does not."""
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat")
+        return not (status.exists() and ") Z " in status.read_text())
+    except OSError:
+        return False
+
+
+def _cuda_all_reduce() -> tuple[str, float]:
+    value = torch.ones(3, device="cuda")
+    dist.all_reduce(value)
+    return dist.get_backend(), value.sum().item()
+
+
+def _make_groups(count: int) -> None:
+    for _ in range(count):
+        dist.new_group([0])
+
+
+def _world() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 1.0), (2, 3.0), (3, 6.0)])
+def test_all_reduce_sums_over_all_ranks(run_ranks: RunRanks, world_size: int, expected: float) -> None:
+    assert run_ranks(world_size, _all_reduced_rank_sum) == [expected] * world_size
+
+
+def test_four_ranks_report_in_rank_order(run_ranks: RunRanks) -> None:
+    assert run_ranks(4, _world) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+def test_tensors_travel_by_value(pool: WorkerPool) -> None:
+    (rank0, scaled0), (rank1, scaled1) = pool.run(_rank_and_scaled, torch.arange(3))
+    assert (rank0, rank1) == (0, 1)
+    assert scaled0.tolist() == [0, 0, 0]
+    assert scaled1.tolist() == [0, 1, 2]
+
+
+def test_workers_persist_between_calls(pool: WorkerPool) -> None:
+    first = pool.run(_worker_pid)
+    assert pool.run(_worker_pid) == first
+    assert pool.process_ids() == first
+    assert os.getpid() not in first
+
+
+def test_exception_names_rank_and_text_and_replaces_the_workers(pool: WorkerPool) -> None:
+    before = pool.run(_worker_pid)
+    with pytest.raises(WorkerError, match=r"ValueError: no luck on rank 1") as caught:
+        pool.run(_raise_on_rank, 1)
+    assert list(caught.value.by_rank) == [1]
+    assert "in _raise_on_rank" in caught.value.by_rank[1]
+    assert set(pool.run(_worker_pid)).isdisjoint(before)
+
+
+def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_raise_on_rank_one_while_rank_zero_waits, timeout_s=300.0)
+    assert list(caught.value.by_rank) == [0, 1]
+    assert "ValueError: left the others alone" in caught.value.by_rank[1]
+    assert "in _raise_on_rank_one_while_rank_zero_waits" in caught.value.by_rank[0]
+    assert "in barrier" in caught.value.by_rank[0]
+    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]
+
+
+def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
+    hung_pids = pool.run(_worker_pid)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(_hang_on_rank_one, timeout_s=0.5)
+    assert list(caught.value.by_rank) == [1]
+    assert "in _sleep_for_long" in caught.value.by_rank[1]
+    assert pool.process_ids() == []
+    assert set(pool.run(_worker_pid)).isdisjoint(hung_pids)
+
+
+def test_death_of_a_rank_is_reported_with_its_exit_code(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1: died, exit code 7"):
+        pool.run(_die_on_rank_one)
+    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]
+
+
+def test_warning_in_a_worker_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"UserWarning: careless"):
+        pool.run(_warn)
+
+
+def test_named_warning_is_ignored_in_a_worker() -> None:
+    lenient = WorkerPool(1, warning_filters=("error", "ignore:care.*:UserWarning"))
+    try:
+        assert lenient.run(_warn) == [None]
+    finally:
+        lenient.stop()
+
+
+def test_call_starts_from_a_known_state(pool: WorkerPool) -> None:
+    first = pool.run(_random_value_then_spoil_the_state)
+    assert pool.run(_state) == [(torch.float32, True)] * 2
+    assert pool.run(_random_value_then_spoil_the_state) == first
+
+
+def test_workers_are_replaced_when_too_many_process_groups_live(pool: WorkerPool) -> None:
+    before = pool.run(_worker_pid)
+    pool.run(_make_groups, 60)
+    assert set(pool.run(_worker_pid)).isdisjoint(before)
+
+
+def test_function_that_cannot_be_pickled_is_refused_before_any_rank_runs(pool: WorkerPool) -> None:
+    before = pool.run(_worker_pid)
+    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
+        pool.run(lambda: None)
+    assert pool.run(_worker_pid) == before
+
+
+def test_workers_are_replaced_after_forty_calls() -> None:
+    pool = WorkerPool(1)
+    try:
+        pids = [pool.run(_worker_pid)[0] for _ in range(41)]
+    finally:
+        pool.stop()
+    assert len(set(pids[:40])) == 1
+    assert pids[40] != pids[0]
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    program = f"from {__name__} import _print_pids_then_hang as run; run()"
+    root = Path(__file__).parents[1]
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    for _ in range(200):
+        if not any(_is_alive(pid) for pid in pids):
+            break
+        time.sleep(0.05)
+    assert len(pids) == 2
+    assert [pid for pid in pids if _is_alive(pid)] == []
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_are_reduced_on_the_device(run_ranks: RunRanks) -> None:
+    backend, total = run_ranks(1, _cuda_all_reduce, device_type="cuda")[0]
+    assert total == 3.0
+    assert "nccl" in backend
