@@ -89,6 +89,23 @@ def test_only_the_tensors_in_the_way_give_up_their_rows() -> None:
     assert layout.padding_fraction < 0.0052
 
 
+def test_largest_rows_first_is_tried_where_longest_first_leaves_gaps() -> None:
+    layout = plan_layout([(192, 64), (64, 100), (64, 64), (64, 100)], 4, granularity=STRICT_ROWS)
+    assert layout.shard_numel == 7296
+
+
+def test_the_last_lengths_below_the_limit_are_tried() -> None:
+    layout = plan_layout([(265, 89), (177, 173), (72, 123)], 4, alignment_numel=4)
+    assert layout.granules == (89, 173, 123)
+    assert layout.shard_numel == 15916
+
+
+def test_tensors_with_equal_rows_give_them_up_together() -> None:
+    shapes = [(192, 224)] * 4 + [(224, 192), (224, 224), (192, 192), (192, 192)]
+    layout = plan_layout(shapes, 16, alignment_numel=4)
+    assert layout.granules == (1, 1, 1, 1, 192, 1, 192, 192)
+
+
 def test_contracts_are_kept_whatever_they_cost() -> None:
     shapes = [(3, 1000), (3, 1000), (3, 1000)]
     granularity = [Granularity.TENSOR, STRICT_ROWS, Granularity.ROWS]

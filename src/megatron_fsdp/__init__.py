@@ -1,6 +1,7 @@
 """Megatron-FSDP in native PyTorch: shard parameters, gradients and optimizer state with one call.
 
-    model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="dp_shard", fsdp_unit_modules=[Block])
+    model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="dp_shard",
+    fsdp_unit_modules=[Block])
 
 An independent implementation of the interface of the `megatron_fsdp` package, not affiliated with NVIDIA.
 """

@@ -90,7 +90,7 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) ->
     ]
     if at_fault:
         raise NotSupportedYetError(
-            f"not supported yet: {', '.join(at_fault)}; this version accepts the default only, so leave the argument out"
+            f"not supported yet: {', '.join(at_fault)}; this version accepts the default only, so leave it out"
         )
 
 

@@ -77,9 +77,11 @@ def fully_shard_model(
     """Shard a model over data-parallel ranks.
 
     Args:
-        module: The model, with its parameters on one device; sharded in place and kept as `.module` of what is returned.
+        module: The model, with its parameters on one device; sharded in place and kept as `.module` of what is
+        returned.
         device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
-        dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only one.
+        dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only
+        one.
         dp_outer_dim: Not supported yet: the outer dimension of hybrid sharding.
         tp_dim: The tensor-parallel dimension; not supported yet where it has more than one rank.
         hybrid_fsdp_group: Not supported yet: the group that goes with `dp_outer_dim`.
@@ -87,8 +89,8 @@ def fully_shard_model(
         expt_device_mesh: Not supported yet.
         fsdp_group_ag: Not supported yet.
         expt_fsdp_group_ag: Not supported yet.
-        fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what the
-            model declares in `_no_split_modules`, else repeated blocks.
+        fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
+            the model declares in `_no_split_modules`, else repeated blocks.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
         outer_dp_sharding_strategy: Not supported yet.
         device: Where the shards live; None: this process's device of the mesh's type.
@@ -97,8 +99,8 @@ def fully_shard_model(
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
         sync_model_each_microbatch: Make gradients final and visible after every backward.
-        preproc_state_dict_for_dcp_ckpt: Only True yet: tensors of the state dicts tell torch.distributed.checkpoint which
-            part of the global tensor they hold.
+        preproc_state_dict_for_dcp_ckpt: Only True yet: tensors of the state dicts tell torch.distributed.checkpoint
+            which part of the global tensor they hold.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Let the collective average in place of a sum and a factor.
         disable_bucketing: Not supported yet.
@@ -187,7 +189,9 @@ def fully_shard_optimizer(
     refuse_unsupported(locals(), FUNCTION_DEFAULTS)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
-        raise ConfigurationError("the optimizer has no parameters; build it on model.parameters() after fully_shard_model")
+        raise ConfigurationError(
+            "the optimizer has no parameters; build it on model.parameters() after fully_shard_model"
+        )
     model = getattr(params[0], "_megatron_fsdp_model", None)
     if model is None:
         raise ConfigurationError(
@@ -200,7 +204,7 @@ def fully_shard_optimizer(
     return optimizer
 
 
-def fully_shard(
+def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described there)
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     device_mesh: DeviceMesh | None = None,
@@ -262,7 +266,11 @@ def fully_shard(
     if not names.keys() & {id(param) for group in optimizer.param_groups for param in group["params"]}:
         raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
     model = fully_shard_model(**arguments)
-    sharded = {name: param for group in model.parameter_groups() for name, param in zip(group.names, group.sharded)}
+    sharded = {
+        name: param
+        for group in model.parameter_groups()
+        for name, param in zip(group.names, group.sharded, strict=True)
+    }
     move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
     return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
 
@@ -272,7 +280,9 @@ def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup
         given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
         if dp_outer_dim is None:
             given, missing = missing, given
-        raise ConfigurationError(f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither")
+        raise ConfigurationError(
+            f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither"
+        )
 
 
 def _index(device_mesh: DeviceMesh | None, dp_shard_dim: str | None, tp_dim: str | None) -> FSDPDistributedIndex:
@@ -292,7 +302,7 @@ def _index(device_mesh: DeviceMesh | None, dp_shard_dim: str | None, tp_dim: str
     index = FSDPDistributedIndex(device_mesh, dp_shard_dim, tp_dim=tp_dim)
     if tp_dim is not None and index.get_submesh((tp_dim,)).size() > 1:
         raise NotSupportedYetError(
-            f"tp_dim={tp_dim!r} has {index.get_submesh((tp_dim,)).size()} ranks; tensor parallelism is not supported yet, so "
-            "use a tensor-parallel size of 1"
+            f"tp_dim={tp_dim!r} has {index.get_submesh((tp_dim,)).size()} ranks; tensor parallelism is not supported "
+            "yet, so use a tensor-parallel size of 1"
         )
     return index

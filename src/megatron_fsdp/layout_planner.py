@@ -3,19 +3,18 @@
 Tensors lie one behind the other in a buffer of N shards of S elements. A shard edge may fall between two tensors, into
 padding, or between two granules (say rows) of a tensor:
 
-    rank 0                  | rank 1                  | rank 2                  |
-    [ A0 A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 ][b][ C0   C1 | C2   C3   C4 ][ D ][ E ]....
-                            ^                         ^                      padding
-            edge between rows of A: free    C starts behind b, which fills the gap in front of C,
-                                            so that this edge falls between rows of C
+    | rank 0                | rank 1                | rank 2                |
+    [A0  A1  A2  A3  A4  A5  A6  A7  A8][b ][  C0      C1      C2  ][ D ]...
+                            ^                       ^                    padding
+                            between two rows of A   between two rows of C, thanks to b in front
 
 What makes padding is an edge at a wrong place, and there are only three cases:
 
 - a tensor that crosses no edge is free to lie anywhere;
 - one that crosses one edge only needs the right start: a gap shorter than a granule in front of it, which small tensors
   fill later;
-- one that crosses several edges needs a granule that divides S. This alone can force S up, and only for tensors longer
-  than 2 S, since every shorter one can be laid across a single edge.
+- one that crosses several edges needs a granule that divides S. Only tensors longer than 2 S must cross several, so
+  only their granules are binding.
 
 So S starts at the lower bound payload / N and goes up through the values that the granules of the long tensors allow.
 For each, tensors are laid greedily; the first S that holds everything wins. Where that wastes more than allowed, some

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.accounting import GroupFootprint
 from megatron_fsdp.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, refuse_unsupported
-from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.buffer.lanes import resolve_device
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hand_driven import HandDriven
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import resolve_strategy
-from megatron_fsdp.reporting import MemoryUse, footprints_of, memory_of
+from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
 from megatron_fsdp.runtime.grad_norm import clip_gradients
-from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
 from megatron_fsdp.runtime.sync import SyncMode
-from megatron_fsdp.unit.param_group import ParameterGroup
 
 logger = logging.getLogger("megatron_fsdp")
 
 
-class MegatronFSDP(nn.Module):
+class MegatronFSDP(HandDriven, Reports, nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
-    `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the forward
-    of a unit its modules hold full, plain tensors. `.grad` is there after a backward that synchronises (every one by
-    default of `fully_shard`).
+    `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
+    forward of a unit its modules hold full, plain tensors. `.grad` is there after a backward that synchronises (every
+    one by default of `fully_shard`).
 
     Args:
         module: The model; sharded in place and kept as `.module`.
@@ -153,21 +148,6 @@ class MegatronFSDP(nn.Module):
         return None
 
     @property
-    def raw_param(self) -> dict[str, nn.Parameter]:
-        """The full compute parameters by canonical name; their values are valid while their unit is gathered."""
-        return {name: param for group in self._engine.groups() for name, param in zip(group.names, group.full, strict=True)}
-
-    @property
-    def param_to_name(self) -> dict[nn.Parameter, str]:
-        """Canonical name of every parameter object, sharded and full."""
-        return {
-            param: name
-            for group in self._engine.groups()
-            for params in (group.full, group.sharded)
-            for name, param in zip(group.names, params, strict=True)
-        }
-
-    @property
     def is_param_fsdp_distributed(self) -> bool:
         """Whether the modules hold the sharded parameters; only inside a forward they do not."""
         return not self._engine.scheduler.in_forward
@@ -188,7 +168,7 @@ class MegatronFSDP(nn.Module):
         else:
             self.microbatch_count += 1
 
-    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:  # noqa: ARG002
         """Reduce everything that was deferred, wait for it, and make gradients visible as `.grad`.
 
         Args:
@@ -197,53 +177,6 @@ class MegatronFSDP(nn.Module):
         self.synchronize_gradient_reduce()
         self.attach_grad_to_optimizer_state()
         self.microbatch_count = 0
-
-    def start_grad_sync(self, *unused: Any) -> None:
-        """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
-        self._engine.flush_deferred()
-
-    def synchronize_gradient_reduce(self) -> None:
-        """Wait until every gradient is reduced."""
-        self._engine.flush_deferred()
-
-    def attach_grad_to_optimizer_state(self) -> None:
-        """Make reduced gradients visible as `.grad` of the sharded parameters."""
-        self._engine.attach_gradients()
-
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start gathering weights ahead of the next forward, as far as there is room for them.
-
-        Args:
-            unused: Ignored.
-            force_sync: Wait for them here.
-            force_dispatch: Accepted for callers that pass it; gathering always starts here.
-        """
-        self._engine.refresh_weights()
-        self._engine.prefetch_weights(wait=force_sync)
-
-    def synchronize_param_gather(self) -> None:
-        """Wait for gathers under way."""
-        for unit in self._engine.units:
-            unit.wait()
-
-    def all_gather_and_wait_parameters_ready(
-        self,
-        params: Iterable[nn.Parameter],
-        prefetch: bool = True,
-        prefetch_order: Any = None,
-        wait_bucket_ready: bool = True,
-        bwd: bool = False,
-    ) -> None:
-        """Gather the units of some parameters (sharded or full ones) and wait for them.
-
-        Args:
-            params: Whose units.
-            prefetch: Accepted; the units given are all that is gathered.
-            prefetch_order: Accepted, as above.
-            wait_bucket_ready: Wait for the weights, else only start.
-            bwd: Accepted; weights are the same in both directions.
-        """
-        self._engine.gather_units_of(params, wait=wait_bucket_ready)
 
     def install_optimized_model_weights(self) -> None:
         """Bring compute weights up to date with main weights; what was gathered is gathered again at its next use."""
@@ -263,7 +196,7 @@ class MegatronFSDP(nn.Module):
         self.forget_pending_gradients(param for group in self._engine.groups() for param in group.sharded)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the norm of all gradients together; one small all-reduce. Returns the norm before, equal on all ranks."""
+        """Clip the norm of all gradients together, with one small all-reduce; returns the norm before clipping."""
         return clip_gradients(self._engine, max_norm, norm_type)
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -272,38 +205,10 @@ class MegatronFSDP(nn.Module):
             if group.gradients is not None:
                 group.gradients.scale(scaling_factor, group.sharded)
 
-    def broadcast_params(self) -> None:
-        """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).
-
-        Under the other strategies each part of the main weights exists once, so there is nothing to send.
-        """
-        self._engine.broadcast_whole_weights()
-
     def reset(self) -> None:
         """Bring every unit back to rest after an exception in forward or backward; collective order must be intact."""
         self._engine.reset()
         self.microbatch_count = 0
-
-    # ---- microbatches -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
-
-        Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
-        """
-        with self._mode.changed(is_last_microbatch=False, defer_all=True):
-            yield
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        """Synchronise after every backward in this block; the previous state is restored on exit."""
-        with self._mode.changed(auto_sync=True, defer_all=False):
-            yield
-
-    def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Choose whether every backward ends with a gradient sync."""
-        self._mode.auto_sync = sync_model
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -315,32 +220,11 @@ class MegatronFSDP(nn.Module):
         for unit in self._engine.units:
             unit.install_full()
 
-    def full_parameters(self) -> dict[str, torch.Tensor]:
-        """All main weights, whole, by canonical name, on every rank. Collective."""
-        return full_parameters(self._engine)
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
-        return full_gradients(self._engine)
-
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as `torch.nn.Module.load_state_dict` does, then install the weights."""
         result = super().load_state_dict(*args, **kwargs)
         self.install_optimized_model_weights()
         return result
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """All parameter groups, in unit order."""
-        return self._engine.groups()
-
-    def sharded_names(self) -> dict[int, str]:
-        """Canonical name of each sharded parameter by its id."""
-        return {id(param): name for group in self._engine.groups() for name, param in zip(group.names, group.sharded)}
-
-    def shard_like(self, param: nn.Parameter, full: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor, sharded as one of the sharded parameters; a copy, in the tensor's dtype."""
-        group, index = self._engine.places[id(param)]
-        return group.shard_like(index, full)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer is connected; False where it was already."""
@@ -358,35 +242,17 @@ class MegatronFSDP(nn.Module):
             for param in group.sharded:
                 param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:  # noqa: ARG002
         """Refuse to move or cast: the shards are pieces of flat buffers. Doing nothing is allowed."""
         for group in self._engine.groups():
             probe = torch.empty(0, dtype=group.plan.precision.main_params, device=group.plan.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
                 raise ConfigurationError(
-                    f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} on "
-                    f"{moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
+                    f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} "
+                    f"on {moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
                 )
         return self
-
-    # ---- reports ------------------------------------------------------------------------------------------------
-
-    def unit_plan_lines(self) -> tuple[str, ...]:
-        """The units and their sizes, for people."""
-        return self._assembly.plan_lines
-
-    def footprints(self) -> tuple[GroupFootprint, ...]:
-        """One entry per parameter group, as the formulas of `megatron_fsdp.accounting` take them."""
-        return footprints_of(self._engine)
-
-    def traffic(self) -> Traffic:
-        """What this rank has sent for this model so far."""
-        return self._engine.traffic.copy()
-
-    def memory(self) -> MemoryUse:
-        """What the engine holds on this rank now."""
-        return memory_of(self._engine)
 
 
 def _shard_dim(dist_index: FSDPDistributedIndex) -> str:

@@ -61,8 +61,8 @@ class Axis:
     def exchanges_pairwise(self) -> bool:
         """Whether reductions are built from an all-to-all and a local sum.
 
-        gloo's own reduce-scatter moves all-reduce bytes, and its sum of bf16 values rounds at every hop; an all-to-all moves
-        the minimum and leaves the sum, in float32 and in rank order, to us.
+        gloo's own reduce-scatter moves all-reduce bytes, and its sum of bf16 values rounds at every hop; an
+        all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us.
         """
         return self.group is not None and dist.get_backend(self.group) == "gloo"
 
@@ -97,7 +97,7 @@ class Axis:
         return work
 
     def exchange(self, received: torch.Tensor, full: torch.Tensor) -> dist.Work | None:
-        """Start the pairwise half of a reduce-scatter: part r of `full` goes to rank r; row r of `received` is rank r's."""
+        """Start the pairwise half of a reduce-scatter: part r of `full` goes to rank r; what r sent is row r."""
         self._count_reduce_scatter(full)
         return dist.all_to_all_single(received, full, group=self.group, async_op=True)
 

@@ -12,8 +12,8 @@ from megatron_fsdp.placement import Placement
 class FlatBuffer:
     """Every tensor of one layout in one flat local tensor.
 
-    A `SHARD` buffer holds this rank's part, (shard_numel,); a `REPLICATE` buffer holds all parts, (numel,), and this rank's part
-    is a slice of it. Invariant: the parts of all ranks, in rank order, are the full buffer.
+    A `SHARD` buffer holds this rank's part, (shard_numel,); a `REPLICATE` buffer holds all parts, (numel,), and this
+    rank's part is a slice of it. Invariant: the parts of all ranks, in rank order, are the full buffer.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FlatBuffer:
         return self.local[start:stop]
 
     def piece(self, index: int) -> torch.Tensor:
-        """What this rank owns of tensor `index`: whole rows (rows, *rest) or, where rows are cut, (n,); a view, maybe empty."""
+        """What this rank owns of tensor `index`, a view, maybe empty: (rows, *rest) or, where rows are cut, (n,)."""
         if self.placement is not Placement.SHARD:
             return full_view(self.layout, self.local, index)
         return part_view(self.layout, self.axis.rank, self.local, index)

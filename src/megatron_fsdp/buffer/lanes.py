@@ -3,13 +3,13 @@
 A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as summing what came in)
 and returns a ticket. Waiting on the ticket makes the result visible to the code that follows:
 
-- `StreamLane` (CUDA): launch and finish are queued on a side stream that first waits for the compute stream; waiting on the
-  ticket queues an event wait on the compute stream. The host never blocks.
+- `StreamLane` (CUDA): launch and finish are queued on a side stream that first waits for the compute stream; waiting
+  on the ticket queues an event wait on the compute stream. The host never blocks.
 - `HostLane` (CPU): launch returns an asynchronous work handle that progresses on the back end's threads; waiting blocks
   until it is done and then runs finish on the calling thread.
 
-On both, everything the compute side queued before `submit` is done before the launch reads or writes memory, so a buffer
-may be handed to a lane straight after it was last used.
+On both, everything the compute side queued before `submit` is done before the launch reads or writes memory, so a
+buffer may be handed to a lane straight after it was last used.
 """
 
 from __future__ import annotations
@@ -106,12 +106,7 @@ def default_device() -> torch.device:
 
 def resolve_device(device: torch.device | str | int | None, mesh_device_type: str) -> torch.device:
     """The device that parameters live on: the one given, else this process's device of the mesh's type."""
-    if device is not None:
-        resolved = torch.device(device)
-    elif mesh_device_type == "cpu":
-        return torch.device("cpu")
-    else:
-        resolved = torch.device(mesh_device_type)
-    if resolved.type == "cuda" and resolved.index is None:
+    resolved = torch.device(mesh_device_type if device is None else device)
+    if resolved == torch.device("cuda"):  # without an index
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

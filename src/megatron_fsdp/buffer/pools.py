@@ -62,7 +62,8 @@ class BucketPool:
         count: How many blocks there are.
         num_bytes: Bytes of each.
         device: Where they live.
-        make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then the pool
+        make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
+            the pool
             grows: several units that fill at once each need one).
     """
 

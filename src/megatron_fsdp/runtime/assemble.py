@@ -26,8 +26,6 @@ from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.units import UnitPlan, find_units, plan_lines
 
-_NAMES_SHOWN = 5
-
 
 @dataclass(frozen=True)
 class Switches:
@@ -95,16 +93,16 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     check_module(module)
-    plan = find_units(module, switches.unit_modules)  # type: ignore[arg-type]
+    plan = find_units(module, switches.unit_modules)
     num_ranks = mesh.size()
     axis = Axis(mesh.get_group() if num_ranks > 1 else None, mesh.get_local_rank(), num_ranks)
-    check_ranks_agree(module, axis.group, device)
+    check_ranks_agree(module, axis.group)
     _move_buffers(module, device)
     differing = match_ranks(module, axis.group, device)
     if differing:
         warnings.warn(
-            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all ranks now "
-            "have those of the first rank of the group; seed every rank alike before building the model",
+            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all "
+            "ranks now have those of the first rank of the group; seed every rank alike before building the model",
             stacklevel=4,
         )
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
@@ -161,29 +159,33 @@ def check_module(module: nn.Module) -> None:
     sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
     if sharded:
         raise ConfigurationError(
-            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a model once"
+            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
+            "model once"
         )
     tensor_parallel = [name for name, param in params.items() if isinstance(param, DTensor)]
     if tensor_parallel:
         raise NotSupportedYetError(
-            f"{len(tensor_parallel)} parameters are DTensors already (such as {tensor_parallel[0]}); not supported yet: shard a "
-            "model of plain tensors"
+            f"{len(tensor_parallel)} parameters are DTensors already (such as {tensor_parallel[0]}); not supported "
+            "yet: shard a model of plain tensors"
         )
     meta = [name for name, param in params.items() if param.is_meta]
     if meta:
         raise ConfigurationError(
-            f"{len(meta)} of {len(params)} parameters are on the meta device ({', '.join(meta[:_NAMES_SHOWN])}, ...) and "
+            f"{len(meta)} of {len(params)} parameters are on the meta device (such as {meta[0]}) and "
             "init_model_with_meta_device is False; materialise the model first"
         )
     devices = sorted({str(param.device) for param in params.values()})
     if len(devices) > 1:
         examples = ", ".join(
-            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}" for device in devices
+            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
+            for device in devices
         )
-        raise ConfigurationError(f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first")
+        raise ConfigurationError(
+            f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
+        )
 
 
-def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Make sure that all ranks are about to shard the same model; one small collective.
 
     Raises:
@@ -191,7 +193,9 @@ def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None, device
     """
     if group is None:
         return
-    mine = [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()]
+    mine = [
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
+    ]
     everyone: list[list[str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     first = everyone[0] or []
@@ -202,8 +206,8 @@ def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None, device
         pairs = [*zip(first, other, strict=False), (f"{len(first)} parameters", f"{len(other)} parameters")]
         left, right = next(pair for pair in pairs if pair[0] != pair[1])
         raise ConfigurationError(
-            f"ranks hold different models: rank 0 of the group has {left}, rank {rank} has {right}; build the same model on "
-            "every rank"
+            f"ranks hold different models: rank 0 of the group has {left}, rank {rank} has {right}; build the same "
+            "model on every rank"
         )
 
 

@@ -14,7 +14,7 @@ from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.gradient_scaling import gradient_reduction
 from megatron_fsdp.grouping import ParameterGroupSpec, ParameterInfo, group_parameters
 from megatron_fsdp.layout import plan_layout
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.placement import ShardingStrategy, placements_for
 from megatron_fsdp.unit.param_group import GroupPlan, ParameterGroup
 from megatron_fsdp.unit.unit import ParameterSites, Unit
@@ -51,9 +51,10 @@ class Sharding:
         if not spec.key.requires_grad and strategy < ShardingStrategy.optim_grads_params:
             strategy = ShardingStrategy.no_shard  # nothing to optimise: whole everywhere, and never gathered
         placements = placements_for(strategy)
-        precision = resolve_precision(self.policy, spec.key.dtype)
-        if not spec.key.requires_grad:
-            precision = resolve_precision(MixedPrecisionPolicy(main_params_dtype=None), spec.key.dtype)
+        if spec.key.requires_grad:
+            precision = resolve_precision(self.policy, spec.key.dtype)
+        else:
+            precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
         layout = plan_layout(
             [info.shape for info in spec.parameters],
             1 if strategy == ShardingStrategy.no_shard else self.axis.num_ranks,
@@ -116,8 +117,8 @@ def _info(name: str, param: nn.Parameter) -> ParameterInfo:
 def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
     """Give every rank the weights of the group's first rank, and report what had to be sent.
 
-    Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody initialised. A
-    hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
+    Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
+    initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
 
     Args:
         module: The model with its full parameters and buffers.
@@ -140,9 +141,7 @@ def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torc
     lowest, highest = hashes.clone(), hashes.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    differing = tuple(
-        name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same
-    )
+    differing = tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
     for name in differing:
         value = tensors[name].to(device).contiguous()
         dist.broadcast(value, group_src=0, group=group)

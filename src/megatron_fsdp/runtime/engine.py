@@ -87,7 +87,7 @@ class Engine:
         return ForwardCall(index, epoch)
 
     def refresh_weights(self) -> None:
-        """Install main weights that anyone changed in place (optimizer, checkpoint, user) since they were last installed."""
+        """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
         if any(unit.main_changed for unit in self.units):
             self.install_main_weights()
 
@@ -164,7 +164,7 @@ class Engine:
             return
         self._callback_queued = True
         self._backward_id += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._callback_queued = False
@@ -237,4 +237,4 @@ class Engine:
 
 def _inside_backward() -> bool:
     """Whether autograd is executing on this thread."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1

@@ -101,7 +101,9 @@ class Executor:
             if not gradients.is_filling and not gradients.has_deferred:
                 self.begin_filling(unit, position, defer=False)
             received = unit.bucket_of(position, scratch) if scratch is not None and group.grads_sharded else None
-            tickets.append(gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded))
+            tickets.append(
+                gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
+            )
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(tickets, bucket, self._pool(unit), scratch))
 

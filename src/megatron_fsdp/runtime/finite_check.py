@@ -50,6 +50,6 @@ class FiniteCheck:
         shown = [f"{self._names[i]} on rank {by_rank[:, i].nonzero().flatten().tolist()}" for i in bad[:_NAMES_SHOWN]]
         more = f" and {len(bad) - len(shown)} more" if len(bad) > len(shown) else ""
         raise NonFiniteGradientError(
-            f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {'; '.join(shown)}{more} (ranks "
-            "of the data-parallel group); look at the loss and the learning rate, then call zero_grad and go on or stop"
+            f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {'; '.join(shown)}{more} "
+            "(ranks of the data-parallel group); look at loss and learning rate, then call zero_grad and go on or stop"
         )

@@ -31,9 +31,7 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
     handles: list[RemovableHandle] = []
     for index, module in modules.items():
         handles.append(module.register_forward_pre_hook(partial(_before_forward, reference, index), prepend=True))
-        handles.append(
-            module.register_forward_hook(partial(_after_forward, reference, index), always_call=True)
-        )
+        handles.append(module.register_forward_hook(partial(_after_forward, reference, index), always_call=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
@@ -66,11 +64,11 @@ def _live(reference: weakref.ref[Engine]) -> Engine:
     return engine
 
 
-def _before_forward(reference: weakref.ref[Engine], index: int, module: nn.Module, args: Any) -> None:
+def _before_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any) -> None:
     _live(reference).before_forward(index)
 
 
-def _after_forward(reference: weakref.ref[Engine], index: int, module: nn.Module, args: Any, output: Any) -> None:
+def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> None:
     engine = _live(reference)
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
@@ -80,7 +78,7 @@ def _after_forward(reference: weakref.ref[Engine], index: int, module: nn.Module
         tensor.register_hook(partial(_before_backward, reference, call))
 
 
-def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, grad: torch.Tensor) -> None:
+def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
     _live(reference).before_backward(call)
 
 

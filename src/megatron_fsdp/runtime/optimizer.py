@@ -1,4 +1,4 @@
-"""Any torch optimizer on sharded parameters, by hooks: gradients are synchronised before a step, weights installed after it."""
+"""Any torch optimizer on sharded parameters, by hooks: final gradients before a step, installed weights after it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _StepHooks:
         self._installs = True
 
     def before(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
@@ -54,7 +54,7 @@ class _StepHooks:
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
-        """A closure may be called several times while weights move: bring weights up to date, and gradients after it."""
+        """A closure may be called several times while weights move: install weights before, finish gradients after."""
 
         def synchronised() -> Any:
             model = _alive(self._model)
@@ -67,7 +67,7 @@ class _StepHooks:
 
         return synchronised
 
-    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
             _alive(self._model).install_optimized_model_weights()
 
@@ -75,14 +75,14 @@ class _StepHooks:
 def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
 
-    `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as further keywords, and
-    `optimizer.zero_grad` takes `zero_grad_buffer` (True).
+    `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as
+    further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True).
     """
     reference = weakref.ref(model)
     hooks = _StepHooks(reference)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
-    original = optimizer.zero_grad.__func__ if hasattr(optimizer.zero_grad, "__func__") else optimizer.zero_grad  # type: ignore[attr-defined]
+    original = type(optimizer).zero_grad
     owner = weakref.ref(optimizer)
 
     @functools.wraps(original)
@@ -92,7 +92,9 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
             return
         original(alive, *args, **kwargs)
         if zero_grad_buffer:
-            _alive(reference).forget_pending_gradients(param for group in alive.param_groups for param in group["params"])
+            _alive(reference).forget_pending_gradients(
+                param for group in alive.param_groups for param in group["params"]
+            )
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -120,9 +122,9 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
         for index, param in enumerate(group["params"]):
             if id(param) not in known:
                 raise ConfigurationError(
-                    f"parameter {index} of param_groups[{position}] (shape {tuple(param.shape)}) is not a sharded parameter of the "
-                    "model, so stepping it would train nothing; build the optimizer on model.parameters() after "
-                    "fully_shard_model, or hand model and optimizer to fully_shard together"
+                    f"parameter {index} of param_groups[{position}] (shape {tuple(param.shape)}) is not a parameter of "
+                    "the model that is being sharded, so stepping it would train nothing; build the optimizer on "
+                    "model.parameters() after fully_shard_model, or hand model and optimizer to fully_shard together"
                 )
 
 

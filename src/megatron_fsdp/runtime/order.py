@@ -6,8 +6,8 @@ from __future__ import annotations
 class RecordedOrder:
     """The order of one kind of pass (forward or backward): recorded each time, replayed the next time.
 
-    The first pass foretells nothing. A pass that leaves the recorded order foretells nothing more until it ends; what it did
-    is what the next pass is compared with.
+    The first pass foretells nothing. A pass that leaves the recorded order foretells nothing more until it ends; what
+    it did is what the next pass is compared with.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,16 @@
 """The scheduler: what happened goes in, what to do comes out. Pure; it never touches a tensor, a stream or a rank.
 
-Events are methods: a unit's forward begins or ends, its backward begins, all its gradients are ready, the backward is over,
-the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward surrounds those of
-the others, so it stays gathered from the beginning of the forward until the weights change.
+Events are methods: a unit's forward begins or ends, its backward begins, all its gradients are ready, the backward is
+over, the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward
+surrounds those of the others, so it stays gathered from the beginning of the forward until the weights change.
 
-Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its first gather
-as its *home*, because autograd saves views of the gathered weights and the backward must find the same bytes in the same
-place. A gathered unit that nobody uses stays in its slot until another unit needs it ("released" then), so the units used
-last in forward are still there when backward begins.
+Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its
+first gather as its *home*, because autograd saves views of the gathered weights and the backward must find the same
+bytes in the same place. A gathered unit that nobody uses stays in its slot until another unit needs it ("released"
+then), so the units used last in forward are still there when backward begins.
 
-Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of every other
-unit outside k is over: its weights may go, and a gradient that has not come will not come.
+Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
+every other unit outside k is over: its weights may go, and a gradient that has not come will not come.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class Scheduler:
         """
         if epoch != self._epoch:
             raise ScheduleError(
-                "backward reached a forward that ran before the weights were changed; its gradients would mix two versions "
-                "of the weights, so run backward before the optimizer step"
+                "backward reached a forward that ran before the weights were changed; its gradients would mix two "
+                "versions of the weights, so run backward before the optimizer step"
             )
         operations: list[Operation] = []
         if not self._in_backward:
@@ -188,9 +188,9 @@ class Scheduler:
         absent = self.config.gathers and state.residence is Residence.SHARDED
         if absent and not state.in_backward:
             raise ScheduleError(
-                "a gradient arrived for a unit whose backward was never announced, so its weights were not gathered; its "
-                "forward must return its tensors in containers that torch.utils._pytree can walk (tuples, lists, dicts, "
-                "registered classes)"
+                "a gradient arrived for a unit whose backward was never announced, so its weights were not gathered; "
+                "its forward must return its tensors in tuples, lists, dicts, dataclasses or classes registered with "
+                "torch.utils._pytree"
             )
         self._in_backward = True
         state.in_backward, state.reduced = True, False
@@ -315,7 +315,7 @@ class Scheduler:
         return operations
 
     def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
-        """The unit's home if it can be had, else the emptiest, least recently used slot; a new one only when it must."""
+        """The unit's home if it can be had, else an empty or the least recently used slot; a new one if it must."""
         home = self._units[unit].home
         if home is not None and self._can_evict(home, keep):
             return home
@@ -323,14 +323,16 @@ class Scheduler:
             if not must:
                 return None
             raise ScheduleError(
-                f"unit {unit} is needed while unit {self._slots[home].unit}, which shares its memory, is in use, and an earlier "
-                "forward of it still waits for its backward; give both their own memory by raising the number of slots"
+                f"unit {unit} is needed while unit {self._slots[home].unit}, which shares its memory, is in use, and "
+                "an earlier forward of it still waits for its backward; run that backward first"
             )
         free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, keep)]
         if not free and must:
             self._slots.append(_SlotState())
             return len(self._slots) - 1
-        return min(free, key=lambda slot: (self._slots[slot].unit is not None, self._slots[slot].last_used), default=None)
+        return min(
+            free, key=lambda slot: (self._slots[slot].unit is not None, self._slots[slot].last_used), default=None
+        )
 
     def _can_evict(self, slot: int, keep: Collection[int]) -> bool:
         unit = self._slots[slot].unit

@@ -30,8 +30,8 @@ class SyncMode:
         """Whether gradients are reduced in the next backward.
 
         Args:
-            pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be reduced each
-                time unless everything is deferred.
+            pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
+                reduced each time unless everything is deferred.
         """
         return self.syncs or (pending_is_sharded and not self.defer_all)
 

@@ -1,8 +1,9 @@
 """Which parameters got a gradient on any rank.
 
-A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it alone. No rank can
-know that by itself, so the ranks agree after the first backward. Where every parameter was used, which is the rule, they
-never ask again (and a parameter that goes unused later has a zero gradient); else they agree after every backward.
+A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it alone.
+No rank can know that by itself, so the ranks agree after the first backward. Where every parameter was used, which is
+the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they agree after
+every backward.
 """
 
 from __future__ import annotations

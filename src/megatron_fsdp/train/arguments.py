@@ -1,7 +1,9 @@
 """The options of a run: what a user may type, and the settings that follow from it."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
+from io import StringIO
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +28,7 @@ class Arguments:
     """
 
     preset: PresetName = "cpu-small"
-    """Model size: tiny for seconds, cpu-small (11 M parameters) for minutes on a CPU, gpu-125m and gpu-1b for GPUs."""
+    """Model size: tiny for seconds, cpu-small (10 M parameters) for minutes on a CPU, gpu-125m and gpu-1b for GPUs."""
     strategy: StrategyName = "optim_grads_params"
     """What is sharded: nothing (0), optimizer state (1), gradients too (2), parameters too (3)."""
     data: str | None = None
@@ -88,13 +90,11 @@ class Settings:
 
 def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Arguments:
     """Read options; help and mistakes end the process as usual for a command (`quiet` keeps other ranks silent)."""
-    return tyro.cli(
-        Arguments,
-        prog="python -m megatron_fsdp.train",
-        args=argv,
-        console_outputs=not quiet,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    with ExitStack() as silence:
+        if quiet:
+            silence.enter_context(redirect_stdout(StringIO()))
+            silence.enter_context(redirect_stderr(StringIO()))
+        return tyro.cli(Arguments, prog="python -m megatron_fsdp.train", args=argv)
 
 
 def check_arguments(arguments: Arguments) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.train.arguments import Settings
 from megatron_fsdp.train.model import Block, Decoder, split_for_decay
 from megatron_fsdp.train.presets import model_shape
@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.preset.learning_rate, betas=BETAS, fused=True)
 
 
-def build(settings: Settings, vocab_size: int, rank: Rank) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(settings: Settings, vocab_size: int, rank: Rank) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Return the sharded model and its optimizer."""
     model = build_model(settings, vocab_size, rank.device)
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))

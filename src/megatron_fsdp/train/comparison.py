@@ -1,6 +1,5 @@
 """Measured against computed: what a run used, next to what the formulas of `accounting` say (pure)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fsdp.accounting import GroupFootprint, persistent_bytes, step_traffic, transient_bytes
@@ -47,13 +46,30 @@ class Measurement:
     step: Counters
 
 
-def compare(
-    measured: Measurement, groups: Sequence[GroupFootprint], strategy: ShardingStrategy, microbatches: int
-) -> tuple[Row, ...]:
-    """Set a rank's measurement beside the formulas for its groups."""
-    held = persistent_bytes(groups, strategy)
-    borrowed = transient_bytes(groups, strategy)
-    sent = step_traffic(groups, strategy, microbatches)
+@dataclass(frozen=True)
+class Plan:
+    """What the formulas take.
+
+    Attributes:
+        groups: All parameter groups.
+        strategy: What is sharded.
+        microbatches: Per optimizer step.
+        exchanges_pairwise: Whether reductions receive into a bucket of their own.
+    """
+
+    groups: tuple[GroupFootprint, ...]
+    strategy: ShardingStrategy
+    microbatches: int
+    exchanges_pairwise: bool
+
+
+def compare(measured: Measurement, plan: Plan) -> tuple[Row, ...]:
+    """Set a rank's measurement beside the formulas."""
+    held = persistent_bytes(plan.groups, plan.strategy)
+    one_bucket = transient_bytes(plan.groups, plan.strategy, buckets=1).buckets
+    scratch = one_bucket if plan.exchanges_pairwise else 0
+    borrowed = transient_bytes(plan.groups, plan.strategy, scratch_bytes=scratch)
+    sent = step_traffic(plan.groups, plan.strategy, plan.microbatches)
     return (
         Row("weights and gradients", "bytes", measured.memory.persistent_bytes, held.total - held.optimizer),
         Row("optimizer state", "bytes", measured.optimizer_bytes, held.optimizer),

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megatron_fsdp.train.arguments import Settings
 from megatron_fsdp.train.build import build
-from megatron_fsdp.train.comparison import Measurement, Row, compare
+from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.console import (
     ConsoleWatcher,
     format_bytes,
@@ -28,7 +28,14 @@ from megatron_fsdp.train.plot import plot_losses
 from megatron_fsdp.train.preparation import prepare
 from megatron_fsdp.train.presets import model_shape
 from megatron_fsdp.train.ranks import Rank, gather_values
-from megatron_fsdp.train.readings import describe_peak, optimizer_bytes, peak_bytes, read_footprints, read_memory
+from megatron_fsdp.train.readings import (
+    describe_peak,
+    exchanges_pairwise,
+    optimizer_bytes,
+    peak_bytes,
+    read_footprints,
+    read_memory,
+)
 from megatron_fsdp.train.recorder import Recorder
 from megatron_fsdp.train.vocabulary import Vocabulary
 
@@ -117,8 +124,14 @@ def conclude(run: Run, vocabulary: Vocabulary, outcome: Outcome) -> Results:
             seed=arguments.seed,
         )
     measured = Measurement(read_memory(run.model), optimizer_bytes(run.optimizer), outcome.step_counters)
-    rows = compare(measured, read_footprints(run.model), run.settings.strategy, arguments.grad_accumulation)
-    peaks = gather_values(run.rank, peak_bytes(run.model, run.rank.device))
+    plan = Plan(
+        read_footprints(run.model),
+        run.settings.strategy,
+        microbatches=arguments.grad_accumulation,
+        exchanges_pairwise=exchanges_pairwise(run.model),
+    )
+    rows = compare(measured, plan)
+    peaks = gather_values(run.rank, peak_bytes(run.model, run.optimizer, run.rank.device))
     bits = loss / math.log(2) * len(run.tokens.held_out) / run.tokens.held_out_bytes
     return Results(loss, bits, vocabulary.decode(ids), rows, tuple(peaks), describe_peak(run.rank.device))
 

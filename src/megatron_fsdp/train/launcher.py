@@ -88,7 +88,7 @@ def launch(argv: Sequence[str], ranks: int) -> int:
     Ranks get SIGINT and SIGTERM passed on; they die of them at once (see `__main__`).
     """
     os.environ.update(rank_environment(os.environ, ranks, count_cores()))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports; ours are below
+    _silence_elastic()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -107,6 +107,13 @@ def launch(argv: Sequence[str], ranks: int) -> int:
         _say("\nstopped; what was written so far is kept")
         return EXIT_INTERRUPTED
     return 0
+
+
+def _silence_elastic() -> None:
+    """Keep torchrun's own reports of ended ranks off the screen; ours are shorter."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _report(error: ChildFailedError) -> int:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.train.arguments import Settings
 from megatron_fsdp.train.data import Batch, Share, TokenSets, held_out_batches, training_batch
 from megatron_fsdp.train.metrics import Evaluation, StepRecord
@@ -45,7 +45,7 @@ class Run:
         rank: This process.
     """
 
-    model: nn.Module
+    model: MegatronFSDP
     optimizer: torch.optim.Optimizer
     settings: Settings
     tokens: TokenSets
@@ -87,6 +87,7 @@ def train(run: Run, watcher: Watcher) -> Outcome:
     pending: list[tuple[int, Tensor, Tensor]] = []
     elapsed_s, started, counters = 0.0, time.perf_counter(), read_counters(run.model)
     for step in range(1, total + 1):
+        run.rank.require_launcher()
         before = read_counters(run.model)
         pending.append((step, *train_step(run, step - 1)))
         counters = read_counters(run.model) - before
@@ -119,9 +120,9 @@ def train_step(run: Run, step: int) -> tuple[Tensor, Tensor]:
         loss = next_token_loss(logits, batch.targets.to(run.rank.device)) / arguments.grad_accumulation
         loss.backward()
         losses.append(loss.detach())
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), arguments.clip)
+    norm = run.model.clip_grad_norm_(arguments.clip)
     run.optimizer.step()
-    return torch.stack(losses).sum(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return torch.stack(losses).sum(), norm
 
 
 def flush(
@@ -143,7 +144,7 @@ def flush(
     losses = reduce_values(run.rank, torch.stack([loss for _, loss, _ in pending]).tolist(), "sum")
     span_s = time.perf_counter() - started  # read after the losses, which waits for the device
     is_late = float(before_s + span_s >= limit_s)
-    peak, over = reduce_values(run.rank, [float(peak_bytes(run.model, run.rank.device)), is_late], "max")
+    peak, over = reduce_values(run.rank, [float(peak_bytes(run.model, run.optimizer, run.rank.device)), is_late], "max")
     records = []
     for i, (step, _, norm) in enumerate(pending):
         rate = learning_rate_at(

@@ -35,11 +35,11 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(2, 64, 2, 176, sequence_length=64, batch_size=4, steps=30, warmup=3, learning_rate=3e-3),
-    "cpu-small": Preset(6, 384, 6, 1024, sequence_length=256, batch_size=4, steps=200, warmup=20, learning_rate=2e-3),
+    "cpu-small": Preset(4, 448, 7, 1216, sequence_length=256, batch_size=4, steps=300, warmup=30, learning_rate=2e-3),
     "gpu-125m": Preset(
-        12, 768, 12, 2048, sequence_length=1024, batch_size=16, steps=600, warmup=60, learning_rate=1e-3
+        12, 896, 14, 2688, sequence_length=1024, batch_size=16, steps=600, warmup=60, learning_rate=1e-3
     ),
-    "gpu-1b": Preset(20, 2048, 16, 5504, sequence_length=2048, batch_size=8, steps=400, warmup=60, learning_rate=4e-4),
+    "gpu-1b": Preset(20, 2048, 16, 5504, sequence_length=2048, batch_size=4, steps=600, warmup=60, learning_rate=4e-4),
 }
 
 

@@ -22,16 +22,27 @@ class Rank:
         index: Global rank.
         count: Number of ranks.
         device: Where this rank computes.
+        launcher_pid: Process that started the ranks.
     """
 
     index: int
     count: int
     device: torch.device
+    launcher_pid: int
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes files."""
         return self.index == 0
+
+    def require_launcher(self) -> None:
+        """Check that the launcher lives.
+
+        Raises:
+            RuntimeError: It was killed so hard that it could not end its ranks; they must not go on unseen.
+        """
+        if os.getppid() != self.launcher_pid:
+            raise RuntimeError(f"the process {self.launcher_pid} that started rank {self.index} is gone")
 
 
 @contextmanager
@@ -42,7 +53,7 @@ def join_ranks(device_type: str) -> Iterator[Rank]:
     if device.type != "cpu":
         torch.accelerator.set_device_index(local)
     dist.init_process_group(dist.get_default_backend_for_device(device))
-    yield Rank(dist.get_rank(), dist.get_world_size(), device)
+    yield Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
     dist.barrier()  # nobody leaves while a peer still needs the connection
     dist.destroy_process_group()
 

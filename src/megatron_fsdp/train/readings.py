@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.accounting import GroupFootprint
 
 
 @dataclass(frozen=True)
@@ -51,37 +50,44 @@ class EngineMemory:
     transient_peak_bytes: int
 
 
-def read_counters(model: nn.Module) -> Counters:
+def read_counters(model: MegatronFSDP) -> Counters:
     """Return the engine's counters since it was built."""
-    traffic = cast(Any, model).traffic()
+    traffic = model.traffic()
     return Counters(traffic.gathers, traffic.reductions, traffic.gather_bytes, traffic.reduce_bytes)
 
 
-def read_memory(model: nn.Module) -> EngineMemory:
+def read_memory(model: MegatronFSDP) -> EngineMemory:
     """Return the engine's own live bytes, as measured from its storages."""
-    memory = cast(Any, model).memory()
+    memory = model.memory()
     return EngineMemory(memory.persistent_bytes, memory.transient_peak_bytes)
 
 
-def read_footprints(model: nn.Module) -> "tuple[GroupFootprint, ...]":
+def read_footprints(model: MegatronFSDP) -> tuple[GroupFootprint, ...]:
     """Return what the formulas need to know of each parameter group."""
-    return tuple(cast(Any, model).footprints())
+    return model.footprints()
 
 
-def peak_bytes(model: nn.Module, device: torch.device) -> int:
-    """Return this rank's peak so far: all allocations of an accelerator, or the engine's buffers on a CPU.
+def exchanges_pairwise(model: MegatronFSDP) -> bool:
+    """Whether reductions need a second bucket to receive into, because the back end has no good reduce-scatter."""
+    return any(group.plan.axis.exchanges_pairwise and group.grads_sharded for group in model.parameter_groups())
+
+
+def peak_bytes(model: MegatronFSDP, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Return this rank's peak so far: all allocations of an accelerator; on a CPU, what `describe_peak` says.
 
     The CPU allocator keeps no statistics, and the resident size of a process says more about malloc than about tensors.
     """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     memory = read_memory(model)
-    return memory.persistent_bytes + memory.transient_peak_bytes
+    return memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(optimizer)
 
 
 def describe_peak(device: torch.device) -> str:
     """Return what `peak_bytes` counts on this device."""
-    return "weights and gradients of the engine" if device.type == "cpu" else "all allocations on the device"
+    if device.type == "cpu":
+        return "weights, gradients, optimizer state and communication; activations are not counted"
+    return "all allocations on the device"
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

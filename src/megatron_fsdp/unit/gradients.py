@@ -1,10 +1,10 @@
 """The gradients of a parameter group: from autograd into a bucket, over the wire, into the main gradient.
 
-    autograd's gradient --copy, cast--> bucket (full, grad_comm dtype) --reduce--> main gradient (main_grads dtype) --> `.grad`
-                        \\--add-------> partial (full, main_grads dtype) --cast--/      when reduction is deferred
+    autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
+    where reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
 
-A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction overwrites, else
-it adds; so clearing gradients in any of the usual ways is right.
+A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
+overwrites, else it adds; so clearing gradients in any of the usual ways is right.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Attached:
 
     grad: DTensor
     version: int
+
+    def was_changed(self) -> bool:
+        """Whether anyone wrote into it."""
+        return _version_of(self.grad) != self.version
 
 
 class GradientBuffers:
@@ -86,7 +90,7 @@ class GradientBuffers:
         return not defer and self._partial is None
 
     def begin(self, bucket: torch.Tensor | None) -> None:
-        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or (None) the deferred sums."""
+        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or (None) deferred sums."""
         if bucket is not None:
             for start, stop in self._padding:
                 bucket[start:stop].zero_()
@@ -129,7 +133,9 @@ class GradientBuffers:
         """Leave what has come in the deferred sums."""
         self._target = None
 
-    def reduce(self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]) -> Ticket:
+    def reduce(
+        self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
+    ) -> Ticket:
         """Start reducing what has come; gradients that have not come count as zero.
 
         Args:
@@ -148,7 +154,9 @@ class GradientBuffers:
         self._target = None
         return self._submit(lane, bucket, scratch, params)
 
-    def _submit(self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]) -> Ticket:
+    def _submit(
+        self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
+    ) -> Ticket:
         average = self.reduction.op == "avg"
         factor = self.reduction.post_factor
         ranks = self.axis.num_ranks
@@ -193,9 +201,7 @@ class GradientBuffers:
             grad = params[index].grad
             if grad is None:
                 self._live[index] = False
-            elif grad is not attached.grad or (
-                grad is not self._views[index] and grad._local_tensor._version != attached.version
-            ):
+            elif grad is not attached.grad or (grad is not self._views[index] and attached.was_changed()):
                 self.main.piece(index).copy_(_local(grad))
 
     # ---- showing ------------------------------------------------------------------------------------------------
@@ -221,7 +227,7 @@ class GradientBuffers:
             else:
                 grad = describe(index, self._piece_of(cast, index))
             param.grad = grad
-            self._attached[index] = Attached(grad, grad._local_tensor._version)
+            self._attached[index] = Attached(grad, _version_of(grad))
         self.arrived = [False] * len(self.arrived)
 
     def _piece_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
@@ -260,6 +266,10 @@ class GradientBuffers:
         self._target = None
         self._partial = None
         self._filled = [False] * len(self._filled)
+
+
+def _version_of(grad: DTensor) -> int:
+    return grad._version + grad._local_tensor._version
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A parameter group: the parameters of one unit that share dtype, requires_grad and mesh, and the buffers behind them."""
+"""A parameter group: the parameters of one unit that share dtype, requires_grad and mesh, and their buffers."""
 
 from __future__ import annotations
 
@@ -83,16 +83,35 @@ class ParameterGroup:
             )
         for index, original in enumerate(originals):
             self.weights.store(index, original)
-        self.weights.note_seen()
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(original) for original in originals)
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
+        self._seen_versions = -1
+        self.note_installed()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Canonical parameter names, in layout order."""
         return tuple(info.name for info in self.plan.spec.parameters)
+
+    @property
+    def main_changed(self) -> bool:
+        """Whether anyone wrote into the main weights since they were last installed.
+
+        In-place operations on a DTensor count on the DTensor, those on its local tensor on the memory behind it.
+        """
+        return self.weights.main_changed or sum(p._version for p in self.sharded) != self._seen_versions
+
+    def note_installed(self) -> None:
+        """Compute weights agree with main weights now."""
+        self.weights.note_seen()
+        self._seen_versions = sum(p._version for p in self.sharded)
+
+    def install(self) -> None:
+        """Copy main weights into compute weights."""
+        self.weights.install()
+        self.note_installed()
 
     @property
     def weights_in_slots(self) -> bool:

@@ -86,12 +86,12 @@ class Unit:
     @property
     def main_changed(self) -> bool:
         """Whether main weights were written to since they were last installed."""
-        return any(group.weights.main_changed for group in self.groups)
+        return any(group.main_changed for group in self.groups)
 
     def install_main_weights(self) -> None:
         """Bring the compute weights of this rank up to date with the main weights."""
         for group in self.groups:
-            group.weights.install()
+            group.install()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

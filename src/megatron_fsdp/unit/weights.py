@@ -15,8 +15,8 @@ class WeightBuffers:
     """Compute weights and main weights; one memory where dtype and placement allow it.
 
     Attributes:
-        compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in this rank's
-            part between an optimizer step and the next gather).
+        compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in
+            this rank's part between an optimizer step and the next gather).
         main: In the main dtype. Full under strategy 0, else this rank's part.
     """
 
@@ -30,7 +30,7 @@ class WeightBuffers:
     ) -> None:
         compute_placement, main_placement = placements
         self.compute = FlatBuffer(layout, axis, compute_placement, precision.compute, device)
-        self.shares_memory = precision.main_params == precision.compute
+        self.shares_memory = not precision.has_main_copy
         if not self.shares_memory:
             self.main = FlatBuffer(layout, axis, main_placement, precision.main_params, device)
         elif compute_placement is main_placement:
@@ -47,11 +47,15 @@ class WeightBuffers:
 
     @property
     def main_changed(self) -> bool:
-        """Whether someone wrote into the main weights since the last `install` (any in-place operation on any piece)."""
-        return self.main.local._version != self._seen_version
+        """Whether the memory of the main weights was written to since `note_seen`.
+
+        Where weights are gathered in place, around the main weights, this cannot tell, and says no.
+        """
+        gathered_in_place = self.shares_memory and self.main is not self.compute
+        return not gathered_in_place and self.main.local._version != self._seen_version
 
     def note_seen(self) -> None:
-        """Take the main weights as they are now for installed."""
+        """Take the memory of the main weights, as it is now, for installed."""
         self._seen_version = self.main.local._version
 
     def install(self) -> None:
@@ -59,19 +63,15 @@ class WeightBuffers:
         if not self.shares_memory:
             target = self.compute.part if self.main.placement is Placement.SHARD else self.compute.local
             target.copy_(self.main.local)
-        self.note_seen()
 
     def gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
         """Start gathering compute weights into `full` (numel,)."""
-        work = self.compute.gather_into(full)
-        if self.shares_memory and self.main is not self.compute:
-            self.note_seen()  # gathered in place, around the main weights: not a change of them
-        return work
+        return self.compute.gather_into(full)
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Tensor `index` as a view of gathered weights that share no version counter with the buffer.
 
-        Gathering writes into memory that autograd saved views of; the bytes are the same again when backward reads them, so
-        the write must not count as a modification.
+        Gathering writes into memory that autograd saved views of; the bytes are the same again when backward reads
+        them, so the write must not count as a modification.
         """
         return full_view(self.compute.layout, full, index).data

@@ -47,7 +47,7 @@ def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
         GroupFootprint(
             unit=unit.index,
             numel=group.plan.layout.numel,
-            num_shards=group.plan.layout.num_shards,
+            num_shards=group.plan.axis.num_ranks,
             compute=group.plan.precision.compute,
             main_params=group.plan.precision.main_params,
             main_grads=group.plan.precision.main_grads,

@@ -1,0 +1,82 @@
+"""The part of the wrapper that shows what is there: parameters, gradients, sizes and traffic."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.runtime.assemble import Assembly
+from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.footprint import MemoryUse, footprints_of, memory_of
+from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
+from megatron_fsdp.unit.param_group import ParameterGroup
+
+
+class Reports:
+    """Read-only views of a sharded model."""
+
+    _engine: Engine
+    _assembly: Assembly
+
+    @property
+    def raw_param(self) -> dict[str, nn.Parameter]:
+        """The full compute parameters by canonical name; their values are valid while their unit is gathered."""
+        return {
+            name: param for group in self._engine.groups() for name, param in zip(group.names, group.full, strict=True)
+        }
+
+    @property
+    def param_to_name(self) -> dict[nn.Parameter, str]:
+        """Canonical name of every parameter object, sharded and full."""
+        return {
+            param: name
+            for group in self._engine.groups()
+            for params in (group.full, group.sharded)
+            for name, param in zip(group.names, params, strict=True)
+        }
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        return self._engine.groups()
+
+    def sharded_names(self) -> dict[int, str]:
+        """Canonical name of each sharded parameter by its id."""
+        return {
+            id(param): name
+            for group in self._engine.groups()
+            for name, param in zip(group.names, group.sharded, strict=True)
+        }
+
+    def shard_like(self, param: nn.Parameter, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, sharded as a sharded parameter is; a copy, in the tensor's dtype."""
+        group, index = self._engine.places[id(param)]
+        return group.shard_like(index, full)
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """All main weights, whole, by canonical name, on every rank. Collective."""
+        return full_parameters(self._engine)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
+        return full_gradients(self._engine)
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def unit_plan_lines(self) -> tuple[str, ...]:
+        """The units and their sizes, for people."""
+        return self._assembly.plan_lines
+
+    def footprints(self) -> tuple[GroupFootprint, ...]:
+        """One entry per parameter group, as the formulas of `megatron_fsdp.accounting` take them."""
+        return footprints_of(self._engine)
+
+    def traffic(self) -> Traffic:
+        """What this rank has sent for this model so far."""
+        return self._engine.traffic.copy()
+
+    def memory(self) -> MemoryUse:
+        """What the engine holds on this rank now."""
+        return memory_of(self._engine)

@@ -1,0 +1,84 @@
+import torch
+
+from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
+from megatron_fsdp.train.console import describe_step, format_bytes
+from megatron_fsdp.train.metrics import StepRecord
+from megatron_fsdp.train.readings import Counters, EngineMemory, optimizer_bytes
+
+
+def group(unit: int, numel: int) -> GroupFootprint:
+    return GroupFootprint(
+        unit=unit,
+        numel=numel,
+        num_shards=2,
+        compute=torch.bfloat16,
+        main_params=torch.float32,
+        main_grads=torch.float32,
+        grad_comm=torch.bfloat16,
+        requires_grad=True,
+    )
+
+
+def formulas(strategy: ShardingStrategy, *, microbatches: int = 1, exchanges_pairwise: bool = False) -> list[int]:
+    groups = (group(0, 100), group(1, 400), group(2, 400), group(3, 400))
+    measured = Measurement(EngineMemory(1, 2), 3, Counters(4, 5, 6, 7))
+    rows = compare(measured, Plan(groups, strategy, microbatches, exchanges_pairwise))
+    assert [row.measured for row in rows] == [1, 3, 2, 4, 6, 5, 7]
+    return [row.formula for row in rows]
+
+
+def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
+    assert formulas(ShardingStrategy.optim_grads_params) == [
+        650 * (2 + 4 + 4),  # a bf16 weight, a float32 main weight and a float32 gradient per owned element
+        650 * 8,
+        100 * 2 + 2 * 800 + 2 * 800,  # the root, two gathered units, two buckets
+        5,  # root and three units, and the unit that gave way to the last two again in backward
+        (50 + 4 * 200) * 2,
+        4,
+        650 * 2,
+    ]
+
+
+def test_pairwise_exchange_takes_one_more_bucket() -> None:
+    plain = formulas(ShardingStrategy.optim_grads_params)
+    pairwise = formulas(ShardingStrategy.optim_grads_params, exchanges_pairwise=True)
+    assert [after - before for before, after in zip(plain, pairwise, strict=True)] == [0, 0, 800, 0, 0, 0, 0]
+
+
+def test_each_microbatch_reduces_again() -> None:
+    assert formulas(ShardingStrategy.optim_grads, microbatches=3)[5:] == [12, 3 * 1300]
+
+
+def test_ratio_is_measured_over_formula() -> None:
+    assert Row("x", "bytes", 3, 2).ratio == 1.5
+    assert Row("x", "count", 0, 0).ratio == 1.0
+    assert Row("x", "count", 1, 0).ratio == float("inf")
+
+
+def test_counters_subtract() -> None:
+    assert Counters(5, 7, 9, 11) - Counters(1, 2, 3, 4) == Counters(4, 5, 6, 7)
+
+
+def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 5))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3, 5)
+    optimizer.step()
+    assert optimizer_bytes(optimizer) == 2 * 15 * 4
+
+
+def test_bytes_are_shown_with_binary_units() -> None:
+    assert [format_bytes(count) for count in (0, 1023, 1536, 5 * 2**20, 3 * 2**30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.00 GiB",
+    ]
+
+
+def test_progress_names_loss_norm_speed_and_memory() -> None:
+    record = StepRecord(3, 1.23456, 0.5, 1e-3, 4321.4, 2**20, 9.0)
+    assert describe_step(record) == "loss 1.235  grad norm 0.50  4,321 tokens/s  peak 1.0 MiB per rank"

@@ -1,0 +1,99 @@
+import json
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.failures import Failure, find_cause, report_failure, write_failure
+from megatron_fsdp.train.launcher import choose_ranks, find_device_type, is_rank, rank_environment
+
+
+@pytest.mark.parametrize(
+    ("requested", "num_accelerators", "num_cores", "expected"),
+    [(None, 0, 2, 2), (None, 0, 1, 1), (None, 0, 64, 2), (3, 0, 2, 3), (None, 8, 64, 8), (2, 8, 64, 2)],
+)
+def test_ranks_fit_the_machine(requested: int | None, num_accelerators: int, num_cores: int, expected: int) -> None:
+    assert choose_ranks(requested, num_accelerators=num_accelerators, num_cores=num_cores) == expected
+
+
+def test_more_ranks_than_accelerators_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--ranks 3 needs as many accelerators and 2 are here"):
+        choose_ranks(3, num_accelerators=2, num_cores=64)
+
+
+def test_ranks_share_the_cores() -> None:
+    assert rank_environment({}, ranks=2, num_cores=8)["OMP_NUM_THREADS"] == "4"
+    assert rank_environment({}, ranks=4, num_cores=2)["OMP_NUM_THREADS"] == "1"
+
+
+def test_environment_of_the_user_is_left_alone() -> None:
+    given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert rank_environment(given, ranks=2, num_cores=8) == {}
+
+
+def test_a_rank_is_known_by_the_environment_of_torchrun() -> None:
+    assert is_rank({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not is_rank({"PATH": "x"})
+
+
+def test_cpu_is_always_a_device() -> None:
+    assert find_device_type("cpu") == "cpu"
+
+
+def test_missing_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
+    assert find_device_type("auto") == "cpu"
+    with pytest.raises(ConfigurationError, match="--device cuda is not available here: use --device cpu"):
+        find_device_type("cuda")
+
+
+def failed(local_rank: int, path: Path, exitcode: int = 1) -> ProcessFailure:
+    return ProcessFailure(local_rank=local_rank, pid=1, exitcode=exitcode, error_file=str(path))
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:  # noqa: BLE001  # only to give it a traceback
+        return caught
+
+
+def test_cause_is_the_first_error_and_not_its_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = 1_700_000_000 * 10**9
+    for rank, now_ns, error in [(0, second + 900, RuntimeError("connection closed")), (1, second + 100, KeyError("w"))]:
+        monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
+        write_failure(raised(error), tmp_path / f"{rank}.json")
+    cause = find_cause({rank: failed(rank, tmp_path / f"{rank}.json") for rank in (0, 1)})
+    assert (cause.rank, cause.is_usage, cause.time_ns) == (1, False, second + 100)
+    assert cause.text.startswith("Traceback")
+    assert cause.text.endswith("KeyError: 'w'\n")
+
+
+def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
+    write_failure(raised(ConfigurationError("no text")), tmp_path / "0.json")
+    cause = find_cause({0: failed(0, tmp_path / "0.json")})
+    assert (cause.text, cause.is_usage) == ("no text", True)
+
+
+def test_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:
+    cause = find_cause({1: failed(1, tmp_path / "missing.json", exitcode=-9)})
+    assert cause == Failure(1, "Signal 9 (SIGKILL) received by PID 1", is_usage=False, time_ns=cause.time_ns)
+
+
+def test_error_goes_to_the_file_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert report_failure(raised(ConfigurationError("no text")), rank=1) == 2
+    assert report_failure(raised(OSError("disk")), rank=1) == 1
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "disk"
+
+
+def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    report_failure(raised(ConfigurationError("no text")), rank=1)
+    assert capsys.readouterr().err == ""
+    report_failure(raised(ConfigurationError("no text")), rank=0)
+    assert capsys.readouterr().err.endswith("ConfigurationError: no text\n")
