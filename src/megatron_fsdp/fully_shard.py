@@ -155,7 +155,7 @@ def fully_shard_model(
         megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
     )
-    return MegatronFSDP(
+    model = MegatronFSDP(
         module,
         _index(device_mesh, dp_shard_dim, tp_dim),
         config,
@@ -166,6 +166,9 @@ def fully_shard_model(
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=current.report_nan_in_param_grad,
     )
+    if not preproc_state_dict_for_dcp_ckpt:
+        model.stop_describing_state_dicts()
+    return model
 
 
 def fully_shard_optimizer(
@@ -178,7 +181,7 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Built on `model.parameters()` after `fully_shard_model`.
-        preproc_state_dict_for_dcp_ckpt: Only True yet; see `fully_shard_model`.
+        preproc_state_dict_for_dcp_ckpt: The same for the optimizer's state as for the model in `fully_shard_model`.
 
     Returns:
         The same optimizer.
@@ -186,7 +189,6 @@ def fully_shard_optimizer(
     Raises:
         ConfigurationError: It has no parameters, or holds one that is not a sharded parameter of one model.
     """
-    refuse_unsupported(locals(), FUNCTION_DEFAULTS)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
         raise ConfigurationError(
@@ -200,7 +202,7 @@ def fully_shard_optimizer(
         )
     check_parameters(optimizer, model.sharded_names())
     if model.adopt(optimizer):
-        integrate(optimizer, model.self_reference())
+        integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer
 
 

@@ -25,6 +25,15 @@ class GradientReduction:
     pre_factor: float
     post_factor: float
 
+    def for_dtype(self, comm_dtype: torch.dtype) -> "GradientReduction":
+        """The same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
+        if self.op == "avg":
+            return self
+        factor = self.pre_factor * self.post_factor
+        if comm_dtype == torch.float16:
+            return GradientReduction(self.op, factor, 1.0)
+        return GradientReduction(self.op, 1.0, factor)
+
 
 def gradient_reduction(
     dp_size: int,
@@ -82,6 +91,4 @@ def gradient_reduction(
         return GradientReduction("sum", 1.0, 1.0)
     if average_in_collective and backend_has_avg:
         return GradientReduction("avg", 1.0, group_size / dp_size)
-    if comm_dtype == torch.float16:
-        return GradientReduction("sum", 1.0 / dp_size, 1.0)
-    return GradientReduction("sum", 1.0, 1.0 / dp_size)
+    return GradientReduction("sum", 1.0, 1.0 / dp_size).for_dtype(comm_dtype)

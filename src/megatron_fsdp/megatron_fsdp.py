@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, refuse_unsupported
 from megatron_fsdp.buffer.lanes import resolve_device
@@ -185,6 +186,42 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, those of this rank that are not reduced yet included."""
         self._engine.clear_gradients()
+
+    def stop_describing_state_dicts(self) -> None:
+        """Leave the tensors of model state dicts without the description that torch.distributed.checkpoint reads."""
+        for handle in self._assembly.state_dict_handles:
+            handle.remove()
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Use the `grad_comm_dtype` of another policy inside a block."""
+        before = self.mp_policy
+        self.reset_mixed_precision_policy(mixed_precision_policy)
+        try:
+            yield
+        finally:
+            self.reset_mixed_precision_policy(before)
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
+        """Change the dtype in which gradients travel, from the next backward on.
+
+        Raises:
+            ConfigurationError: The policy has other main dtypes (buffers of these exist already), a backward is under
+                way, or deferred gradients wait for their reduction.
+        """
+        new, old = mixed_precision_policy, self.mp_policy
+        if (new.main_params_dtype, new.main_grads_dtype) != (old.main_params_dtype, old.main_grads_dtype):
+            raise ConfigurationError(
+                f"{new} changes main dtypes of {old}; only grad_comm_dtype can change after wrapping"
+            )
+        self._engine.change_grad_comm_dtype(new)
+        self.mp_policy = new
+
+    def describe_optimizer_state(self, param: nn.Parameter, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+        group, index = self._engine.places[id(param)]
+        if isinstance(value, DTensor) and value.shape == param.shape:
+            group.describe_chunks(index, value)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""

@@ -10,6 +10,7 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_fsdp.runtime.schedule import Operation, ScheduleConfig, Scheduler
 
@@ -72,7 +73,6 @@ class Play:
         return ()
 
 
-def play(units: int = 4, **options: object) -> Play:
+def play(units: int = 4, **options: Any) -> Play:
     """A new scheduler for a model of `units` trainable units, the root included; options as in `ScheduleConfig`."""
-    options = {"trainable": (True,) * units, **options}
-    return Play(Scheduler(ScheduleConfig(**options)))  # type: ignore[arg-type]
+    return Play(Scheduler(ScheduleConfig(**{"trainable": (True,) * units, **options})))

@@ -20,7 +20,7 @@ from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
 from megatron_fsdp.runtime.build import Sharding, build_units, match_ranks
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
-from megatron_fsdp.runtime.hooks import register_hooks
+from megatron_fsdp.runtime.hooks import register_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
@@ -61,6 +61,7 @@ class Assembly:
         plan: Its units.
         plan_lines: The units, for people.
         handles: The hooks on modules and parameters.
+        state_dict_handles: The hooks that describe shards in state dicts.
         device: Where the shards live.
     """
 
@@ -68,6 +69,7 @@ class Assembly:
     plan: UnitPlan
     plan_lines: tuple[str, ...]
     handles: tuple[RemovableHandle, ...]
+    state_dict_handles: tuple[RemovableHandle, ...]
     device: torch.device
 
 
@@ -129,7 +131,14 @@ def assemble(
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
         engine.finite_check = FiniteCheck(names, axis.group, device)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
-    return Assembly(engine, plan, lines, tuple(register_hooks(engine, modules)), device)
+    return Assembly(
+        engine,
+        plan,
+        lines,
+        tuple(register_hooks(engine, modules)),
+        tuple(register_state_dict_hooks(engine, module)),
+        device,
+    )
 
 
 def _schedule_config(switches: Switches, axis: Axis, trainable: tuple[bool, ...]) -> ScheduleConfig:

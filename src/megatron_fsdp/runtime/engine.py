@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.collectives import Traffic
-from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
@@ -214,6 +215,20 @@ class Engine:
             group, index = self.places[id(param)]
             if group.gradients is not None:
                 group.gradients.forget_pending(index)
+
+    def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
+        """Let gradients travel in the policy's dtype from the next backward on."""
+        groups = [group for group in self.groups() if group.gradients is not None]
+        busy = any(group.gradients and (group.gradients.has_deferred or group.gradients.is_filling) for group in groups)
+        if busy or self.scheduler.in_backward:
+            raise ConfigurationError(
+                "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
+            )
+        for group in groups:
+            group.change_precision(resolve_precision(policy, group.plan.precision.compute))
+        for unit in self.units:
+            unit.plan_buckets()
+        self.executor.make_bucket_pools()
 
     def clear_gradients(self) -> None:
         """Forget all gradients, deferred ones included."""

@@ -40,15 +40,21 @@ class Executor:
         self._finalise = finalise
         self._gather_lane = make_lane(device)
         self._reduce_lane = make_lane(device)
+        self._device = device
         others = [unit for unit in units if unit.index != ROOT]
         self._root_slot = SlotPool(units[ROOT].gathered_bytes, device)
         self._slots = SlotPool(max((unit.gathered_bytes for unit in others), default=0), device)
-        self._root_bucket = BucketPool(1, units[ROOT].bucket_bytes, device, self._retire_oldest)
-        most = max((unit.bucket_bytes for unit in others), default=0)
-        self._buckets = BucketPool(_BUCKETS, most, device, self._retire_oldest)
-        self._scratch = BucketPool(1, max(unit.bucket_bytes for unit in units), device, self._retire_oldest)
+        self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self._in_flight: deque[_Reduction] = deque()
+
+    def make_bucket_pools(self) -> None:
+        """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
+        sizes = [unit.bucket_bytes for unit in self._units]
+        make_room = self._retire_oldest
+        self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
+        self._buckets = BucketPool(_BUCKETS, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
+        self._scratch = BucketPool(1, max(sizes), self._device, make_room)
 
     def run(self, operations: Iterable[Operation], defer: bool = False) -> None:
         """Carry out operations in order.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +41,16 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
                 hook = partial(_take_gradient, reference, unit.index, position, parameter)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     return handles
+
+
+def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds."""
+    reference = weakref.ref(engine)
+    return [
+        owner.register_state_dict_post_hook(partial(_describe_state_dict, reference))
+        for owner in module.modules()
+        if owner._parameters
+    ]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -80,6 +91,17 @@ def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Modul
 
 def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
     _live(reference).before_backward(call)
+
+
+def _describe_state_dict(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    places = _live(reference).places
+    for attribute, param in owner._parameters.items():
+        value = state_dict.get(prefix + attribute)
+        if isinstance(value, DTensor) and id(param) in places:
+            group, index = places[id(param)]
+            group.describe_chunks(index, value)
 
 
 def _take_gradient(

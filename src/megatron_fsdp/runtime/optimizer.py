@@ -27,6 +27,9 @@ class ShardedModel(Protocol):
     def install_optimized_model_weights(self) -> None:
         """Copy main weights into compute weights."""
 
+    def describe_optimizer_state(self, param: nn.Parameter, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
 
@@ -72,16 +75,23 @@ class _StepHooks:
             _alive(self._model).install_optimized_model_weights()
 
 
-def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
+def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_state: bool) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as
     further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True).
+
+    Args:
+        optimizer: Changed in place.
+        model: Held weakly.
+        describes_state: Let the tensors of its state dict say which part of a global tensor they hold.
     """
     reference = weakref.ref(model)
     hooks = _StepHooks(reference)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
+    if describes_state:
+        optimizer.register_state_dict_pre_hook(functools.partial(_describe_state, reference))
     original = type(optimizer).zero_grad
     owner = weakref.ref(optimizer)
 
@@ -97,6 +107,14 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
             )
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _describe_state(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer) -> None:
+    """State tensors are made by the optimizer itself, so they learn what they hold when they are about to be saved."""
+    alive = _alive(model)
+    for param, state in optimizer.state.items():
+        for value in state.values():
+            alive.describe_optimizer_state(param, value)
 
 
 def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -83,29 +84,33 @@ class ConsoleWatcher:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=console,
             expand=True,
-            disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("training", total=total_steps, status="first step ...")
+        self._task = self._progress.add_task("training", total=total_steps)
+        self._live = Live(self._picture("first step ..."), console=console, refresh_per_second=4)
 
     def __enter__(self) -> "ConsoleWatcher":
         """Show the bar."""
-        self._progress.start()
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         """Leave the bar as it stands."""
-        self._progress.stop()
+        self._live.stop()
+
+    def _picture(self, status: str) -> Group:
+        return Group(self._progress, Text(status))
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Show the last of these steps."""
         last = records[-1]
         status = describe_step(last)
-        self._progress.update(self._task, completed=last.step, status=status)
+        self._progress.update(self._task, completed=last.step)
+        self._live.update(self._picture(status), refresh=self._console.is_terminal)
         if not self._console.is_terminal and (last.step >= self._next_line or last.step == self._total_steps):
             left_s = last.elapsed_s / last.step * (self._total_steps - last.step)
             self._console.print(f"step {last.step:>5}/{self._total_steps}  {status}  {left_s:.0f} s left")

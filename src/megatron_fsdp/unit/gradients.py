@@ -68,6 +68,11 @@ class GradientBuffers:
         self._missing = count
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
 
+    def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
+        """Use another communication dtype for the next bucket."""
+        self.precision, self.reduction = precision, reduction
+        self._target_views.clear()
+
     # ---- filling ------------------------------------------------------------------------------------------------
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from megatron_fsdp.grouping import ParameterGroupSpec
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
+from megatron_fsdp.unit.chunks import describe_chunks
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.weights import WeightBuffers
 
@@ -133,6 +134,13 @@ class ParameterGroup:
         """Bytes of the full gradients on the wire; 0 for a frozen group."""
         return 0 if self.gradients is None else self.plan.layout.numel * self.plan.precision.grad_comm.itemsize
 
+    def change_precision(self, precision: ResolvedPrecision) -> None:
+        """Use another communication dtype from now on; the other dtypes must be the same."""
+        assert self.gradients is not None
+        reduction = self.plan.reduction.for_dtype(precision.grad_comm)
+        self.plan = replace(self.plan, precision=precision, reduction=reduction)
+        self.gradients.change_precision(precision, reduction)
+
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
         shape = torch.Size(self.plan.layout.shapes[index])
@@ -141,6 +149,12 @@ class ParameterGroup:
         return DTensor.from_local(
             piece, self.plan.mesh, [Shard(0) if sharded else Replicate()], run_check=False, shape=shape, stride=stride
         )
+
+    def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
+        """Let torch.distributed.checkpoint know what part of parameter `index` (or of its state) a DTensor holds."""
+        if self.plan.placements.main_weight[-1] is Placement.SHARD:
+            describe_chunks(tensor, *self.plan.layout.local_range(index, self.plan.axis.rank))
+        return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor with the shape of parameter `index`, laid out as the parameter; a copy."""

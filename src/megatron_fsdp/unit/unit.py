@@ -32,7 +32,7 @@ class Unit:
         self.groups = tuple(groups)
         self._sites = tuple(tuple(of_group) for of_group in sites)
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
-        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.bucket_bytes for group in self.groups])
+        self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
         self._tickets: list[Ticket] = []
@@ -46,6 +46,10 @@ class Unit:
     def label(self) -> str:
         """The name for messages."""
         return self.name or "(root)"
+
+    def plan_buckets(self) -> None:
+        """Lay the buckets of all groups into one block; again after a change of the communication dtype."""
+        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.bucket_bytes for group in self.groups])
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,129 @@
+"""The command line: arguments, the ranks, the report and its files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from benchmarks.contenders import FLOOR, OURS, PEERS
+from benchmarks.readings import Request, RunReading
+from benchmarks.report import TOLERANCES, disagreements, document, markdown, summarise
+from benchmarks.worker import run_rank
+from benchmarks.workloads import WORKLOADS
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.package_info import __version__
+from megatron_fsdp.train.launcher import choose_ranks, count_cores, find_device_type, rank_environment
+
+EXIT_DISAGREEMENT = 1
+
+
+def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
+    """Read the arguments; returns what to run and the folder for the results."""
+    parser = argparse.ArgumentParser(prog="compare.py", description="Compare this engine with PyTorch's FSDP2 and DDP.")
+    parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
+    parser.add_argument("--ranks", type=_positive, help="default: 2 on the CPU, all devices elsewhere")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--steps", type=_positive, default=20, help="measured steps")
+    parser.add_argument("--warmup", type=_positive, default=3, help="steps before them (the first ones build up state)")
+    parser.add_argument("--strategies", type=int, nargs="*", choices=range(4), default=[3], help="of this engine")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--grad-accumulation", type=_positive, default=1, metavar="N", help="microbatches per step")
+    parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="of all that is stored or sent")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
+    given = parser.parse_args(argv)
+    try:
+        device_type = find_device_type(given.device)
+        accelerators = torch.accelerator.device_count() if device_type != "cpu" else 0
+        ranks = choose_ranks(given.ranks, num_accelerators=accelerators, num_cores=count_cores())
+    except ConfigurationError as error:
+        parser.error(str(error))
+    contenders = (FLOOR, *dict.fromkeys(OURS[strategy] for strategy in given.strategies), *dict.fromkeys(given.peers))
+    request = Request(
+        given.model,
+        ranks,
+        device_type,
+        given.steps,
+        given.warmup,
+        contenders,
+        given.grad_accumulation,
+        given.dtype,
+    )
+    return request, given.out
+
+
+def run(request: Request) -> RunReading:
+    """Start the ranks, wait for them, and return what they measured."""
+    os.environ.update(rank_environment(os.environ, request.ranks, count_cores()))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop are no news
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "reading"
+        multiprocessing.spawn(run_rank, (request, store.port, threads, answer), nprocs=request.ranks)
+        reading: RunReading = pickle.loads(answer.read_bytes())
+    return reading
+
+
+def command_of(request: Request) -> str:
+    """The command that repeats a run, defaults spelled out."""
+    strategies = [str(OURS.index(name)) for name in request.contenders if name in OURS]
+    peers = [name for name in request.contenders if name in PEERS]
+    return (
+        f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
+        f"--steps {request.steps} --warmup {request.warmup} --strategies {' '.join(strategies)} --peers {' '.join(peers)} "
+        f"--grad-accumulation {request.microbatches} --dtype {request.dtype}"
+    )
+
+
+def describe_run(request: Request) -> dict[str, str]:
+    """What somebody needs to repeat the run: date, command, versions, hardware."""
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command_of(request),
+        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "hardware": f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}",
+        "threads per rank": os.environ["OMP_NUM_THREADS"],
+    }
+    if request.device_type == "cuda":
+        facts["hardware"] += f", {request.ranks} x {torch.cuda.get_device_name(0)}"
+    return facts
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparison, print the report, and write it where asked; returns the exit code."""
+    request, folder = parse(argv)
+    reading = run(request)
+    wrong = disagreements(reading, TOLERANCES[request.dtype])
+    if wrong:
+        print("no speeds, since the results are wrong:", *wrong, sep="\n  ", file=sys.stderr)
+        return EXIT_DISAGREEMENT
+    facts = describe_run(request)
+    lines = summarise(reading, (FLOOR, *PEERS))
+    text = markdown(lines, request, reading, facts)
+    print(text)
+    if folder is not None:
+        name = f"compare-{request.model}-{request.ranks}x{request.device_type}-{request.dtype}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+        content = json.dumps(document(lines, request, reading, facts), indent=1)
+        (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not possible; give at least 1")
+    return value

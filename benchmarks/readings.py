@@ -1,0 +1,89 @@
+"""What a run of one rank, and of all ranks together, measured: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run.
+
+    Attributes:
+        model: Name of a workload.
+        ranks: Number of processes.
+        device_type: "cpu" or "cuda".
+        steps: Measured steps, at least 1.
+        warmup: Steps before them.
+        contenders: Names, in table order; the floor is first.
+        microbatches: Per step.
+        dtype: "float32" or "bfloat16".
+    """
+
+    model: str
+    ranks: int
+    device_type: str
+    steps: int
+    warmup: int
+    contenders: tuple[str, ...]
+    microbatches: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SentPerStep:
+    """Collectives of one optimizer step on one rank, and the bytes that the rank sent in them."""
+
+    gathers: int
+    reductions: int
+    gather_bytes: int
+    reduce_bytes: int
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Allocated bytes of one rank, activations included.
+
+    Attributes:
+        persistent: Between steps, gradients cleared.
+        peak: The most during a step.
+    """
+
+    persistent: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class RankReading:
+    """What one rank measured of one contender.
+
+    Attributes:
+        wall_s: Seconds per measured step.
+        cpu_s: CPU seconds of all threads of the process per measured step.
+        losses: This rank's loss per step, warm-up included.
+        live: Memory.
+        sent: Communication; None where the contender does not count it.
+    """
+
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    losses: tuple[float, ...]
+    live: LiveBytes
+    sent: SentPerStep | None
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """What all ranks measured.
+
+    Attributes:
+        parameter_numel: Elements of the whole model.
+        parameter_tensors: Tensors of the whole model.
+        reference_losses: Per step, of one process on the whole batch.
+        contenders: By name, one entry per rank.
+    """
+
+    parameter_numel: int
+    parameter_tensors: int
+    reference_losses: tuple[float, ...]
+    contenders: dict[str, tuple[RankReading, ...]]

@@ -1,0 +1,168 @@
+"""From readings to ratios, a table and a JSON document (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median, quantiles
+
+from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
+
+TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
+"""Largest relative difference of losses by dtype: six digits in float32."""
+
+_FLOOR = "floor"
+_MEBIBYTE = 2**20
+_LEGEND = (
+    "Medians with quartiles in brackets. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios are "
+    "taken within a round. Held is live memory between steps, peak the most during a step, activations included, on the "
+    "rank with most. Collectives and bytes sent are per step and rank, where the contender counts them."
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarise at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        lower, _, upper = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), lower, upper)
+
+    def text(self, factor: float, digits: int) -> str:
+        """Such as `1.25 [1.21, 1.31]`, each multiplied by `factor`."""
+        low, middle, high = (f"{value * factor:.{digits}f}" for value in (self.lower, self.median, self.upper))
+        return f"{middle} [{low}, {high}]"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender's results.
+
+    Attributes:
+        name: The contender.
+        wall_s: Seconds per step of the slowest rank.
+        cpu_s: CPU seconds per step, mean over ranks.
+        wall_over: By the name of another contender: this one's wall time over the other's in the same round.
+        cpu_over_floor: The same for CPU time and the floor.
+        live: Of the rank that holds most at its peak.
+        sent: Of the first rank; None where it is not counted.
+        losses: Per step, mean over ranks, warm-up included.
+    """
+
+    name: str
+    wall_s: Spread
+    cpu_s: Spread
+    wall_over: dict[str, Spread]
+    cpu_over_floor: Spread
+    live: LiveBytes
+    sent: SentPerStep | None
+    losses: tuple[float, ...]
+
+
+def disagreements(reading: RunReading, tolerance: float) -> list[str]:
+    """One sentence per contender whose loss is not that of one process on the whole batch; the floor is left out."""
+    found = []
+    for name, ranks in reading.contenders.items():
+        if name == _FLOOR:
+            continue
+        pairs = zip(_mean_losses(ranks), reading.reference_losses, strict=True)
+        for step, (loss, expected) in enumerate(pairs):
+            if not abs(loss - expected) <= tolerance * abs(expected):
+                found.append(
+                    f"{name}: loss {loss:.9g} at step {step}, one process on the whole batch has {expected:.9g}; a relative "
+                    f"difference of {tolerance:g} is allowed"
+                )
+                break
+    return found
+
+
+def summarise(reading: RunReading, rivals: Sequence[str]) -> list[Line]:
+    """One line per contender, with ratios against each rival that took part."""
+    walls = {name: _over_ranks(max, [rank.wall_s for rank in ranks]) for name, ranks in reading.contenders.items()}
+    cpus = {name: _over_ranks(mean, [rank.cpu_s for rank in ranks]) for name, ranks in reading.contenders.items()}
+    return [
+        Line(
+            name,
+            Spread.of(walls[name]),
+            Spread.of(cpus[name]),
+            {rival: Spread.of(_ratios(walls[name], walls[rival])) for rival in rivals if rival in walls},
+            Spread.of(_ratios(cpus[name], cpus[_FLOOR])),
+            max((rank.live for rank in ranks), key=lambda live: live.peak),
+            ranks[0].sent,
+            _mean_losses(ranks),
+        )
+        for name, ranks in reading.contenders.items()
+    ]
+
+
+def markdown(lines: Sequence[Line], request: Request, reading: RunReading, facts: dict[str, str]) -> str:
+    """The report for people."""
+    rivals = list(lines[0].wall_over)
+    head = ["contender", "wall ms", "CPU ms", *(f"wall / {rival}" for rival in rivals), "CPU / floor"]
+    head += ["held MiB", "peak MiB", "gathers", "reductions", "sent MiB"]
+    rows = [head, ["---"] * len(head), *(_row(line, rivals) for line in lines)]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    worst = max((_largest_difference(line, reading) for line in lines if line.name != _FLOOR), default=0.0)
+    return (
+        f"# {request.model}, {request.ranks} ranks, {request.device_type}, {request.dtype}\n\n"
+        f"{reading.parameter_numel:,} parameters in {reading.parameter_tensors} tensors; {request.steps} steps after "
+        f"{request.warmup} of warm-up, {request.microbatches} microbatch(es) each.\n\n{table}\n\n{_LEGEND}\n\n"
+        "Losses of all contenders equal those of one process on the whole batch at every step; the largest relative "
+        f"difference is {worst:.1e}.\n\n"
+        f"{listed}\n"
+    )
+
+
+def document(lines: Sequence[Line], request: Request, reading: RunReading, facts: dict[str, str]) -> dict[str, object]:
+    """The same for programs; times in seconds, memory in bytes."""
+    return {
+        "facts": facts,
+        "request": asdict(request),
+        "parameter_numel": reading.parameter_numel,
+        "parameter_tensors": reading.parameter_tensors,
+        "reference_losses": reading.reference_losses,
+        "contenders": [asdict(line) for line in lines],
+    }
+
+
+def _row(line: Line, rivals: Sequence[str]) -> list[str]:
+    sent = ["-"] * 3
+    if line.sent is not None:
+        sent_mib = (line.sent.gather_bytes + line.sent.reduce_bytes) / _MEBIBYTE
+        sent = [str(line.sent.gathers), str(line.sent.reductions), f"{sent_mib:.2f}"]
+    return [
+        line.name,
+        line.wall_s.text(1000, 1),
+        line.cpu_s.text(1000, 1),
+        *(line.wall_over[rival].text(1, 2) for rival in rivals),
+        line.cpu_over_floor.text(1, 2),
+        f"{line.live.persistent / _MEBIBYTE:.1f}",
+        f"{line.live.peak / _MEBIBYTE:.1f}",
+        *sent,
+    ]
+
+
+def _mean_losses(ranks: Sequence[RankReading]) -> tuple[float, ...]:
+    return tuple(mean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True))
+
+
+def _largest_difference(line: Line, reading: RunReading) -> float:
+    pairs = zip(line.losses, reading.reference_losses, strict=True)
+    return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+
+
+def _over_ranks(how: Callable[[Sequence[float]], float], per_rank: Sequence[Sequence[float]]) -> list[float]:
+    return [how(values) for values in zip(*per_rank, strict=True)]
+
+
+def _ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [value / other for value, other in zip(values, others, strict=True)]

@@ -1,0 +1,186 @@
+"""What each rank does: measure memory, train the reference, then let the contenders take turns, step by step."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
+from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
+from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
+from megatron_fsdp.buffer.collectives import Traffic
+
+_MEASURED_STEP = "benchmark: the step whose peak counts"
+
+
+@dataclass
+class _Notes:
+    """What is written down about one contender while it runs."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    traffic: Traffic | None = None
+
+
+def run_rank(rank: int, request: Request, store_port: int, threads: int, answer: Path) -> None:
+    """Join the ranks, measure, and let the first rank write the `RunReading` (a pickle) to `answer`."""
+    torch.set_num_threads(threads)
+    device = torch.device("cpu") if request.device_type == "cpu" else torch.device(request.device_type, rank)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(rank)
+    store = dist.TCPStore("127.0.0.1", store_port)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks)
+    mesh = init_device_mesh(request.device_type, (request.ranks,), mesh_dim_names=("dp",))
+    setting = Setting(WORKLOADS[request.model], getattr(torch, request.dtype), device, mesh)
+    reading = _measure(request, setting, rank)
+    if rank == 0:
+        answer.write_bytes(pickle.dumps(reading))
+    dist.barrier()  # nobody leaves while a peer still needs the connection
+    dist.destroy_process_group()
+
+
+def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
+    live = {}
+    for name in request.contenders:
+        live[name] = _live_bytes(name, setting, _microbatches(request, setting, 0, rank))
+        gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
+    reference = _reference_losses(request, setting)
+    contenders = [build_contender(name, setting) for name in request.contenders]
+    notes = _take_turns(request, setting, contenders, rank)
+    mine = {
+        contender.name: RankReading(
+            tuple(note.wall_s),
+            tuple(note.cpu_s),
+            tuple(loss.item() for loss in note.losses),
+            live[contender.name],
+            _sent(contender, note.traffic, request.steps),
+        )
+        for contender, note in zip(contenders, notes, strict=True)
+    }
+    everyone: list[dict[str, RankReading]] = [{} for _ in range(request.ranks)]
+    dist.all_gather_object(everyone, mine)
+    params = list(contenders[0].model.parameters())
+    return RunReading(
+        sum(param.numel() for param in params),
+        len(params),
+        reference,
+        {name: tuple(one[name] for one in everyone) for name in request.contenders},
+    )
+
+
+def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contender], rank: int) -> list[_Notes]:
+    """Run every contender's next step, one after another, in an order that rotates from round to round.
+
+    What disturbs the machine for a while then disturbs all of them, and nobody always runs behind the same other.
+    """
+    notes = [_Notes() for _ in contenders]
+    for step in range(request.warmup + request.steps):
+        microbatches = _microbatches(request, setting, step, rank)
+        for turn in range(len(contenders)):
+            position = (turn + step) % len(contenders)
+            contender, note = contenders[position], notes[position]
+            if step == request.warmup:
+                note.traffic = contender.traffic()
+            wall_s, cpu_s, loss = _timed_step(contender, microbatches, setting.device)
+            note.losses.append(loss)
+            if step >= request.warmup:
+                note.wall_s.append(wall_s)
+                note.cpu_s.append(cpu_s)
+    return notes
+
+
+def _timed_step(
+    contender: Contender, microbatches: Sequence[Microbatch], device: torch.device
+) -> tuple[float, float, torch.Tensor]:
+    """Wall and CPU seconds of one step, which begins when every rank has ended the one before, and its loss."""
+    _finish_queued_work(device)
+    dist.barrier()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    loss = contender.step(microbatches)
+    _finish_queued_work(device)
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s, loss
+
+
+def _finish_queued_work(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _microbatches(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
+    """This rank's data of one step; no two ranks, steps or microbatches see the same."""
+    first = (step * request.ranks + rank) * request.microbatches
+    return [make_batch(setting.workload, setting.device, first + index) for index in range(request.microbatches)]
+
+
+def _reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
+    """Mean loss per step of one process that sees the data of all ranks; every rank computes the same."""
+    model = build_model(setting.workload, setting.dtype, setting.device)
+    optimizer = make_optimizer(model)
+    losses = []
+    for step in range(request.warmup + request.steps):
+        batches = [batch for rank in range(request.ranks) for batch in _microbatches(request, setting, step, rank)]
+        total = torch.zeros((), device=setting.device)
+        for batch in batches:
+            loss = loss_of(model, batch) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return tuple(losses)
+
+
+def _sent(contender: Contender, before: Traffic | None, steps: int) -> SentPerStep | None:
+    after = contender.traffic()
+    if after is None or before is None:
+        return None
+    sent = after.since(before)
+    return SentPerStep(
+        sent.gathers // steps, sent.reductions // steps, sent.gather_bytes // steps, sent.reduce_bytes // steps
+    )
+
+
+def _live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
+    """Count allocations of a contender that is built, trained for three steps and dropped. Slow; never timed."""
+    if setting.device.type == "cpu":
+        return _live_host_bytes(name, setting, microbatches)
+    before = torch.accelerator.memory_allocated(setting.device)
+    contender = build_contender(name, setting)
+    for _ in range(2):
+        contender.step(microbatches)
+    torch.accelerator.reset_peak_memory_stats(setting.device)
+    contender.step(microbatches)
+    peak = torch.accelerator.max_memory_allocated(setting.device)
+    return LiveBytes(torch.accelerator.memory_allocated(setting.device) - before, peak - before)
+
+
+def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
+    """As the profiler sees them from the first allocation on; it knows nothing of what was allocated before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        contender = build_contender(name, setting)
+        for _ in range(2):
+            contender.step(microbatches)
+        with record_function(_MEASURED_STEP):
+            contender.step(microbatches)
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    held = peak = 0
+    measuring = False
+    for event in sorted(results.events(), key=lambda event: event.start_ns()):
+        measuring = measuring or event.name() == _MEASURED_STEP
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held) if measuring else held
+    return LiveBytes(held, peak)

@@ -1,0 +1,112 @@
+"""The models and the data that contenders are compared on: a plain PyTorch decoder in a few shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Microbatch = tuple[Tensor, Tensor]
+"""Input tokens and their successors, both int64 (samples, tokens)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A decoder's shape and what one rank computes on in one microbatch.
+
+    Attributes:
+        layers: Blocks.
+        features: Width of the residual stream; the feed-forward layer is four times as wide.
+        heads: Attention heads.
+        vocabulary: Number of tokens.
+        samples: Sequences per microbatch and rank.
+        tokens: Length of a sequence.
+    """
+
+    layers: int
+    features: int
+    heads: int
+    vocabulary: int
+    samples: int
+    tokens: int
+
+
+WORKLOADS: dict[str, Workload] = {
+    "tiny": Workload(layers=3, features=32, heads=2, vocabulary=64, samples=2, tokens=8),
+    "many-small": Workload(layers=48, features=128, heads=4, vocabulary=1024, samples=2, tokens=32),
+    "large": Workload(layers=8, features=512, heads=8, vocabulary=8192, samples=2, tokens=128),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm causal attention with normalised queries and keys, and a feed-forward layer; 20 parameters."""
+
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(features)
+        self.query = nn.Linear(features, features)
+        self.key = nn.Linear(features, features)
+        self.value = nn.Linear(features, features)
+        self.query_norm = nn.LayerNorm(features // heads)
+        self.key_norm = nn.LayerNorm(features // heads)
+        self.output = nn.Linear(features, features)
+        self.feed_forward_norm = nn.LayerNorm(features)
+        self.up = nn.Linear(features, 4 * features)
+        self.down = nn.Linear(4 * features, features)
+        self._heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the residual stream (samples, tokens, features) after this block."""
+        normed = self.attention_norm(x)
+        query, key, value = (
+            linear(normed).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(self.query_norm(query), self.key_norm(key), value, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
+
+
+class Decoder(nn.Module):
+    """Tokens (samples, tokens) in, logits (samples, tokens, vocabulary) out."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(workload.vocabulary, workload.features)
+        self.positions = nn.Parameter(torch.randn(workload.tokens, workload.features))
+        self.blocks = nn.ModuleList(Block(workload.features, workload.heads) for _ in range(workload.layers))
+        self.norm = nn.LayerNorm(workload.features)
+        self.head = nn.Linear(workload.features, workload.vocabulary, bias=False)
+        with torch.no_grad():  # small logits: the loss starts near log(vocabulary)
+            for weight in (self.tokens.weight, self.positions, self.head.weight):
+                weight.mul_(0.02 / weight.std())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at every position."""
+        x = self.tokens(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Build the same weights on every call and every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Decoder(workload).to(device=device, dtype=dtype)
+
+
+def make_batch(workload: Workload, device: torch.device, seed: int) -> Microbatch:
+    """Random tokens; equal for equal seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (workload.samples, workload.tokens + 1)
+    tokens = torch.randint(workload.vocabulary, shape, generator=generator).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, batch: Microbatch) -> Tensor:
+    """Mean cross-entropy in nats per token, computed in float32; a scalar."""
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())

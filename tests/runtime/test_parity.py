@@ -1,0 +1,208 @@
+"""Every strategy equals one process on the whole batch: losses, gradients and the first three updates.
+
+Each (ranks, strategy) trains all models of the zoo. The other dimensions are dealt out so that every (ranks, strategy,
+microbatches) occurs, and every model meets every optimizer, zeroing and way to call.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, Batch, ModelCase, ModelName, make_token_batch, token_loss
+from tests.support.models import make_vector_batch, vector_loss
+from tests.support.parity import fixed_seed
+from tests.support.sharded_run import (
+    EXACT,
+    FP32,
+    OptimizerFn,
+    Run,
+    Scenario,
+    Setting,
+    Tolerance,
+    assert_parity,
+    reference,
+    run_sharded,
+    sgd,
+)
+from tests.support.transformer import Block, TinyTransformer
+
+RANKS = (1, 2, 3, 4)
+STRATEGIES = (0, 1, 2, 3)
+_STEPS = 3
+
+_OWN_DTYPES = MixedPrecisionPolicy(main_params_dtype=None)
+"""Main weights in the dtype of each parameter, as one process has them (float64 is not narrowed to float32)."""
+
+_FP64 = Tolerance(rtol=1e-12, atol=1e-13)
+_BF16 = Tolerance(rtol=2**-5, atol=2**-6)
+"""bfloat16 has 8 bits; slices of a batch and three updates each round."""
+
+# eps: where the exact gradient is 0 (softmax ignores the bias of keys), both runs hold rounding noise of 1e-9, which a
+# small eps would turn into full steps of arbitrary sign.
+_EPS = 1e-3
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two parameter groups, with and without decay, of different rates."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=_EPS)
+
+
+def nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=_EPS, momentum=0.5)
+
+
+def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=_EPS, fused=True)
+
+
+OPTIMIZERS: tuple[OptimizerFn, ...] = (adamw, nesterov, rmsprop, fused_adam)
+
+
+def one_microbatch(run: Run) -> None:
+    """A step of one backward."""
+    _train(run, microbatches=1, zero_between=False)
+
+
+def one_microbatch_after_zeroing(run: Run) -> None:
+    """A step of one backward, right after zeroing once more."""
+    _train(run, microbatches=1, zero_between=True)
+
+
+def three_microbatches(run: Run) -> None:
+    """Gradients add up over three backwards."""
+    _train(run, microbatches=3, zero_between=False)
+
+
+def three_microbatches_zeroed(run: Run) -> None:
+    """Only the last of three backwards counts."""
+    _train(run, microbatches=3, zero_between=True)
+
+
+def _train(run: Run, microbatches: int, zero_between: bool) -> None:
+    for step in range(_STEPS):
+        for microbatch in range(microbatches):
+            if zero_between:
+                run.optimizer.zero_grad()
+            loss = run.loss(10 * step + microbatch)
+            (loss / microbatches).backward()
+        run.step()
+
+
+SCRIPTS = ((one_microbatch, one_microbatch_after_zeroing), (three_microbatches, three_microbatches_zeroed))
+"""Scripts by microbatches, then zeroing."""
+
+
+def jobs_of(num_ranks: int, strategy: int) -> list[tuple[ModelName, Scenario, Setting]]:
+    """What (ranks, strategy) trains: every model, half of them with three microbatches."""
+    turn = 4 * (num_ranks - 1) + strategy
+    jobs = []
+    for position, name in enumerate(MODEL_CASES):
+        counts = SCRIPTS[(position + num_ranks + strategy) % 2]
+        script = counts[(position // 2 + num_ranks) % 2]
+        optimizer = OPTIMIZERS[(position + turn // 4 + turn) % 4]
+        policy = _OWN_DTYPES if name in ("fp32_fp64_norm", "bf16_fp32_norm") else MixedPrecisionPolicy()
+        setting = Setting(strategy, policy, one_call=(position // 4 + strategy) % 2 == 0)
+        jobs.append((name, Scenario(script, MODEL_CASES[name], optimizer), setting))
+    return jobs
+
+
+def _tolerance(name: ModelName, num_ranks: int) -> Tolerance:
+    if num_ranks == 1:
+        return EXACT
+    return _BF16 if name == "bf16_fp32_norm" else FP32
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:
+    jobs = jobs_of(num_ranks, strategy)
+    by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for _, scenario, setting in jobs])
+    for (name, scenario, _), *outcomes in zip(jobs, *by_rank, strict=True):
+        assert_parity(outcomes, reference(scenario), _tolerance(name, num_ranks))
+
+
+def test_the_deal_covers_every_value_and_every_pair() -> None:
+    dealt = [
+        (num_ranks, strategy, name, scenario.script, scenario.optimizer, setting.one_call)
+        for num_ranks in RANKS
+        for strategy in STRATEGIES
+        for name, scenario, setting in jobs_of(num_ranks, strategy)
+    ]
+    assert len(dealt) == 4 * 4 * 8
+    scripts = [script for pair in SCRIPTS for script in pair]
+    with_count = {(ranks, strategy, script in SCRIPTS[1]) for ranks, strategy, _, script, _, _ in dealt}
+    assert len(with_count) == 4 * 4 * 2
+    assert {(strategy, script) for _, strategy, _, script, _, _ in dealt} == {(s, f) for s in STRATEGIES for f in scripts}
+    assert len({(strategy, optimizer) for _, strategy, _, _, optimizer, _ in dealt}) == 4 * 4
+    assert len({(name, optimizer) for _, _, name, _, optimizer, _ in dealt}) == 8 * 4
+    assert len({(name, script) for _, _, name, script, _, _ in dealt}) == 8 * 4
+    assert len({(strategy, one_call) for _, strategy, _, _, _, one_call in dealt}) == 4 * 2
+
+
+# ---- float64, averaging collective ----------------------------------------------------------------------------------
+
+
+def _build_fp64_transformer() -> nn.Module:
+    return TinyTransformer(layers=2).double()
+
+
+def _fp64_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = model(batch.inputs)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+
+FP64_TRANSFORMER = ModelCase(_build_fp64_transformer, make_token_batch, _fp64_token_loss, (Block,))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_float64_agrees_to_twelve_digits(run_ranks: RunRanks, num_ranks: int) -> None:
+    scenario = Scenario(three_microbatches, FP64_TRANSFORMER, adamw)
+    jobs = [(scenario, Setting(strategy, _OWN_DTYPES)) for strategy in STRATEGIES]
+    for outcomes in zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True):
+        assert_parity(outcomes, reference(scenario), _FP64)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_averaging_in_the_collective_gives_the_same_mean(run_ranks: RunRanks, num_ranks: int) -> None:
+    scenario = Scenario(three_microbatches, MODEL_CASES["odd_shapes"])
+    jobs = [(scenario, Setting(strategy, average_in_collective=True)) for strategy in STRATEGIES]
+    for outcomes in zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True):
+        assert_parity(outcomes, reference(scenario), EXACT if num_ranks == 1 else FP32)
+
+
+# ---- the comparison itself can fail -----------------------------------------------------------------------------------
+
+
+def _forget_one_rank(run: Run) -> None:
+    """A wrong loop: rank 0 counts twice as much as it should."""
+    weight = 2.0 if run.sharded is not None and run.ranks_here == (0,) else 1.0
+    (weight * run.loss(0)).backward()
+    run.step()
+
+
+def test_a_wrong_mean_is_noticed(run_ranks: RunRanks) -> None:
+    scenario = Scenario(_forget_one_rank, MODEL_CASES["odd_shapes"])
+    (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(3))]), strict=True)
+    with pytest.raises(AssertionError, match=r"note 0 \(gradients\)"):
+        assert_parity(outcomes, reference(scenario), FP32)
+
+
+def _differ_by_rank(run: Run) -> None:
+    run.note("rank", {"rank": torch.tensor(float(run.ranks_here[0]))})
+
+
+def test_ranks_that_differ_are_noticed(run_ranks: RunRanks) -> None:
+    scenario = Scenario(_differ_by_rank, MODEL_CASES["odd_shapes"])
+    (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(0))]), strict=True)
+    with pytest.raises(AssertionError, match="rank 1 holds other values"):
+        assert_parity(outcomes, reference(scenario), FP32)

@@ -1,0 +1,113 @@
+"""A small network, its data and a training loop, for tests of the public functions; the same on every rank."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp import MegatronFSDP
+from tests.support.parity import fixed_seed
+
+SAMPLES = 12
+
+
+class Layer(nn.Module):
+    """A linear layer of 5 features, which 2 ranks cannot halve, with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Two layers and a head, with a buffer; 82 parameters. (samples, 5) -> (samples, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(5, 3)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.full((3,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.gain.sum() / 4 + self.offset
+
+
+def build(seed: int = 0) -> Net:
+    """The network with the weights that belong to a seed."""
+    with fixed_seed(seed):
+        return Net()
+
+
+def mesh() -> DeviceMesh:
+    """All ranks in one dimension, "dp"."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def batches(count: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole batches of `SAMPLES` samples: inputs (12, 5) and targets (12, 3); number `first` and those after it."""
+    for index in range(first, first + count):
+        generator = torch.Generator().manual_seed(1000 + index)
+        yield torch.randn(SAMPLES, 5, generator=generator), torch.randn(SAMPLES, 3, generator=generator)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's rows of a whole batch."""
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """Forward and backward of the mean squared error; on a sharded model of this rank's rows. Returns the loss."""
+    inputs, targets = batch
+    if isinstance(model, MegatronFSDP):
+        inputs, targets = own_part(inputs), own_part(targets)
+    dtype = next(model.parameters()).dtype if not isinstance(model, MegatronFSDP) else compute_dtype(model)
+    loss = F.mse_loss(model(inputs.to(dtype)).float(), targets)
+    loss.backward()
+    return loss.item()
+
+
+def compute_dtype(model: MegatronFSDP) -> torch.dtype:
+    """The dtype that the model computes in."""
+    return next(iter(model.raw_param.values())).dtype
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    """The plain loop over whole batches `first` and after."""
+    for batch in batches(steps, first):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights by name, copied; collective on a sharded model."""
+    if isinstance(model, MegatronFSDP):
+        return {name: tensor.clone() for name, tensor in model.full_parameters().items()}
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """The largest absolute difference of any element; infinite where the names differ."""
+    if left.keys() != right.keys():
+        return float("inf")
+    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+
+
+def names_in(model: MegatronFSDP, groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The canonical names of the parameters in an optimizer's groups."""
+    return [[model.param_to_name[param] for param in group["params"]] for group in groups]
+
+
+def message_of(error: BaseException) -> tuple[str, str]:
+    """Class name and text of an exception."""
+    return type(error).__name__, str(error)

@@ -1,0 +1,306 @@
+"""One training script, run sharded on several ranks and whole on one process, and compared by values.
+
+A script is a module-level function of a `Run`. What it notes on the way (losses, gradients, weights) is what is compared;
+the same lines run in both settings, so a test cannot compare two different loops.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.support.models import Batch, ModelCase
+from tests.support.parity import assert_equal_tensors, fixed_seed
+
+SAMPLES = 12
+"""Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""
+
+OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
+Values = Mapping[str, Tensor | None]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Plain SGD: an update is a multiple of the gradient, which hides nothing and magnifies nothing."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A script and what it trains."""
+
+    script: Callable[["Run"], None]
+    case: ModelCase
+    optimizer: OptimizerFn = sgd
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a scenario is sharded.
+
+    Attributes:
+        strategy: 0 to 3.
+        policy: dtypes.
+        one_call: shard model and optimizer by `fully_shard`, else each by its own function.
+        average_in_collective: let the collective average.
+        auto_sync: `sync_model_each_microbatch`.
+    """
+
+    strategy: int
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    one_call: bool = True
+    average_in_collective: bool = False
+    auto_sync: bool = True
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|actual - expected| <= atol + rtol * |expected| + of_largest * (largest |expected| of the tensor)."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    of_largest: float = 0.0
+
+
+EXACT = Tolerance()
+FP32 = Tolerance(rtol=1e-5, atol=1e-6)
+"""Sums of 12 samples in another order: a few units in the last place (6e-8) of the largest summand, about 1."""
+
+
+@dataclass
+class Recording:
+    """What a script noted, in order."""
+
+    losses: list[float] = field(default_factory=list)
+    notes: list[tuple[str, dict[str, Tensor | None]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank sends home: its losses, a digest of all notes, and from rank 0 the notes themselves."""
+
+    losses: list[float]
+    digest: list[tuple[str, str, int]]
+    notes: list[tuple[str, dict[str, Tensor | None]]] | None
+
+
+class Run:
+    """A script's hands: the model it trains, its data, and a note book.
+
+    Attributes:
+        model: what the script calls.
+        optimizer: what it steps.
+        case: where the model came from.
+        ranks_here: the ranks whose samples this process computes: one when sharded, else all.
+        num_ranks: data-parallel ranks.
+        sharded: the wrapped model; None on one process.
+    """
+
+    def __init__(self, scenario: Scenario, setting: Setting | None, num_ranks: int) -> None:
+        self.case = scenario.case
+        self.num_ranks = num_ranks
+        self.recording = Recording()
+        self.sharded: MegatronFSDP | None = None
+        with fixed_seed(0):
+            self.model: nn.Module = scenario.case.build()
+        if setting is None:
+            self.ranks_here = tuple(range(num_ranks))
+            self.optimizer = scenario.optimizer(self.model)
+        else:
+            self.ranks_here = (dist.get_rank(),)
+            self._shard(scenario, setting)
+
+    def _shard(self, scenario: Scenario, setting: Setting) -> None:
+        if setting.one_call:
+            self.sharded, self.optimizer = fully_shard(
+                self.model,
+                scenario.optimizer(self.model),
+                fsdp_unit_modules=scenario.case.unit_classes,
+                zero_dp_strategy=setting.strategy,
+                mixed_precision_policy=setting.policy,
+                average_in_collective=setting.average_in_collective,
+                sync_model_each_microbatch=setting.auto_sync,
+            )
+        else:
+            self.sharded = fully_shard_model(
+                self.model,
+                fsdp_unit_modules=scenario.case.unit_classes,
+                zero_dp_strategy=setting.strategy,
+                mixed_precision_policy=setting.policy,
+                average_in_collective=setting.average_in_collective,
+                sync_model_each_microbatch=setting.auto_sync,
+            )
+            self.optimizer = fully_shard_optimizer(scenario.optimizer(self.sharded))
+        self.model = self.sharded
+
+    # ---- data ---------------------------------------------------------------------------------------------------
+
+    def whole_batch(self, index: int) -> Batch:
+        """Batch `index` of all ranks together."""
+        return self.case.make_batch(SAMPLES, torch.Generator().manual_seed(index))
+
+    def batch(self, index: int) -> Batch:
+        """What this process computes of batch `index`: everything, or the slice of its rank."""
+        whole = self.whole_batch(index)
+        return whole.part(self.ranks_here[0], self.num_ranks) if self.sharded is not None else whole
+
+    def loss(self, index: int) -> Tensor:
+        """The noted loss of this process' samples of batch `index`."""
+        loss = self.case.loss(self.model, self.batch(index))
+        self.note_loss(loss)
+        return loss
+
+    # ---- what plain models have no need of ----------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """The model's `no_sync`; nothing on one process."""
+        return nullcontext() if self.sharded is None else self.sharded.no_sync()
+
+    def zero_model(self, set_to_none: bool = True) -> None:
+        """`zero_grad` of the model."""
+        self.model.zero_grad(set_to_none)
+
+    def reset(self) -> None:
+        """The model's `reset` after an exception; on one process, drop what a broken backward left behind."""
+        if self.sharded is not None:
+            self.sharded.reset()
+
+    def add_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        """One more optimizer on the model."""
+        optimizer = optimizer_fn(self.model)
+        return optimizer if self.sharded is None else fully_shard_optimizer(optimizer)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer sees, by canonical name."""
+        return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
+
+    # ---- notes --------------------------------------------------------------------------------------------------
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss; over the ranks its mean is compared."""
+        self.recording.losses.append(loss.item())
+
+    def note(self, label: str, values: Values) -> None:
+        """Note whole tensors, the same on every rank."""
+        copies = {name: None if value is None else value.detach().clone() for name, value in values.items()}
+        self.recording.notes.append((label, copies))
+
+    def note_gradients(self, label: str = "gradients") -> None:
+        """Note every gradient, None included."""
+        if self.sharded is not None:
+            self.note(label, self.sharded.full_gradients())
+        else:
+            self.note(label, {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad})
+
+    def note_parameters(self, label: str = "parameters") -> None:
+        """Note every main weight."""
+        named = self.sharded.full_parameters() if self.sharded is not None else dict(self.model.named_parameters())
+        self.note(label, named)
+
+    def step(self) -> None:
+        """Note the gradients, step and note the weights, then zero."""
+        self.note_gradients()
+        self.optimizer.step()
+        self.note_parameters()
+        self.optimizer.zero_grad()
+
+    def train(self, *indices: int) -> None:
+        """One ordinary step for each batch."""
+        for index in indices:
+            self.loss(index).backward()
+            self.step()
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def run_sharded(jobs: Sequence[tuple[Scenario, Setting]]) -> list[Outcome]:
+    """Run scenarios one after another on this rank."""
+    outcomes = []
+    for scenario, setting in jobs:
+        run = Run(scenario, setting, dist.get_world_size())
+        try:
+            scenario.script(run)
+        except Exception as error:
+            error.add_note(f"in {scenario.script.__name__} with {setting}")
+            raise
+        recording = run.recording
+        notes = recording.notes if dist.get_rank() == 0 else None
+        outcomes.append(Outcome(recording.losses, _digest(recording), notes))
+    return outcomes
+
+
+@cache
+def reference(scenario: Scenario, num_ranks: int = 1) -> Recording:
+    """Run a scenario on this process alone, on one thread as the ranks do.
+
+    Args:
+        scenario: What to run.
+        num_ranks: For how many ranks it stands; matters to scripts that ask.
+    """
+    with _one_thread():
+        run = Run(scenario, None, num_ranks)
+        scenario.script(run)
+    return run.recording
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _digest(recording: Recording) -> list[tuple[str, str, int]]:
+    return [
+        (label, name, -1 if value is None else _checksum(value))
+        for label, values in recording.notes
+        for name, value in values.items()
+    ]
+
+
+def _checksum(value: Tensor) -> int:
+    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def assert_parity(outcomes: Sequence[Outcome], expected: Recording, tolerance: Tolerance) -> None:
+    """Assert that all ranks agree bit for bit, and with the expected recording within the tolerance."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.digest == outcomes[0].digest, f"rank {rank} holds other values than rank 0"
+    losses = [sum(of_ranks) / len(outcomes) for of_ranks in zip(*(o.losses for o in outcomes), strict=True)]
+    assert len(losses) == len(expected.losses)
+    for position, (got, want) in enumerate(zip(losses, expected.losses, strict=True)):
+        allowed = tolerance.atol + (tolerance.rtol + tolerance.of_largest) * abs(want)
+        assert math.isclose(got, want, rel_tol=0.0, abs_tol=allowed), f"loss {position}: got {got}, expected {want}"
+    notes = outcomes[0].notes
+    assert notes is not None
+    assert [label for label, _ in notes] == [label for label, _ in expected.notes]
+    for position, ((label, got_values), (_, want_values)) in enumerate(zip(notes, expected.notes, strict=True)):
+        try:
+            assert_values(got_values, want_values, tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"note {position} ({label}): {error}") from None
+
+
+def assert_values(actual: Values, expected: Values, tolerance: Tolerance) -> None:
+    """Assert the same names, None for the same names, and equal tensors within the tolerance."""
+    absent = {name for name, value in expected.items() if value is None}
+    assert {name for name, value in actual.items() if value is None} == absent, "other values are None than expected"
+    got = {name: value for name, value in actual.items() if value is not None}
+    want = {name: value for name, value in expected.items() if value is not None}
+    assert got.keys() == want.keys(), f"names differ: {sorted(got.keys() ^ want.keys())}"
+    for name, value in want.items():
+        atol = tolerance.atol + (tolerance.of_largest * value.abs().max().item() if tolerance.of_largest else 0.0)
+        assert_equal_tensors({name: got[name]}, {name: value}, tolerance.rtol, atol)

@@ -1,0 +1,345 @@
+"""Bad input is refused in one sentence, alike on every rank, and nobody is left waiting.
+
+Each case runs on two ranks; the call is part of the case, and so is what the message has to say: what was given, what is
+allowed, what to do. After all cases the same processes shard a good model, so nothing half-done may be left.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, Net, build, mesh, message_of, train
+
+Message = tuple[str, str]
+
+
+def shard(module: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
+    given = {"device_mesh": mesh(), "fsdp_unit_modules": [Layer], **arguments}
+    return fully_shard_model(build() if module is None else module, **given)
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def unknown_strategy_name() -> None:
+    shard(zero_dp_strategy="zero3")
+
+
+def unknown_strategy_number() -> None:
+    shard(zero_dp_strategy=4)
+
+
+def strategy_true() -> None:
+    shard(zero_dp_strategy=True)
+
+
+def unknown_outer_strategy() -> None:
+    shard(outer_dp_sharding_strategy="hsdp")
+
+
+def missing_shard_dimension() -> None:
+    shard(dp_shard_dim="dp_shard")
+
+
+def missing_tensor_parallel_dimension() -> None:
+    shard(dp_shard_dim="dp", tp_dim="tp")
+
+
+def unnamed_shard_dimension_of_two() -> None:
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    shard(device_mesh=grid)
+
+
+def mesh_without_names() -> None:
+    shard(device_mesh=DeviceMesh("cpu", [0, 1]))
+
+
+def tensor_parallel_ranks() -> None:
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    shard(device_mesh=grid, dp_shard_dim="dp", tp_dim="tp")
+
+
+def outer_dimension_without_group() -> None:
+    shard(dp_outer_dim="dp_outer")
+
+
+def hybrid_group_without_dimension() -> None:
+    shard(hybrid_fsdp_group=dist.group.WORLD)
+
+
+def class_that_matches_nothing() -> None:
+    shard(fsdp_unit_modules=[nn.Conv2d])
+
+
+def import_path_that_does_not_exist() -> None:
+    shard(fsdp_unit_modules=["tests.support.api_net.Layr"])
+
+
+def import_path_without_module() -> None:
+    shard(fsdp_unit_modules=["Layer"])
+
+
+def bare_class_of_units() -> None:
+    shard(fsdp_unit_modules=Layer)
+
+
+def unit_entry_that_is_no_module() -> None:
+    shard(fsdp_unit_modules=[int])
+
+
+def meta_parameters() -> None:
+    with torch.device("meta"):
+        model = Net()
+    shard(model)
+
+
+def partly_meta_parameters() -> None:
+    model = build()
+    model.head = nn.Linear(5, 3, device="meta")
+    shard(model)
+
+
+class _Elsewhere(nn.Parameter):
+    """A parameter that claims to lie on a CUDA device, since a CPU build has no second device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def mixed_devices() -> None:
+    model = build()
+    model.gain = _Elsewhere(torch.ones(4))
+    shard(model)
+
+
+def device_that_is_not_of_the_mesh() -> None:
+    shard(device="meta")
+
+
+def no_parameters() -> None:
+    shard(nn.ReLU(), fsdp_unit_modules=None)
+
+
+def wrapped_twice() -> None:
+    shard(shard())
+
+
+def inner_module_wrapped_again() -> None:
+    shard(shard().module)
+
+
+def part_of_a_sharded_model_wrapped_again() -> None:
+    whole = shard()
+    shard(whole.module.get_submodule("layers.0"), fsdp_unit_modules=None)
+
+
+def sharded_part_inside_a_model() -> None:
+    model = build()
+    model.layers[0] = shard(build().layers[0], fsdp_unit_modules=None)  # type: ignore[index]
+    shard(model)
+
+
+def policy_that_is_a_name() -> None:
+    shard(mixed_precision_policy="bf16")
+
+
+def mesh_that_is_a_name() -> None:
+    shard(device_mesh="cpu")
+
+
+def legacy_keyword_that_contradicts() -> None:
+    shard(report_nan_in_param_grad=True, check_for_nan_in_grad=False)
+
+
+def empty_optimizer() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["params"] = []
+    fully_shard(model, optimizer, mesh())
+
+
+def optimizer_of_another_model() -> None:
+    fully_shard(build(), torch.optim.SGD(build().parameters(), lr=0.1), mesh())
+
+
+def optimizer_with_one_foreign_parameter() -> None:
+    model, foreign = build(), nn.Parameter(torch.ones(2, 7))
+    groups = [{"params": [model.gain]}, {"params": [model.head.bias, foreign]}]
+    fully_shard(model, torch.optim.SGD(groups, lr=0.1), mesh())
+
+
+def empty_optimizer_of_a_sharded_model() -> None:
+    optimizer = torch.optim.SGD(shard().parameters(), lr=0.1)
+    optimizer.param_groups[0]["params"] = []
+    fully_shard_optimizer(optimizer)
+
+
+def optimizer_of_an_unsharded_model() -> None:
+    fully_shard_optimizer(torch.optim.SGD(build().parameters(), lr=0.1))
+
+
+def optimizer_over_two_sharded_models() -> None:
+    first, second = shard(), shard()
+    fully_shard_optimizer(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+
+
+def optimizer_over_sharded_and_plain_parameters() -> None:
+    model = shard()
+    fully_shard_optimizer(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2, 7))], lr=0.1))
+
+
+def optimizer_of_a_deleted_model() -> None:
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    del model
+    fully_shard_optimizer(optimizer)
+
+
+CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
+    unknown_strategy_name: (
+        "ConfigurationError",
+        (
+            "zero_dp_strategy='zero3' is not a sharding strategy; give one of 0 or \"no_shard\", 1 or \"optim\", 2 or "
+            '"optim_grads", 3 or "optim_grads_params".',
+        ),
+    ),
+    unknown_strategy_number: ("ConfigurationError", ("zero_dp_strategy=4 is not a sharding strategy; give one of 0",)),
+    strategy_true: ("ConfigurationError", ("zero_dp_strategy=True is not a sharding strategy; give one of 0",)),
+    unknown_outer_strategy: (
+        "ConfigurationError",
+        ("outer_dp_sharding_strategy='hsdp' is not a sharding strategy; give one of 0",),
+    ),
+    missing_shard_dimension: (
+        "ConfigurationError",
+        ("dp_shard_dim='dp_shard' is not a dimension of the device mesh, which has 'dp'; give one of these",),
+    ),
+    missing_tensor_parallel_dimension: (
+        "ConfigurationError",
+        ("tp_dim='tp' is not a dimension of the device mesh, which has 'dp'; give one of these",),
+    ),
+    unnamed_shard_dimension_of_two: ("ConfigurationError", ("dp_shard_dim is missing; name the mesh dimension",)),
+    mesh_without_names: ("ConfigurationError", ("dp_shard_dim", "name")),
+    tensor_parallel_ranks: ("NotSupportedYetError", ("tp_dim='tp' has 2 ranks", "use a tensor-parallel size of 1")),
+    outer_dimension_without_group: (
+        "ConfigurationError",
+        ("dp_outer_dim is given without hybrid_fsdp_group; hybrid sharding needs both, plain sharding neither",),
+    ),
+    hybrid_group_without_dimension: (
+        "ConfigurationError",
+        ("hybrid_fsdp_group is given without dp_outer_dim; hybrid sharding needs both, plain sharding neither",),
+    ),
+    class_that_matches_nothing: (
+        "ConfigurationError",
+        ("fsdp_unit_modules names Conv2d, but no module of that class holds parameters in this model", "Layer (2 x)"),
+    ),
+    import_path_that_does_not_exist: (
+        "ConfigurationError",
+        ("fsdp_unit_modules has 'tests.support.api_net.Layr', but 'tests.support.api_net' has no 'Layr'", "'Layer'"),
+    ),
+    import_path_without_module: (
+        "ConfigurationError",
+        ("fsdp_unit_modules has 'Layer', which is not a complete import path; did you mean 'tests.support.api_net.Layer'",),
+    ),
+    bare_class_of_units: ("TypeError", ("fsdp_unit_modules=Layer is not a list", "write fsdp_unit_modules=[...]")),
+    unit_entry_that_is_no_module: ("TypeError", ("int", "not a subclass of torch.nn.Module; give classes")),
+    meta_parameters: (
+        "ConfigurationError",
+        ("7 of 7 parameters are on the meta device (such as gain", "init_model_with_meta_device is False", "materialise"),
+    ),
+    partly_meta_parameters: ("ConfigurationError", ("2 of 7 parameters are on the meta device (such as head.weight",)),
+    mixed_devices: (
+        "ConfigurationError",
+        ("parameters lie on 2 devices (", "head.weight on cpu", "gain on cuda:0", "move the model to one device first"),
+    ),
+    device_that_is_not_of_the_mesh: ("ConfigurationError", ("device=", "meta", "cpu")),
+    no_parameters: ("ConfigurationError", ("ReLU has no parameters; there is nothing to shard",)),
+    wrapped_twice: ("ConfigurationError", ("the model is a MegatronFSDP already; wrap a model once",)),
+    inner_module_wrapped_again: ("ConfigurationError", ("the model is sharded already (7 of 7 parameters, such as gain)",)),
+    part_of_a_sharded_model_wrapped_again: ("ConfigurationError", ("the model is sharded already (2 of 2 parameters",)),
+    sharded_part_inside_a_model: ("ConfigurationError", ("the model is sharded already (2 of 7 parameters, such as la",)),
+    policy_that_is_a_name: ("TypeError", ("mixed_precision_policy='bf16'", "MixedPrecisionPolicy")),
+    mesh_that_is_a_name: ("TypeError", ("device_mesh='cpu'", "DeviceMesh")),
+    legacy_keyword_that_contradicts: (
+        "ConfigurationError",
+        ("check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True; leave the former out.",),
+    ),
+    empty_optimizer: ("ConfigurationError", ("the optimizer has no parameters; build it on the parameters of the model",)),
+    optimizer_of_another_model: (
+        "ConfigurationError",
+        ("parameter 0 of param_groups[0] (shape (4,)) is not a", "would train nothing", "build the optimizer on"),
+    ),
+    optimizer_with_one_foreign_parameter: ("ConfigurationError", ("parameter 1 of param_groups[1] (shape (2, 7)) is not",)),
+    empty_optimizer_of_a_sharded_model: (
+        "ConfigurationError",
+        ("the optimizer has no parameters; build it on model.parameters() after fully_shard_model",),
+    ),
+    optimizer_of_an_unsharded_model: (
+        "ConfigurationError",
+        ("the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after",),
+    ),
+    optimizer_over_two_sharded_models: ("ConfigurationError", ("parameter 7 of param_groups[0] (shape (4,)) is not a sha",)),
+    optimizer_over_sharded_and_plain_parameters: (
+        "ConfigurationError",
+        ("parameter 7 of param_groups[0] (shape (2, 7)) is not a sharded parameter of the model",),
+    ),
+    optimizer_of_a_deleted_model: ("ConfigurationError", ("deleted",)),
+}
+
+
+def refusals() -> tuple[dict[str, Message | None], bool]:
+    """What each case raised (None: nothing), and whether a good model can be trained after all that."""
+    found: dict[str, Message | None] = {}
+    for case in CASES:
+        found[case.__name__] = None
+        try:
+            case()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent looks at it
+            found[case.__name__] = message_of(error)
+    model = shard()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    return found, all(bool(value.isfinite().all()) for value in model.full_parameters().values())
+
+
+@pytest.fixture(scope="module")
+def by_rank(run_ranks: RunRanks) -> list[tuple[dict[str, Message | None], bool]]:
+    return run_ranks(2, refusals)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_is_refused_with_the_same_clear_message_on_every_rank(
+    case: Callable[[], None], by_rank: list[tuple[dict[str, Message | None], bool]]
+) -> None:
+    first, second = (found[case.__name__] for found, _ in by_rank)
+    assert first is not None, "was accepted"
+    assert first == second
+    kind, parts = CASES[case]
+    assert first[0] == kind, first
+    assert [part for part in parts if part not in first[1]] == [], first[1]
+    assert "\n" not in first[1]
+
+
+def test_a_good_model_trains_after_every_refusal(by_rank: list[tuple[dict[str, Message | None], bool]]) -> None:
+    assert [trained for _, trained in by_rank] == [True, True]
+
+
+def test_configuration_errors_are_value_errors() -> None:
+    assert issubclass(ConfigurationError, ValueError)
+
+
+def test_without_a_process_group_it_says_how_to_get_one() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ConfigurationError) as caught:
+        fully_shard_model(build())
+    assert str(caught.value) == (
+        "torch.distributed is not initialised; start the program with torchrun and call "
+        "torch.distributed.init_process_group() before sharding"
+    )

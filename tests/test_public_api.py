@@ -1,0 +1,265 @@
+"""Names, order and defaults of the public API, and what importing it does not do. Clients inspect these signatures."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_fsdp
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.support.source_tree import SOURCE
+
+REQUIRED = "required"
+POLICY = MixedPrecisionPolicy(torch.float32, None, None)
+
+MODEL_ARGUMENTS: list[tuple[str, Any]] = [
+    ("device_mesh", None),
+    ("dp_shard_dim", None),
+    ("dp_outer_dim", None),
+    ("tp_dim", None),
+    ("hybrid_fsdp_group", None),
+    ("hybrid_fsdp_expt_group", None),
+    ("expt_device_mesh", None),
+    ("fsdp_group_ag", None),
+    ("expt_fsdp_group_ag", None),
+    ("fsdp_unit_modules", None),
+    ("zero_dp_strategy", 3),
+    ("outer_dp_sharding_strategy", 0),
+    ("device", None),
+    ("init_model_with_meta_device", False),
+    ("mixed_precision_policy", POLICY),
+    ("overlap_grad_reduce", True),
+    ("overlap_param_gather", True),
+    ("sync_model_each_microbatch", True),
+    ("preproc_state_dict_for_dcp_ckpt", True),
+    ("report_nan_in_param_grad", False),
+    ("average_in_collective", False),
+    ("disable_bucketing", False),
+    ("calculate_per_token_loss", False),
+    ("keep_fp8_transpose_cache", False),
+    ("nccl_ub", False),
+    ("fsdp_double_buffer", False),
+    ("fsdp_db_use_persist_buf_on_alloc_fail", False),
+    ("disable_symmetric_registration", False),
+    ("enable_fine_grained_param_gather", False),
+    ("use_decoupled_grad", False),
+    ("cuda_graph_mode", False),
+    ("maxpool_double_buffer", False),
+]
+LEGACY_ARGUMENTS: list[tuple[str, Any]] = [
+    ("grad_reduce_in_fp32", None),
+    ("preserve_fp32_weights", None),
+    ("check_for_nan_in_grad", None),
+    ("keep_fp8_transpose_cache_when_using_custom_fsdp", None),
+]
+
+SIGNATURES: dict[str, list[tuple[str, Any]]] = {
+    "fully_shard_model": [("module", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS],
+    "fully_shard_optimizer": [("optimizer", REQUIRED), ("preproc_state_dict_for_dcp_ckpt", True)],
+    "fully_shard": [("module", REQUIRED), ("optimizer", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS],
+    "MegatronFSDP": [
+        ("module", REQUIRED),
+        ("dist_index", REQUIRED),
+        ("ddp_config", None),
+        ("mixed_precision_policy", POLICY),
+        ("fsdp_unit_modules", None),
+        ("disable_bucketing", False),
+        ("device", None),
+        ("calculate_per_token_loss", False),
+        ("init_model_with_meta_device", False),
+        ("sync_model_each_microbatch", False),
+        ("keep_fp8_transpose_cache", False),
+        ("nccl_ub", False),
+        ("fsdp_double_buffer", False),
+        ("fsdp_db_use_persist_buf_on_alloc_fail", False),
+        ("disable_symmetric_registration", False),
+        ("enable_fine_grained_param_gather_hook", False),
+        ("enable_fine_grained_param_gather_backward_hook", False),
+        ("fine_grained_recurse_module_types", None),
+        ("report_nan_in_param_grad", False),
+    ],
+    "MixedPrecisionPolicy": [
+        ("main_params_dtype", torch.float32),
+        ("main_grads_dtype", None),
+        ("grad_comm_dtype", None),
+    ],
+    "FSDPDistributedIndex": [
+        ("device_mesh", REQUIRED),
+        ("dp_shard_dim", None),
+        ("dp_outer_dim", None),
+        ("tp_dim", None),
+        ("hybrid_fsdp_group", None),
+        ("hybrid_fsdp_expt_group", None),
+        ("hsdp_outer_dp_shard", False),
+        ("expt_device_mesh", None),
+        ("fsdp_group_ag", None),
+        ("expt_fsdp_group_ag", None),
+    ],
+}
+
+CONFIG_FIELDS: dict[str, Any] = {
+    "grad_reduce_in_fp32": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "align_param_gather": False,
+    "use_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
+    "check_for_nan_in_grad": False,
+    "check_for_large_grads": False,
+    "bucket_size": None,
+    "num_buckets": None,
+    "pad_buckets_for_high_nccl_busbw": False,
+    "reduce_scatter_with_fp32_accumulation": False,
+    "param_name_patterns_for_fp32_local_accumulation": (),
+    "average_in_collective": False,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_megatron_fsdp": False,
+    "megatron_fsdp_version": 1,
+    "use_custom_fsdp": False,
+    "data_parallel_sharding_strategy": "no_shard",
+    "gradient_reduce_div_fusion": True,
+    "suggested_communication_unit_size": None,
+    "keep_fp8_transpose_cache": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "fsdp_all_gather_in_start_param_sync": True,
+    "outer_dp_sharding_strategy": "no_shard",
+    "disable_symmetric_registration": False,
+    "fsdp_manual_registration": False,
+    "delay_wgrad_compute": False,
+    "megatron_fsdp_main_params_dtype": torch.float32,
+    "megatron_fsdp_main_grads_dtype": None,
+    "megatron_fsdp_grad_comm_dtype": None,
+    "megatron_fsdp_use_decoupled_grad": False,
+    "megatron_fsdp_cuda_graph_mode": False,
+    "megatron_fsdp_enable_fine_grained_param_gather": False,
+    "megatron_fsdp_max_pool_double_buffer": False,
+}
+
+DUNDERS = (
+    "__version__ __shortversion__ __package_name__ __contact_names__ __contact_emails__ __homepage__ __repository_url__ "
+    "__download_url__ __description__ __license__ __keywords__"
+).split()
+
+
+def arguments_of(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Names and defaults in order; every argument must be explicit."""
+    listed = []
+    for parameter in inspect.signature(function).parameters.values():
+        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameter
+        listed.append((parameter.name, REQUIRED if parameter.default is parameter.empty else parameter.default))
+    return listed
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_have_the_published_names_order_and_defaults(name: str) -> None:
+    assert arguments_of(getattr(megatron_fsdp, name)) == SIGNATURES[name]
+
+
+def test_the_config_has_every_published_field_and_default() -> None:
+    assert dict(arguments_of(megatron_fsdp.DistributedDataParallelConfig)) == CONFIG_FIELDS
+
+
+def test_the_package_exports_the_published_names() -> None:
+    public = {name for name in megatron_fsdp.__all__ if not name.startswith("__")}
+    assert public == {
+        "DistributedDataParallelConfig",
+        "FSDPDistributedIndex",
+        "MegatronFSDP",
+        "MixedPrecisionPolicy",
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+    }
+
+
+def test_the_package_says_who_it_is() -> None:
+    values = {name: getattr(megatron_fsdp, name) for name in DUNDERS}
+    assert all(isinstance(value, str) for value in values.values())
+    assert set(DUNDERS) <= set(megatron_fsdp.__all__)
+    assert values["__package_name__"] == "megatron_fsdp"
+    assert values["__version__"].startswith(values["__shortversion__"] + ".")
+    assert values["__license__"] == "Apache-2.0"
+
+
+def test_fully_shard_is_a_function_and_a_submodule() -> None:
+    submodule = importlib.import_module("megatron_fsdp.fully_shard")
+    assert isinstance(submodule, ModuleType)
+    assert inspect.isfunction(megatron_fsdp.fully_shard)
+    assert submodule.fully_shard is megatron_fsdp.fully_shard
+    assert submodule.fully_shard_model is megatron_fsdp.fully_shard_model
+    assert submodule.fully_shard_optimizer is megatron_fsdp.fully_shard_optimizer
+    assert submodule.MixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
+    assert [strategy.name for strategy in submodule.ShardingStrategy] == [
+        "no_shard",
+        "optim",
+        "optim_grads",
+        "optim_grads_params",
+    ]
+
+
+def test_the_wrapper_class_is_importable_by_its_path() -> None:
+    submodule = importlib.import_module("megatron_fsdp.megatron_fsdp")
+    assert submodule.MegatronFSDP is megatron_fsdp.MegatronFSDP
+
+
+# ---- what an import does not do --------------------------------------------------------------------------------------
+
+_IMPORT = """
+import json, logging, os, signal, sys, threading, warnings
+import torch, torch.distributed
+import torch.distributed.tensor, torch.distributed.device_mesh
+
+def state():
+    ours = [name for name in list(logging.root.manager.loggerDict) if name.startswith("megatron_fsdp")]
+    loggers = [logging.getLogger(), *map(logging.getLogger, ours)]  # torch's own modules add handlers to theirs
+    return {
+        "group": torch.distributed.is_initialized(),
+        "cuda": torch.cuda.is_initialized(),
+        "handlers": sum(len(logger.handlers) for logger in loggers),
+        "level": logging.getLogger("megatron_fsdp").level,
+        "warnings": len(warnings.filters),
+        "environment": dict(os.environ),
+        "random": torch.get_rng_state().sum().item(),
+        "dtype": str(torch.get_default_dtype()),
+        "threads": [torch.get_num_threads(), threading.active_count()],
+        "interrupt": str(signal.getsignal(signal.SIGINT)),
+        "excepthook": str(sys.excepthook),
+    }
+
+before = state()
+import megatron_fsdp
+after = state()
+import megatron_fsdp.fully_shard
+from megatron_fsdp.fully_shard import fully_shard_optimizer
+unexpected = [name for name in ("transformers", "rich", "matplotlib", "tokenizers", "pytest") if name in sys.modules]
+print(json.dumps([before, after, callable(megatron_fsdp.fully_shard), unexpected]))
+"""
+
+
+def test_import_has_no_side_effects() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _IMPORT],
+        env={"PYTHONPATH": str(SOURCE), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    before, after, is_callable, unexpected = json.loads(done.stdout)
+    assert after == before
+    assert (before["group"], before["cuda"]) == (False, False)
+    assert is_callable, "after `import megatron_fsdp.fully_shard` the attribute must still be the function"
+    assert unexpected == []

@@ -1,0 +1,180 @@
+"""Arguments of later versions exist and are refused by name when set, before anything else happens.
+
+There is no process group here, so whatever is refused is refused without a collective, and alike on every rank.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSupportedYetError
+
+PLACEHOLDER: Any = "stands for a process group or a mesh"
+
+LATER_ARGUMENTS: list[dict[str, Any]] = [
+    {"dp_outer_dim": "dp_outer", "hybrid_fsdp_group": PLACEHOLDER},
+    {"hybrid_fsdp_expt_group": PLACEHOLDER},
+    {"expt_device_mesh": PLACEHOLDER},
+    {"fsdp_group_ag": PLACEHOLDER},
+    {"expt_fsdp_group_ag": PLACEHOLDER},
+    {"outer_dp_sharding_strategy": 1},
+    {"outer_dp_sharding_strategy": "optim"},
+    {"init_model_with_meta_device": True},
+    {"preproc_state_dict_for_dcp_ckpt": False},
+    {"disable_bucketing": True},
+    {"keep_fp8_transpose_cache": True},
+    {"nccl_ub": True},
+    {"fsdp_double_buffer": True},
+    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+    {"disable_symmetric_registration": True},
+    {"enable_fine_grained_param_gather": True},
+    {"use_decoupled_grad": True},
+    {"cuda_graph_mode": True},
+    {"maxpool_double_buffer": True},
+]
+
+LATER_CLASS_ARGUMENTS: list[dict[str, Any]] = [
+    {"disable_bucketing": True},
+    {"init_model_with_meta_device": True},
+    {"keep_fp8_transpose_cache": True},
+    {"nccl_ub": True},
+    {"fsdp_double_buffer": True},
+    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+    {"disable_symmetric_registration": True},
+    {"enable_fine_grained_param_gather_hook": True},
+    {"enable_fine_grained_param_gather_backward_hook": True},
+    {"fine_grained_recurse_module_types": [nn.Linear]},
+]
+
+LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
+    {"align_param_gather": True},
+    {"use_distributed_optimizer": True},
+    {"num_distributed_optimizer_instances": 2},
+    {"check_for_large_grads": True},
+    {"bucket_size": 1000},
+    {"num_buckets": 2},
+    {"pad_buckets_for_high_nccl_busbw": True},
+    {"reduce_scatter_with_fp32_accumulation": True},
+    {"param_name_patterns_for_fp32_local_accumulation": ("*norm*",)},
+    {"fp8_param_gather": True},
+    {"fp4_param_gather": True},
+    {"suggested_communication_unit_size": 1000},
+    {"keep_fp8_transpose_cache": True},
+    {"fsdp_double_buffer": True},
+    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+    {"outer_dp_sharding_strategy": "optim"},
+    {"disable_symmetric_registration": True},
+    {"fsdp_manual_registration": True},
+    {"delay_wgrad_compute": True},
+    {"megatron_fsdp_use_decoupled_grad": True},
+    {"megatron_fsdp_cuda_graph_mode": True},
+    {"megatron_fsdp_enable_fine_grained_param_gather": True},
+]
+
+CONFIG_FIELDS_THAT_NOTHING_READS: list[dict[str, Any]] = [
+    {"grad_reduce_in_fp32": True},
+    {"gradient_reduce_div_fusion": False},
+    {"fsdp_all_gather_in_start_param_sync": False},
+    {"megatron_fsdp_version": 2},
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_process_group() -> None:
+    assert not dist.is_initialized()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(NotSupportedYetError) as caught:
+        call()
+    assert isinstance(caught.value, NotImplementedError)
+    return str(caught.value)
+
+
+def names(arguments: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in arguments.items())
+
+
+@pytest.mark.parametrize("arguments", LATER_ARGUMENTS, ids=names)
+def test_functions_refuse_arguments_of_later_versions_by_name(arguments: dict[str, Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    from_model = refusal(lambda: fully_shard_model(model, **arguments))
+    from_both = refusal(lambda: fully_shard(model, optimizer, **arguments))
+    assert from_model == from_both
+    for name, value in arguments.items():
+        assert f"{name}={value!r} (default " in from_model
+    assert from_model.startswith("not supported yet: ")
+    assert "; this version accepts the default only, so leave " in from_model
+
+
+def test_one_message_names_every_argument_at_fault() -> None:
+    message = refusal(lambda: fully_shard_model(nn.Linear(2, 2), nccl_ub=True, cuda_graph_mode=True))
+    assert message.startswith("not supported yet: nccl_ub=True (default False), cuda_graph_mode=True (default False); ")
+
+
+def test_the_optimizer_function_refuses_state_dicts_without_preparation() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    message = refusal(lambda: fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False))
+    assert "preproc_state_dict_for_dcp_ckpt=False (default True)" in message
+
+
+def test_a_legacy_keyword_of_a_later_argument_is_refused_under_its_present_name() -> None:
+    with pytest.warns(FutureWarning, match="keep_fp8_transpose_cache_when_using_custom_fsdp=True is deprecated"):
+        message = refusal(
+            lambda: fully_shard_model(nn.Linear(2, 2), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
+        )
+    assert "keep_fp8_transpose_cache=True (default False)" in message
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"outer_dp_sharding_strategy": 0}, {"outer_dp_sharding_strategy": "no_shard"}, {"nccl_ub": False}]
+)
+def test_defaults_may_be_written_out(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="torch.distributed is not initialised"):
+        fully_shard_model(nn.Linear(2, 2), **arguments)
+
+
+@pytest.mark.parametrize("arguments", LATER_CLASS_ARGUMENTS, ids=names)
+def test_the_class_refuses_arguments_of_later_versions_by_name(arguments: dict[str, Any]) -> None:
+    index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
+    message = refusal(lambda: MegatronFSDP(nn.Linear(2, 2), index, **arguments))
+    for name, value in arguments.items():
+        assert f"{name}={value!r} (default " in message
+
+
+@pytest.mark.parametrize("fields", LATER_CONFIG_FIELDS, ids=names)
+def test_the_class_refuses_config_fields_of_later_versions_by_name(fields: dict[str, Any]) -> None:
+    index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
+    config = DistributedDataParallelConfig(**fields)
+    message = refusal(lambda: MegatronFSDP(nn.Linear(2, 2), index, config))
+    for name, value in fields.items():
+        assert f"{name}={value!r} (default " in message
+
+
+@pytest.mark.parametrize("fields", CONFIG_FIELDS_THAT_NOTHING_READS, ids=names)
+def test_the_class_refuses_or_warns_of_a_config_field_that_it_does_not_read(fields: dict[str, Any]) -> None:
+    index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            MegatronFSDP(nn.Linear(2, 2), index, DistributedDataParallelConfig(**fields))
+        except MegatronFSDPError as error:
+            said.append(str(error))
+        except AttributeError:  # the index is hollow, so an accepted config leads here
+            said += [str(warning.message) for warning in caught]
+    assert any(name in text for name in fields for text in said), f"{fields} was taken in silence"
