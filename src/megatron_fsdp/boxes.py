@@ -5,8 +5,8 @@
                                      x x x
                                      . . .        (a tail would follow here)
 
-Checkpoint formats describe a shard by offsets and lengths per dimension, and a shard that is cut inside a row is not one box
-but a few: at most 2 * ndim - 1.
+Checkpoint formats describe a shard by offsets and lengths per dimension, and a shard that is cut inside a row is not
+one box but a few: at most 2 * ndim - 1.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def fully_shard_model(
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
         sync_model_each_microbatch: Make gradients final and visible after every backward.
-        preproc_state_dict_for_dcp_ckpt: Only True yet: tensors of the state dicts tell torch.distributed.checkpoint
-            which part of the global tensor they hold.
+        preproc_state_dict_for_dcp_ckpt: Let the tensors of state dicts tell torch.distributed.checkpoint which part of
+            the global tensor they hold. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Let the collective average in place of a sum and a factor.
         disable_bucketing: Not supported yet.

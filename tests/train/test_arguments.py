@@ -25,6 +25,10 @@ def test_options_win_over_the_preset() -> None:
     assert settings.dtype is torch.float32
 
 
+def test_a_run_without_time_limit_is_possible() -> None:
+    assert resolve_settings(parse_arguments(["--minutes", "inf"]), "cpu").arguments.minutes == float("inf")
+
+
 def test_short_run_gets_a_short_warm_up() -> None:
     assert resolve_settings(Arguments(preset="cpu-small", steps=30), "cpu").preset.warmup == 3
 
@@ -43,7 +47,7 @@ def test_each_strategy_has_a_name_and_a_number(strategy: ShardingStrategy) -> No
         ({"learning_rate": 0.0}, "--learning-rate 0.0 is not possible: give a number above 0"),
         ({"clip": float("nan")}, "--clip nan is not possible"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 is not possible: give 0 or more"),
-        ({"minutes": float("inf")}, "--minutes inf is not possible"),
+        ({"minutes": float("nan")}, "--minutes nan is not possible"),
         ({"warmup": 50, "steps": 50}, "--warmup 50 does not end within 50 steps"),
         ({"prompt": ""}, "--prompt '' is not possible"),
     ],

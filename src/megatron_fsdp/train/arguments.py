@@ -43,8 +43,8 @@ class Arguments:
     """Processes to start; default: one per accelerator, or two on a CPU."""
     steps: int | None = None
     """Optimizer steps."""
-    minutes: float | None = None
-    """End training after this time even if steps are left."""
+    minutes: float = 5.0
+    """End training after this time even if steps are left (inf: never)."""
     batch_size: int | None = None
     """Samples per rank and microbatch."""
     sequence_length: int | None = None
@@ -108,7 +108,9 @@ def check_arguments(arguments: Arguments) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"{_option(name)} {value} is not possible: give 1 or more")
-    for name in ("learning_rate", "minutes", "clip"):
+    if not arguments.minutes > 0.0:
+        raise ConfigurationError(f"--minutes {arguments.minutes} is not possible: give a number above 0, or inf")
+    for name in ("learning_rate", "clip"):
         value = getattr(arguments, name)
         if value is not None and not 0.0 < value < float("inf"):
             raise ConfigurationError(f"{_option(name)} {value} is not possible: give a number above 0")

@@ -81,7 +81,7 @@ class Outcome:
 
 def train(run: Run, watcher: Watcher) -> Outcome:
     """Train for as many steps as the settings allow, and tell the watcher."""
-    total, limit_s = run.settings.preset.steps, 60.0 * (run.settings.arguments.minutes or float("inf"))
+    total, limit_s = run.settings.preset.steps, 60.0 * run.settings.arguments.minutes
     evaluations = run.settings.arguments.evaluations
     evaluate_at = {total * (i + 1) // evaluations for i in range(evaluations)}
     pending: list[tuple[int, Tensor, Tensor]] = []

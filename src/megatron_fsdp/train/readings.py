@@ -86,7 +86,7 @@ def peak_bytes(model: MegatronFSDP, optimizer: torch.optim.Optimizer, device: to
 def describe_peak(device: torch.device) -> str:
     """Return what `peak_bytes` counts on this device."""
     if device.type == "cpu":
-        return "weights, gradients, optimizer state and communication; activations are not counted"
+        return "weights, gradients, optimizer, communication; no activations"
     return "all allocations on the device"
 
 

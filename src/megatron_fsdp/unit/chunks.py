@@ -1,8 +1,8 @@
 """Tell torch.distributed.checkpoint which part of a global tensor a local shard holds, by arithmetic on the layout.
 
-torch asks a DTensor for its chunks, and the DTensor asks its local tensor (`__create_chunk_list__`, `__create_write_items__`,
-`__get_tensor_shard__`) before it assumes an even split along dim 0. Ours are not even, and may be cut inside a row, so each
-local tensor gets these three as attributes. No rank has to be asked.
+torch asks a DTensor for its chunks, and the DTensor asks its local tensor (`__create_chunk_list__`,
+`__create_write_items__`, `__get_tensor_shard__`) before it assumes an even split along dim 0. Ours are not even, and
+may be cut inside a row, so each local tensor gets these three as attributes. No rank has to be asked.
 """
 
 from __future__ import annotations
