@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.contenders import FLOOR, OURS, PEERS
 from benchmarks.readings import Request, RunReading
@@ -68,10 +68,10 @@ def run(request: Request) -> RunReading:
     os.environ.update(rank_environment(os.environ, request.ranks, count_cores()))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop are no news
     threads = int(os.environ["OMP_NUM_THREADS"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "reading"
-        multiprocessing.spawn(run_rank, (request, store.port, threads, answer), nprocs=request.ranks)
+        spawn(run_rank, (request, store.port, threads, answer), nprocs=request.ranks)
         reading: RunReading = pickle.loads(answer.read_bytes())
     return reading
 
@@ -82,8 +82,8 @@ def command_of(request: Request) -> str:
     peers = [name for name in request.contenders if name in PEERS]
     return (
         f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
-        f"--steps {request.steps} --warmup {request.warmup} --strategies {' '.join(strategies)} --peers {' '.join(peers)} "
-        f"--grad-accumulation {request.microbatches} --dtype {request.dtype}"
+        f"--steps {request.steps} --warmup {request.warmup} --strategies {' '.join(strategies)} "
+        f"--peers {' '.join(peers)} --grad-accumulation {request.microbatches} --dtype {request.dtype}"
     )
 
 

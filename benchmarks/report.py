@@ -14,9 +14,9 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
 _FLOOR = "floor"
 _MEBIBYTE = 2**20
 _LEGEND = (
-    "Medians with quartiles in brackets. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios are "
-    "taken within a round. Held is live memory between steps, peak the most during a step, activations included, on the "
-    "rank with most. Collectives and bytes sent are per step and rank, where the contender counts them."
+    "Medians with quartiles in brackets. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios "
+    "are taken within a round. Held is live memory between steps, peak the most during one, activations included, on "
+    "the rank with most. Collectives and bytes sent are per step and rank, where the contender counts them."
 )
 
 
@@ -77,8 +77,8 @@ def disagreements(reading: RunReading, tolerance: float) -> list[str]:
         for step, (loss, expected) in enumerate(pairs):
             if not abs(loss - expected) <= tolerance * abs(expected):
                 found.append(
-                    f"{name}: loss {loss:.9g} at step {step}, one process on the whole batch has {expected:.9g}; a relative "
-                    f"difference of {tolerance:g} is allowed"
+                    f"{name}: loss {loss:.9g} at step {step}, one process on the whole batch has {expected:.9g}; a "
+                    f"relative difference of {tolerance:g} is allowed"
                 )
                 break
     return found

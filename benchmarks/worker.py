@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -38,7 +39,7 @@ def run_rank(rank: int, request: Request, store_port: int, threads: int, answer:
     device = torch.device("cpu") if request.device_type == "cpu" else torch.device(request.device_type, rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
-    store = dist.TCPStore("127.0.0.1", store_port)
+    store = TCPStore("127.0.0.1", store_port)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks)
     mesh = init_device_mesh(request.device_type, (request.ranks,), mesh_dim_names=("dp",))

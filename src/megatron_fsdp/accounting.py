@@ -9,6 +9,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
 
 ROOT_UNIT = 0
+BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class GroupFootprint:
     Attributes:
         unit: Index of its unit in the order of forward; 0 is the root.
         numel: Elements of the whole flat buffer, with padding, over all shards.
-        num_shards: Ranks on the sharding axis; divides ``numel`` wherever a buffer of the group is sharded. Under
-            ``no_shard`` these are the ranks that the gradient is reduced over.
+        num_shards: Ranks on the sharding axis, under every strategy; divides ``numel`` wherever a buffer of the group is
+            sharded.
         compute: Dtype of the weights that forward and backward use.
         main_params: Dtype of the weights that the optimizer updates.
         main_grads: Dtype in which gradients are accumulated.
@@ -85,7 +86,7 @@ class PersistentBytes:
 
 @dataclass(frozen=True)
 class TransientBytes:
-    """The most bytes that one rank holds during a step beyond the persistent ones (activations are not counted).
+    """Full-size memory that one rank borrows during a step; taken in the first step, lent again in all others.
 
     Attributes:
         gathered: Whole compute weights of the units that are gathered at a time.
@@ -101,6 +102,20 @@ class TransientBytes:
     def total(self) -> int:
         """Sum of all parts, in bytes."""
         return self.gathered + self.buckets + self.scratch
+
+
+@dataclass(frozen=True)
+class PassingBytes:
+    """Shard-sized tensors that come and go with each backward, besides persistent and borrowed memory.
+
+    Attributes:
+        local_sum: The sum of what a pairwise exchange received for one group; gone when it has been accumulated.
+        cast_grads: Gradients in the dtype of the main weights, where main gradients have another: they are made when
+            backward ends and are what `.grad` holds, until gradients are cleared.
+    """
+
+    local_sum: int
+    cast_grads: int
 
 
 @dataclass(frozen=True)
@@ -160,27 +175,61 @@ def transient_bytes(
     buckets: int = 2,
     scratch_bytes: int = 0,
 ) -> TransientBytes:
-    """Bound what is allocated during a step only.
+    """Count what is borrowed during a step.
+
+    The root has a place for its gathered weights and a bucket of its own; the other units take turns in slots and
+    buckets, each of which fits the largest of them. Inside one, the groups of a unit start at multiples of
+    `BLOCK_ALIGNMENT_BYTES`.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
         slots: How many units besides the root are gathered at a time.
-        buckets: How many gradient buckets are in flight at a time.
-        scratch_bytes: What the back end needs in addition, such as the receive buffer of a reduce-scatter that is built
-            from an all-to-all.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time. Where reductions wait
+            for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``), that is all of
+            them.
+        scratch_bytes: What the back end needs in addition; ``exchange_scratch_bytes`` on gloo.
 
     Returns:
         Bytes per rank.
     """
-    weight_bytes = _bytes_by_unit(groups, lambda group: group.compute)
-    root_bytes = weight_bytes.pop(ROOT_UNIT, 0)
-    gathered = 0
-    if placements_for(strategy).compute_weight == (Placement.SHARD,):
-        gathered = root_bytes + min(slots, len(weight_bytes)) * max(weight_bytes.values(), default=0)
-    bucket_bytes = _bytes_by_unit((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
-    in_flight = min(buckets, len(bucket_bytes)) * max(bucket_bytes.values(), default=0)
-    return TransientBytes(gathered, in_flight, scratch_bytes)
+    in_slots = placements_for(strategy).compute_weight == (Placement.SHARD,)
+    gathered = _block_bytes((g for g in groups if in_slots and g.num_shards > 1), lambda group: group.compute)
+    filling = _bucket_bytes(groups)
+    return TransientBytes(_root_and_largest(gathered, slots), _root_and_largest(filling, buckets), scratch_bytes)
+
+
+def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> int:
+    """Bytes of the block into which a pairwise exchange receives gradients, where the back end needs one (gloo).
+
+    It is as large as the largest bucket, the root's included; units use it one after another. Nothing is exchanged
+    under ``no_shard`` or on one rank.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+    """
+    if placements_for(strategy).main_grad != (Placement.SHARD,) or all(group.num_shards == 1 for group in groups):
+        return 0
+    return max(_bucket_bytes(groups).values(), default=0)
+
+
+def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
+    """Bound what is allocated anew in every backward, apart from autograd's own tensors.
+
+    A local sum of 16-bit gradients is taken in float32. With the native reduce-scatter of other back ends the output of
+    each reduction in flight takes its place.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+    """
+    trainable = [group for group in groups if group.requires_grad]
+    main_grad = placements_for(strategy).main_grad
+    exchanged = [group for group in trainable if main_grad == (Placement.SHARD,) and group.num_shards > 1]
+    sums = [g.shard_numel * torch.promote_types(g.grad_comm, torch.float32).itemsize for g in exchanged]
+    cast = [group for group in trainable if group.main_grads != group.main_params]
+    return PassingBytes(max(sums, default=0), _held(cast, main_grad, lambda group: group.main_params))
 
 
 def step_traffic(
@@ -264,14 +313,26 @@ def _held(
     return sum((group.shard_numel if is_sharded else group.numel) * dtype_of(group).itemsize for group in groups)
 
 
-def _bytes_by_unit(
+def _block_bytes(
     groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]
 ) -> dict[int, int]:
-    """Bytes of the whole buffers of each unit."""
+    """Bytes of the block that holds the whole buffers of each unit."""
     totals: dict[int, int] = {}
     for group in groups:
-        totals[group.unit] = totals.get(group.unit, 0) + group.numel * dtype_of(group).itemsize
+        blocks = -(-group.numel * dtype_of(group).itemsize // BLOCK_ALIGNMENT_BYTES)
+        totals[group.unit] = totals.get(group.unit, 0) + blocks * BLOCK_ALIGNMENT_BYTES
     return totals
+
+
+def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
+    """Bytes of the bucket of each unit with trainable groups."""
+    return _block_bytes((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
+
+
+def _root_and_largest(block_bytes: dict[int, int], count: int) -> int:
+    """The root's block and `count` blocks that fit each of the others, or as many as there are others."""
+    others = [num_bytes for unit, num_bytes in block_bytes.items() if unit != ROOT_UNIT]
+    return block_bytes.get(ROOT_UNIT, 0) + min(count, len(others)) * max(others, default=0)
 
 
 def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:

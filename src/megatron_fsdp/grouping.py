@@ -44,11 +44,13 @@ class GroupKey:
         dtype: Dtype in the model.
         requires_grad: Whether they are trained.
         is_expert: Whether they belong to experts.
+        is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
     """
 
     dtype: torch.dtype
     requires_grad: bool
     is_expert: bool
+    is_scalar: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class ParameterGroupSpec:
 
 
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
-    """Put parameters together that agree in dtype, requires_grad and is_expert.
+    """Put parameters together that agree in dtype, requires_grad, is_expert and in having dimensions at all.
 
     Args:
         parameters: The parameters of one unit, in model order.
@@ -84,6 +86,6 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
                 f"parameter {parameter.name!r} is given twice; give each parameter once, tied ones under one name."
             )
         names.add(parameter.name)
-        key = GroupKey(parameter.dtype, parameter.requires_grad, parameter.is_expert)
+        key = GroupKey(parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape)
         members.setdefault(key, []).append(parameter)
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from tests.support.parity import assert_equal_tensors, fixed_seed
 SAMPLES = 12
 """Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""
 
+RunRanks = Callable[..., list[Any]]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 Values = Mapping[str, Tensor | None]
 
@@ -37,7 +39,8 @@ class Scenario:
 
     script: Callable[["Run"], None]
     case: ModelCase
-    optimizer: OptimizerFn = sgd
+    optimizer: RunRanks = Callable[..., list[Any]]
+OptimizerFn = sgd
 
 
 @dataclass(frozen=True)
@@ -156,20 +159,16 @@ class Run:
         self.note_loss(loss)
         return loss
 
+    @property
+    def module(self) -> nn.Module:
+        """The user's own model, without the wrapper."""
+        return self.model if self.sharded is None else self.sharded.module
+
     # ---- what plain models have no need of ----------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         """The model's `no_sync`; nothing on one process."""
         return nullcontext() if self.sharded is None else self.sharded.no_sync()
-
-    def zero_model(self, set_to_none: bool = True) -> None:
-        """`zero_grad` of the model."""
-        self.model.zero_grad(set_to_none)
-
-    def reset(self) -> None:
-        """The model's `reset` after an exception; on one process, drop what a broken backward left behind."""
-        if self.sharded is not None:
-            self.sharded.reset()
 
     def add_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         """One more optimizer on the model."""
@@ -218,6 +217,22 @@ class Run:
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
+
+
+def check_strategies(
+    run_ranks: RunRanks,
+    num_ranks: int,
+    scenario: Scenario,
+    settings: Sequence[Setting],
+    tolerance: Tolerance = FP32,
+) -> None:
+    """Run a scenario sharded in each setting and assert parity with one process that stands for as many ranks."""
+    by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for setting in settings])
+    for setting, *outcomes in zip(settings, *by_rank, strict=True):
+        try:
+            assert_parity(outcomes, reference(scenario, num_ranks), tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{num_ranks} ranks, {setting}: {error}") from None
 
 
 def run_sharded(jobs: Sequence[tuple[Scenario, Setting]]) -> list[Outcome]:

@@ -48,8 +48,8 @@ class Sharding:
     def plan_group(self, spec: ParameterGroupSpec) -> GroupPlan:
         """Decide layout, dtypes, placements and factors of one group."""
         strategy = self.strategy
-        if not spec.key.requires_grad and strategy < ShardingStrategy.optim_grads_params:
-            strategy = ShardingStrategy.no_shard  # nothing to optimise: whole everywhere, and never gathered
+        if spec.key.is_scalar or (not spec.key.requires_grad and strategy < ShardingStrategy.optim_grads_params):
+            strategy = ShardingStrategy.no_shard  # nothing to cut, or nothing to optimise: whole and never gathered
         placements = placements_for(strategy)
         if spec.key.requires_grad:
             precision = resolve_precision(self.policy, spec.key.dtype)

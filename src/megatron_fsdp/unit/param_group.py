@@ -115,6 +115,11 @@ class ParameterGroup:
         self.note_installed()
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether full weights have to be put together from the parts of all ranks."""
+        return Placement.SHARD in (self.weights.compute.placement, self.weights.main.placement)
+
+    @property
     def weights_in_slots(self) -> bool:
         """Whether full weights exist only while gathered."""
         return self.weights.compute.placement is Placement.SHARD
@@ -126,7 +131,9 @@ class ParameterGroup:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the full compute weights."""
+        """Bytes of the full compute weights where they exist only while gathered, else 0."""
+        if not self.weights_in_slots:
+            return 0
         return self.plan.layout.numel * self.plan.precision.compute.itemsize
 
     @property

@@ -58,6 +58,8 @@ class Unit:
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
+            if not group.is_gathered:
+                continue
             self._tickets.append(lane.submit(partial(group.weights.gather_into, full)))
 
     def wait(self) -> None:
@@ -69,6 +71,8 @@ class Unit:
     def _place(self, block: Block) -> None:
         self._placed_in = block
         for position, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
+            if not group.weights_in_slots:
+                continue
             full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
             self._gathered[position] = full
             group.place(full)

@@ -1,0 +1,146 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cli import command_of, parse
+from benchmarks.readings import LiveBytes, RankReading, RunReading, SentPerStep
+from benchmarks.report import Spread, disagreements, summarise
+from tests.support.source_tree import ROOT, SOURCE
+
+TENSORS = 3 * 20 + 5
+
+
+def reading(**losses: tuple[float, float]) -> RunReading:
+    """Two ranks, two steps; rank 0 saw the losses given, rank 1 those plus 2; the reference is 3.0 and 2.0."""
+    contenders: dict[str, tuple[RankReading, ...]] = {
+        name: (
+            RankReading((2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), SentPerStep(1, 2, 3, 4)),
+            RankReading((3.0, 1.0), (3.0, 4.0), (seen[0] + 2, seen[1] + 2), LiveBytes(20, 25), None),
+        )
+        for name, seen in losses.items()
+    }
+    return RunReading(100, 5, (3.0, 2.0), contenders)
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
+    """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output."""
+    folder = tmp_path_factory.mktemp("results")
+    arguments = "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --strategies 0 1 2 3 --grad-accumulation 2"
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *arguments.split(), "--out", str(folder)],
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    table = (folder / "compare-tiny-2xcpu-float32.md").read_text(encoding="utf-8")
+    return json.loads((folder / "compare-tiny-2xcpu-float32.json").read_text()), table, finished.stdout
+
+
+@pytest.fixture
+def lines(tiny_run: tuple[dict[str, Any], str, str]) -> dict[str, dict[str, Any]]:
+    """The contenders of the tiny run by name."""
+    return {line["name"]: line for line in tiny_run[0]["contenders"]}
+
+
+def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[str, Any]]) -> None:
+    assert list(lines) == ["floor", "ours-0", "ours-1", "ours-2", "ours-3", "fsdp2", "ddp"]
+
+
+def test_losses_of_all_that_communicate_are_those_of_one_process(
+    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
+) -> None:
+    expected = tiny_run[0]["reference_losses"]
+    assert len(expected) == 4
+    for name in lines.keys() - {"floor"}:
+        assert lines[name]["losses"] == pytest.approx(expected, rel=1e-6), name
+
+
+def test_losses_tell_a_contender_that_does_not_communicate(
+    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
+) -> None:
+    assert lines["floor"]["losses"] != pytest.approx(tiny_run[0]["reference_losses"], rel=1e-5)
+
+
+def test_collectives_of_a_step_are_those_of_the_strategy(lines: dict[str, dict[str, Any]]) -> None:
+    sent = {name: line["sent"] for name, line in lines.items()}
+    # Root and three blocks. Strategies 2 and 3 reduce after both microbatches, 0 and 1 once.
+    assert [sent[f"ours-{i}"]["reductions"] for i in range(4)] == [4, 4, 8, 8]
+    assert [sent[f"ours-{i}"]["gathers"] for i in range(3)] == [0, 4, 4]
+    assert sent["ours-3"]["gathers"] > 4
+    assert sent["floor"] is sent["fsdp2"] is sent["ddp"] is None
+
+
+def test_memory_between_steps_holds_weights_and_optimizer_state(
+    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
+) -> None:
+    document = tiny_run[0]
+    assert document["parameter_tensors"] == TENSORS
+    weights_bytes = 4 * document["parameter_numel"]
+    steps_bytes = 4 * TENSORS  # the optimizer's step counters
+    assert lines["floor"]["live"]["persistent"] == 3 * weights_bytes + steps_bytes
+    for line in lines.values():
+        assert line["live"]["peak"] > line["live"]["persistent"] > weights_bytes
+
+
+def test_report_is_printed_and_written(tiny_run: tuple[dict[str, Any], str, str]) -> None:
+    document, table, printed = tiny_run
+    assert table.strip() == printed.strip()
+    assert (
+        "--strategies 0 1 2 3 --peers fsdp2 ddp --grad-accumulation 2 --dtype float32" in document["facts"]["command"]
+    )
+    assert document["facts"]["command"] in table
+    assert table.count("\n| ours-") == 4
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    (line,) = summarise(reading(floor=(2.0, 1.0)), ())
+    assert line.wall_s == Spread(3.5, 3.25, 3.75)  # 3 and 4
+    assert line.cpu_s == Spread(2.5, 2.25, 2.75)  # the means, 2 and 3
+    assert line.live == LiveBytes(10, 30)
+    assert line.losses == (3.0, 2.0)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    both = reading(floor=(2.0, 1.0), ddp=(2.0, 1.0))
+    slow = tuple(dataclasses.replace(rank, wall_s=(6.0, 16.0), cpu_s=(4.0, 6.0)) for rank in both.contenders["ddp"])
+    both.contenders["ddp"] = slow
+    line = summarise(both, ("floor", "fsdp2"))[1]
+    assert line.wall_over == {"floor": Spread(3.0, 2.5, 3.5)}  # 6 / 3 and 16 / 4; fsdp2 was not there
+    assert line.cpu_over_floor == Spread(2.0, 2.0, 2.0)
+
+
+def test_wrong_losses_are_named_and_the_floor_is_left_out() -> None:
+    found = disagreements(reading(floor=(9.0, 9.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001)), 1e-6)
+    assert len(found) == 1
+    assert found[0].startswith("fsdp2: loss 2.001 at step 1, one process on the whole batch has 2")
+
+
+def test_nan_is_not_agreement() -> None:
+    assert len(disagreements(reading(ddp=(float("nan"), 1.0)), 1e-6)) == 1
+
+
+def test_recorded_command_repeats_the_run() -> None:
+    given = "--model large --strategies 3 1 --peers ddp --steps 7 --device cpu"
+    request, folder = parse([*given.split(), "--out", "somewhere"])
+    repeated, nowhere = parse(command_of(request).split()[2:])
+    assert repeated == request
+    assert request.contenders == ("floor", "ours-3", "ours-1", "ddp")
+    assert (folder, nowhere) == (Path("somewhere"), None)
+
+
+@pytest.mark.parametrize("arguments", ["--steps 0", "--strategies 4", "--peers horovod", "--dtype float8"])
+def test_impossible_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(arguments.split())
+    assert stopped.value.code == 2
+    assert arguments.split()[0] in capsys.readouterr().err

@@ -1,0 +1,370 @@
+"""Accumulation over microbatches: every way to defer, to clear and to scale equals one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, ModelName
+from tests.support.sharded_run import EXACT, Run, Scenario, Setting, check_strategies, sgd
+
+ALL = tuple(Setting(strategy) for strategy in range(4))
+MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
+
+Clear = Callable[[Run], None]
+
+
+def _check(
+    run_ranks: RunRanks,
+    script: Callable[[Run], None],
+    settings: tuple[Setting, ...] = ALL,
+    model: ModelName = "unused",
+    num_ranks: int = 2,
+) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(script, MODEL_CASES[model], sgd), settings)
+
+
+# ---- deferring ------------------------------------------------------------------------------------------------------
+
+
+def defer_two_of_three(run: Run) -> None:
+    for step in range(2):
+        with run.no_sync():
+            run.loss(10 * step).backward()
+            run.loss(10 * step + 1).backward()
+        run.loss(10 * step + 2).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_no_sync_defers_to_the_next_backward(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, defer_two_of_three, model="transformer", num_ranks=num_ranks)
+
+
+def defer_on_top_of_visible_gradients(run: Run) -> None:
+    run.loss(0).backward()
+    with run.no_sync():
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.step()
+
+
+def test_deferred_sums_add_to_visible_gradients(run_ranks: RunRanks) -> None:
+    _check(run_ranks, defer_on_top_of_visible_gradients)
+
+
+def defer_forwards_only_half_way(run: Run) -> None:
+    """The forward inside, the backward outside of `no_sync`, and the other way round."""
+    with run.no_sync():
+        inside = run.loss(0)
+    inside.backward()
+    outside = run.loss(1)
+    with run.no_sync():
+        outside.backward()
+    run.loss(2).backward()
+    run.step()
+
+
+def test_it_is_the_backward_that_no_sync_defers(run_ranks: RunRanks) -> None:
+    _check(run_ranks, defer_forwards_only_half_way)
+
+
+def say_which_is_last(run: Run) -> None:
+    if run.sharded is not None:
+        run.sharded.set_model_auto_sync(False)
+    for step in range(2):
+        for microbatch in range(3):
+            if run.sharded is not None:
+                run.sharded.is_last_microbatch = microbatch == 2
+            run.loss(10 * step + microbatch).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_last_microbatch_synchronises(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, say_which_is_last, num_ranks=num_ranks)
+
+
+def let_the_optimizer_synchronise(run: Run) -> None:
+    for step in range(2):
+        for microbatch in range(3):
+            run.loss(10 * step + microbatch).backward()
+        run.optimizer.step()
+        run.note_gradients()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_optimizer_step_synchronises_when_nothing_was_said(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, let_the_optimizer_synchronise, MANUAL, num_ranks=num_ranks)
+
+
+def finish_by_hand(run: Run) -> None:
+    for step in range(2):
+        for microbatch in range(2):
+            run.loss(10 * step + microbatch).backward()
+        if run.sharded is not None:
+            run.sharded.finish_grad_sync()
+        run.step()
+
+
+def test_finish_grad_sync_shows_the_sum(run_ranks: RunRanks) -> None:
+    _check(run_ranks, finish_by_hand, MANUAL)
+
+
+def clip_after_manual_sync(run: Run) -> None:
+    """Auto sync switched off and on again between steps."""
+    for step, auto_sync in enumerate((True, False, True)):
+        if run.sharded is not None:
+            run.sharded.set_model_auto_sync(auto_sync)
+        run.loss(2 * step).backward()
+        run.loss(2 * step + 1).backward()
+        run.optimizer.step()
+        run.note_gradients()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+def test_auto_sync_can_change_between_steps(run_ranks: RunRanks) -> None:
+    _check(run_ranks, clip_after_manual_sync)
+
+
+# ---- clearing -------------------------------------------------------------------------------------------------------
+
+
+def zero_optimizer(run: Run) -> None:
+    run.optimizer.zero_grad()
+
+
+def zero_model(run: Run) -> None:
+    run.model.zero_grad()
+
+
+def zero_optimizer_in_place(run: Run) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+
+
+def zero_model_in_place(run: Run) -> None:
+    run.model.zero_grad(set_to_none=False)
+
+
+def none_by_hand(run: Run) -> None:
+    for param in run.parameters().values():
+        param.grad = None
+
+
+def _clear_and_go_on(run: Run, clear: Clear) -> None:
+    run.loss(0).backward()
+    clear(run)
+    run.note_gradients("cleared")
+    run.loss(1).backward()
+    run.note_gradients()
+    run.optimizer.step()
+    clear(run)
+    run.loss(2).backward()
+    run.loss(3).backward()
+    run.step()
+
+
+def clear_by_optimizer(run: Run) -> None:
+    _clear_and_go_on(run, zero_optimizer)
+
+
+def clear_by_model(run: Run) -> None:
+    _clear_and_go_on(run, zero_model)
+
+
+def clear_by_optimizer_in_place(run: Run) -> None:
+    _clear_and_go_on(run, zero_optimizer_in_place)
+
+
+def clear_by_model_in_place(run: Run) -> None:
+    _clear_and_go_on(run, zero_model_in_place)
+
+
+def clear_by_hand(run: Run) -> None:
+    _clear_and_go_on(run, none_by_hand)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [clear_by_optimizer, clear_by_model, clear_by_optimizer_in_place, clear_by_model_in_place, clear_by_hand],
+)
+def test_every_way_to_clear_gradients_clears_them(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script)
+
+
+def _clear_deferred(run: Run, clear: Clear) -> None:
+    with run.no_sync():
+        run.loss(0).backward()
+        clear(run)
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.note_gradients()
+    with run.no_sync():
+        run.loss(3).backward()
+    clear(run)
+    run.loss(4).backward()
+    run.step()
+
+
+def clear_deferred_by_optimizer(run: Run) -> None:
+    _clear_deferred(run, zero_optimizer)
+
+
+def clear_deferred_by_model(run: Run) -> None:
+    _clear_deferred(run, zero_model)
+
+
+def clear_deferred_by_optimizer_in_place(run: Run) -> None:
+    _clear_deferred(run, zero_optimizer_in_place)
+
+
+@pytest.mark.parametrize(
+    "script", [clear_deferred_by_optimizer, clear_deferred_by_model, clear_deferred_by_optimizer_in_place]
+)
+def test_clearing_forgets_what_was_deferred(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script, model="odd_shapes")
+
+
+def clear_before_any_sync(run: Run) -> None:
+    """Without auto sync nothing is visible yet, but strategies 2 and 3 have reduced already."""
+    run.loss(0).backward()
+    run.optimizer.zero_grad()
+    run.loss(1).backward()
+    run.model.zero_grad()
+    run.loss(2).backward()
+    run.optimizer.step()
+    run.note_gradients()
+    run.note_parameters()
+
+
+def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) -> None:
+    _check(run_ranks, clear_before_any_sync, MANUAL)
+
+
+def clear_one_parameter(run: Run) -> None:
+    run.loss(0).backward()
+    run.parameters()["0.used.weight"].grad = None
+    run.loss(1).backward()
+    run.step()
+
+
+def test_clearing_one_gradient_leaves_its_neighbours(run_ranks: RunRanks) -> None:
+    _check(run_ranks, clear_one_parameter)
+
+
+# ---- changing -------------------------------------------------------------------------------------------------------
+
+
+def scale_between_microbatches(run: Run) -> None:
+    run.loss(0).backward()
+    for param in run.parameters().values():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    run.loss(1).backward()
+    run.step()
+
+
+def replace_between_microbatches(run: Run) -> None:
+    run.loss(0).backward()
+    for param in run.parameters().values():
+        if param.grad is not None:
+            param.grad = param.grad * 3.0
+    run.loss(1).backward()
+    run.step()
+
+
+def scale_below_deferred_sums(run: Run) -> None:
+    run.loss(0).backward()
+    with torch.no_grad():
+        for param in run.parameters().values():
+            if param.grad is not None:
+                param.grad.div_(4.0)
+    with run.no_sync():
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.step()
+
+
+@pytest.mark.parametrize(
+    "script", [scale_between_microbatches, replace_between_microbatches, scale_below_deferred_sums]
+)
+def test_what_the_user_does_to_gradients_counts(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script)
+
+
+def scale_all(run: Run) -> None:
+    """`scale_gradients` reaches visible and deferred gradients alike."""
+    run.loss(0).backward()
+    with run.no_sync():
+        run.loss(1).backward()
+    if run.sharded is not None:
+        run.sharded.scale_gradients(0.5)
+    else:
+        for param in run.parameters().values():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+    run.loss(2).backward()
+    run.step()
+
+
+def test_scale_gradients_reaches_deferred_sums(run_ranks: RunRanks) -> None:
+    _check(run_ranks, scale_all)
+
+
+# ---- two optimizers ---------------------------------------------------------------------------------------------------
+
+
+def _first_block(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for name, p in model.named_parameters() if name.removeprefix("module.")[0] == "0"], lr=0.1)
+
+
+def _all_but_the_first_block(model: nn.Module) -> torch.optim.Optimizer:
+    others = [p for name, p in model.named_parameters() if name.removeprefix("module.")[0] != "0"]
+    return torch.optim.SGD(others, lr=0.05, momentum=0.9)
+
+
+def train_with_two_optimizers(run: Run) -> None:
+    second = run.add_optimizer(_all_but_the_first_block)
+    run.loss(0).backward()
+    run.optimizer.zero_grad()
+    run.note_gradients("first zeroed")
+    run.loss(1).backward()
+    run.note_gradients("first has one, second two")
+    run.optimizer.step()
+    second.zero_grad()
+    run.loss(2).backward()
+    second.step()
+    run.note_gradients("first has two, second one")
+    run.note_parameters()
+
+
+def defer_with_two_optimizers(run: Run) -> None:
+    second = run.add_optimizer(_all_but_the_first_block)
+    with run.no_sync():
+        run.loss(0).backward()
+        second.zero_grad()
+        run.loss(1).backward()
+        run.optimizer.zero_grad()
+    run.loss(2).backward()
+    run.note_gradients("first has one, second two")
+    run.optimizer.step()
+    second.step()
+    run.note_parameters()
+
+
+@pytest.mark.parametrize("script", [train_with_two_optimizers, defer_with_two_optimizers])
+def test_zeroing_one_optimizer_leaves_the_gradients_of_the_other(
+    run_ranks: RunRanks, script: Callable[[Run], None]
+) -> None:
+    settings = tuple(Setting(strategy, one_call=False) for strategy in range(4))
+    check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["odd_shapes"], _first_block), settings)
+
+
+def test_accumulation_on_one_rank_is_exact(run_ranks: RunRanks) -> None:
+    for script in (defer_on_top_of_visible_gradients, scale_between_microbatches, clear_by_model_in_place):
+        check_strategies(run_ranks, 1, Scenario(script, MODEL_CASES["unused"], sgd), ALL, EXACT)

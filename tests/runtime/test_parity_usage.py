@@ -1,0 +1,236 @@
+"""Units used again, in turn, from inside each other, and with all kinds of outputs, equal one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_fsdp.errors import ScheduleError
+from tests.conftest import RunRanks
+from tests.support.models import ModelCase
+from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference, run_sharded
+from tests.support.usage_models import Branches, HidesResults, Nested, Ordered, Penalised, Unpacking, vector_case
+
+SHARDED = (Setting(3), Setting(2))
+ORDERED = vector_case(Ordered)
+
+
+def _check(run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase = ORDERED, num_ranks: int = 2) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(script, case), SHARDED)
+
+
+def train(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+# ---- who is used, and when ------------------------------------------------------------------------------------------
+
+
+def _build_twice_used() -> Ordered:
+    return Ordered((0, 1, 0, 2, 1, 1, 3, 0))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, train, vector_case(_build_twice_used), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_unit_called_from_inside_another(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, train, vector_case(Nested), num_ranks)
+
+
+def change_order(run: Run) -> None:
+    for step, order in enumerate([(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 0, 1, 3), (0, 1, 2, 3), (3, 2, 1, 0)]):
+        run.module.order = order  # type: ignore[assignment]
+        run.train(step)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_order_of_units_that_changes_between_steps(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, change_order, num_ranks=num_ranks)
+
+
+def skip_from_the_start(run: Run) -> None:
+    """Layer 3 is first used in the third step: until then it has no gradient."""
+    for step, order in enumerate([(0, 1, 2), (2, 0), (0, 1, 2, 3), (0, 1, 2, 3)]):
+        run.module.order = order  # type: ignore[assignment]
+        run.loss(step).backward()
+        if step in (0, 2, 3):
+            run.note_gradients()
+        run.optimizer.step()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+def test_units_that_are_left_out_of_some_steps(run_ranks: RunRanks) -> None:
+    _check(run_ranks, skip_from_the_start)
+
+
+# ---- forwards and backwards that do not alternate ---------------------------------------------------------------------
+
+
+def sum_two_forwards(run: Run) -> None:
+    for step in range(2):
+        (run.loss(2 * step) + run.loss(2 * step + 1)).backward()
+        run.step()
+
+
+def two_forwards_two_backwards(run: Run) -> None:
+    for step in range(2):
+        losses = [run.loss(2 * step), run.loss(2 * step + 1)]
+        for loss in losses:
+            loss.backward()
+        run.step()
+
+
+def two_forwards_two_backwards_reversed(run: Run) -> None:
+    for step in range(2):
+        losses = [run.loss(2 * step), run.loss(2 * step + 1)]
+        for loss in reversed(losses):
+            loss.backward()
+        run.step()
+
+
+def deferred_second_backward(run: Run) -> None:
+    losses = [run.loss(0), run.loss(1)]
+    with run.no_sync():
+        losses[0].backward()
+    losses[1].backward()
+    run.step()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [sum_two_forwards, two_forwards_two_backwards, two_forwards_two_backwards_reversed, deferred_second_backward],
+)
+def test_two_forwards_before_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script)
+    _check(run_ranks, script, vector_case(_build_twice_used))
+
+
+def forward_only_then_train(run: Run) -> None:
+    run.loss(5)
+    run.train(0)
+    dropped = run.loss(6)
+    del dropped
+    run.loss(7)
+    run.train(1)
+
+
+def test_forward_without_backward_then_a_step(run_ranks: RunRanks) -> None:
+    _check(run_ranks, forward_only_then_train)
+    _check(run_ranks, forward_only_then_train, vector_case(Nested))
+
+
+def backward_twice(run: Run) -> None:
+    for step in range(2):
+        loss = run.loss(step)
+        loss.backward(retain_graph=True)
+        run.note_gradients("once")
+        loss.backward()
+        run.step()
+
+
+def test_backward_twice_through_a_retained_graph(run_ranks: RunRanks) -> None:
+    _check(run_ranks, backward_twice)
+    _check(run_ranks, backward_twice, vector_case(_build_twice_used))
+
+
+def gradient_of_the_input(run: Run) -> None:
+    """The input asks for a gradient too; its graph goes on below the model."""
+    for step in range(2):
+        batch = run.batch(step)
+        below = torch.ones(6, requires_grad=True)
+        loss = torch.nn.functional.mse_loss(run.model(batch.inputs * below), batch.targets)
+        loss.backward()
+        assert below.grad is not None
+        run.note_loss(below.grad.sum())
+        run.step()
+
+
+def test_gradients_flow_below_the_model(run_ranks: RunRanks) -> None:
+    _check(run_ranks, gradient_of_the_input)
+
+
+# ---- outputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_keyword_arguments_and_nested_outputs(run_ranks: RunRanks, num_ranks: int) -> None:
+    _check(run_ranks, train, vector_case(Unpacking), num_ranks)
+
+
+def _build_frozen_hiding() -> HidesResults:
+    return HidesResults(frozen=True)
+
+
+def train_or_refuse(run: Run) -> None:
+    """On several ranks a clear refusal is as good as the right values."""
+    try:
+        run.loss(0).backward()
+    except ScheduleError as error:
+        assert "pytree" in str(error)
+        run.recording.losses[:] = [-1.0]
+        return
+    run.step()
+
+
+@pytest.mark.parametrize("build", [HidesResults, _build_frozen_hiding, Penalised])
+def test_results_that_cannot_be_seen_give_an_error_or_the_right_gradient(
+    run_ranks: RunRanks, build: Callable[[], torch.nn.Module]
+) -> None:
+    scenario = Scenario(train_or_refuse, vector_case(build))
+    for outcomes in zip(*run_ranks(2, run_sharded, [(scenario, setting) for setting in SHARDED]), strict=True):
+        refused = [outcome.losses == [-1.0] for outcome in outcomes]
+        assert len(set(refused)) == 1
+        if not refused[0]:
+            assert_parity(outcomes, reference(scenario, 2), FP32)
+
+
+def expect_refusal(run: Run) -> None:
+    loss = run.loss(0)
+    with pytest.raises(ScheduleError, match=r"unit layers\.0: .* containers that torch.utils._pytree can walk"):
+        loss.backward()
+
+
+def test_opaque_outputs_are_refused_where_weights_were_released(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(2, run_sharded, [(Scenario(expect_refusal, vector_case(HidesResults)), Setting(3))])
+    assert len(outcomes) == 2
+
+
+# ---- ranks that do different things -----------------------------------------------------------------------------------
+
+
+def branch_by_rank(run: Run) -> None:
+    """Rank 0 uses one layer, the others another, the last rank neither in its last unit."""
+    for step in range(3):
+        for rank in run.ranks_here:
+            for position, layer in enumerate(run.module.layers):  # type: ignore[arg-type]
+                idle = rank == run.num_ranks - 1 and position == 2
+                layer.branch = None if idle else ("even" if rank == 0 else "odd")
+            part = run.whole_batch(step).part(rank, run.num_ranks)
+            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks, num_ranks: int) -> None:
+    settings = tuple(Setting(strategy) for strategy in range(4))
+    check_strategies(run_ranks, num_ranks, Scenario(branch_by_rank, vector_case(Branches)), settings)
+
+
+def branch_nowhere_at_first(run: Run) -> None:
+    """No rank uses a branch in the first step, one rank does in the second."""
+    for step in range(2):
+        for rank in run.ranks_here:
+            for layer in run.module.layers:  # type: ignore[union-attr]
+                layer.branch = "even" if step and rank == 0 else None
+            part = run.whole_batch(step).part(rank, run.num_ranks)
+            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+        run.step()
+
+
+def test_parameter_that_comes_into_use_on_one_rank(run_ranks: RunRanks) -> None:
+    settings = tuple(Setting(strategy) for strategy in range(4))
+    check_strategies(run_ranks, 2, Scenario(branch_nowhere_at_first, vector_case(Branches)), settings)

@@ -1,0 +1,66 @@
+"""Bytes that are alive: what a block of code allocates at its peak, and what a process holds now."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operator makes inside the block until it dies.
+
+    Storages from before the block are not counted. Operators that run inside those of tensor subclasses are not seen.
+
+    Attributes:
+        now_bytes: Alive now.
+        peak_bytes: The most that was alive at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {_key(storage) for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if _key(storage) not in inputs and _key(storage) not in self._known:
+                self._follow(storage)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = _key(storage), storage.nbytes()
+
+        def dies(_: object) -> None:
+            del self._known[key]
+            self.now_bytes -= num_bytes
+
+        self._known[key] = weakref.ref(storage, dies)
+        self.now_bytes += num_bytes
+
+
+def held_storages() -> dict[int, int]:
+    """Every storage that some tensor object of this process refers to: its address -> its bytes."""
+    gc.collect()
+    found = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))  # proxies lie to isinstance
+    return {storage.data_ptr(): storage.nbytes() for storage in _storages(list(found)) if storage.nbytes()}
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, DTensor):
+            leaf = leaf._local_tensor
+        if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter) and not leaf.is_meta:
+            yield leaf.untyped_storage()
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return storage._cdata

@@ -1,0 +1,75 @@
+"""Count what really runs: operators and collectives, seen by a dispatch mode and not by the library's own counters."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SILENT_OPS = ("view", "slice", "detach", "t", "transpose", "expand", "unsqueeze", "promote_types")  # move no bytes
+
+
+@dataclass
+class Collectives:
+    """Collectives of one rank and the bytes it sends in them, by algorithms that reach the minimum (ring or pairwise).
+
+    Attributes:
+        gathers: Number of all-gathers.
+        reductions: Number of all-to-alls, reduce-scatters and all-reduces.
+        others: Names of all other collectives.
+        gather_bytes: Bytes sent in all-gathers.
+        reduce_bytes: Bytes sent in the others.
+    """
+
+    gathers: int = 0
+    reductions: int = 0
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+    others: list[str] = field(default_factory=list)
+
+    def count(self, name: str, args: tuple[Any, ...], num_ranks: int) -> None:
+        """Take one operator of the c10d library into account."""
+        if name == "_allgather_base_":
+            self.gathers += 1
+            self.gather_bytes += args[1].nbytes * (num_ranks - 1)  # each rank's shard reaches every other rank
+        elif name in ("alltoall_base_", "_reduce_scatter_base_"):
+            self.reductions += 1
+            self.reduce_bytes += args[1].nbytes - args[1].nbytes // num_ranks
+        elif name == "allreduce_":
+            self.reductions += 1
+            self.reduce_bytes += sum(2 * (t.nbytes - t.nbytes // num_ranks) for t in args[0])
+        else:
+            self.others.append(name)
+
+
+class OpCounts(TorchDispatchMode):
+    """Everything that passes the dispatcher inside the block.
+
+    Args:
+        num_ranks: Ranks of the group that collectives run on.
+
+    Attributes:
+        ops: How often each operator ran, by name and overload; views and the like left out.
+        numels: For each operator, the elements of the first tensor of every call.
+        collectives: What was sent.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        super().__init__()
+        self.num_ranks = num_ranks
+        self.ops: Counter[str] = Counter()
+        self.numels: dict[str, list[int]] = {}
+        self.collectives = Collectives()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        overload = func._overloadname
+        if namespace == "c10d":
+            self.collectives.count(name, args, self.num_ranks)
+        elif name not in _SILENT_OPS:
+            full_name = name if overload == "default" else f"{name}.{overload}"
+            self.ops[full_name] += 1
+            first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+            self.numels.setdefault(full_name, []).append(0 if first is None else first.numel())
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,314 @@
+"""Small models that use their units in unusual ways: again, in turn, from inside each other, recomputed, with odd outputs.
+
+All take and return float32 vectors of `FEATURES`; `vector_case` makes a `ModelCase` of a builder.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import Batch, ModelCase
+
+FEATURES = 6
+Where = Literal["units", "inside", "pairs", "all"]
+
+
+class Layer(nn.Module):
+    """A unit: two linear layers, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 9)
+        self.down = nn.Linear(9, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Ordered(nn.Module):
+    """Layers between an input and an output layer, called in the order that `order` says (again, or not at all)."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3), layers: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.last = nn.Linear(FEATURES, FEATURES)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order:
+            x = self.layers[index](x)
+        return self.last(x)
+
+
+class Recomputed(Ordered):
+    """`Ordered` whose activations are recomputed in backward.
+
+    `where`: each unit by itself, the inside of each unit, two units at a time, or all layers in one piece.
+    """
+
+    def __init__(self, where: Where, reentrant: bool) -> None:
+        super().__init__()
+        self.where = where
+        self.reentrant = reentrant
+        if where == "inside":
+            self.layers = nn.ModuleList(InnerRecomputed(reentrant) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        width = {"inside": 0, "units": 1, "pairs": 2, "all": 4}[self.where]
+        if width == 0:
+            for layer in self.layers:
+                x = layer(x)
+        for start in range(0, len(self.layers), width or len(self.layers)):
+            if width:
+                x = checkpoint(self.piece, x, start, start + width, use_reentrant=self.reentrant)
+        return self.last(x)
+
+    def piece(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Layers `start` to `stop`."""
+        for index in range(start, stop):
+            x = self.layers[index](x)
+        return x
+
+
+class InnerRecomputed(Layer):
+    """A unit that recomputes its own inside."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(checkpoint(self._inside, x, use_reentrant=self.reentrant))
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))
+
+
+class Caller(Layer):
+    """A unit whose forward calls another unit, which is registered elsewhere."""
+
+    def __init__(self, helper: nn.Module) -> None:
+        super().__init__()
+        self.helper = (helper,)  # in a tuple, so that it is no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        return x + self.down(hidden) + self.helper[0](x) + self.down(hidden * 0.5)
+
+
+class Nested(nn.Module):
+    """Callers around one helper that the root calls too, before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Layer()
+        self.callers = nn.ModuleList(Caller(self.helper) for _ in range(3))
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.helper(x)
+        for caller in self.callers:
+            x = caller(x)
+        return self.last(self.helper(x))
+
+
+@dataclass
+class Parts:
+    """A dataclass as an output."""
+
+    left: Tensor
+    right: tuple[Tensor, dict[str, Tensor]]
+
+
+Pair = namedtuple("Pair", ["value", "extra"])
+Form = Literal["dict", "dataclass", "namedtuple", "dict in tuple"]
+
+
+class Packed(Layer):
+    """A unit of keyword-only arguments that returns its result in a container."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, *, x: Tensor, scale: float) -> Any:
+        hidden, result = torch.tanh(self.up(x)), super().forward(x)
+        containers: dict[str, Callable[[], Any]] = {
+            "dict": lambda: {"value": result * scale, "hidden": hidden},
+            "dataclass": lambda: Parts(result * scale, (hidden, {"name": x})),
+            "namedtuple": lambda: Pair(result * scale, hidden),
+            "dict in tuple": lambda: (1, {"value": result * scale}, [hidden]),
+        }
+        return containers[self.form]()
+
+
+class Unpacking(nn.Module):
+    """Units of all forms in turn; `last` uses both results of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forms: tuple[Form, ...] = ("dict", "dataclass", "namedtuple", "dict in tuple")
+        self.layers = nn.ModuleList(Packed(form) for form in forms)
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        packed = first(x=x, scale=1.5)
+        parts = second(x=packed["value"], scale=0.5)
+        pair = third(x=parts.left + parts.right[1]["name"], scale=1.0)
+        _, named, (hidden,) = fourth(x=pair.value, scale=2.0)
+        extra = packed["hidden"].sum() + (parts.right[0] * pair.extra * hidden).sum()
+        return self.last(named["value"]) + extra
+
+
+class Capsule:
+    """An output that nothing can look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Opaque(Layer):
+    """A unit that hides its result."""
+
+    def forward(self, x: Tensor) -> Capsule:  # type: ignore[override]
+        return Capsule(super().forward(x))
+
+
+class HidesResults(nn.Module):
+    """Opaque units, so many that their weights cannot all stay gathered."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.layers = nn.ModuleList(Opaque() for _ in range(4))
+        if frozen:
+            self.layers.requires_grad_(requires_grad=False)
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).value
+        return self.last(x)
+
+
+class SideLoss(Layer):
+    """A unit that leaves a loss as an attribute, computed with its weights after its result."""
+
+    penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.penalty = self.up(result).square().mean()
+        return result
+
+
+class Penalised(nn.Module):
+    """Units whose side losses are added up at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SideLoss() for _ in range(4))
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x) + sum(layer.penalty for layer in self.layers)  # type: ignore[misc]
+
+
+class Branching(Layer):
+    """A unit that uses one of two layers; `branch` says which, None neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Linear(FEATURES, FEATURES)
+        self.odd = nn.Linear(FEATURES, FEATURES)
+        self.branch: Literal["even", "odd"] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branch is not None:
+            x = x + torch.tanh(getattr(self, self.branch)(x))
+        return super().forward(x)
+
+
+class Branches(nn.Module):
+    """Branching units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branching() for _ in range(3))
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class FailOnDemand(torch.autograd.Function):
+    """Identity; its backward raises where it was told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ValueError("backward was told to fail")
+        return grads[0], None
+
+
+class Fragile(Layer):
+    """A unit that fails where it is told to."""
+
+    fails_in: Literal["forward", "backward"] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        if self.fails_in == "forward":
+            raise ValueError("forward was told to fail")
+        return x + self.down(FailOnDemand.apply(hidden, self.fails_in == "backward"))
+
+
+class FragileModel(nn.Module):
+    """Four fragile units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Fragile() for _ in range(4))
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def make_batch(samples: int, generator: torch.Generator) -> Batch:
+    """Float32 inputs and targets (samples, FEATURES)."""
+    return Batch(
+        torch.randn(samples, FEATURES, generator=generator), torch.randn(samples, FEATURES, generator=generator)
+    )
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean squared error."""
+    return F.mse_loss(model(batch.inputs), batch.targets)
+
+
+def vector_case(build: Callable[[], nn.Module]) -> ModelCase:
+    """A case whose units are the `Layer`s (and what derives from them)."""
+    return ModelCase(build, make_batch, squared_error, (Layer,))
