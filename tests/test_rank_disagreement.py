@@ -227,7 +227,7 @@ def test_all_ranks_get_the_weights_of_rank_zero_and_one_warning(strategy: int, r
         assert (difference, offset) == (0.0, 0.0)
         assert len(caught) == 1
         # `gain` is all ones under every seed: 6 parameters and the buffer differ
-        assert caught[0].startswith("7 parameters or buffers differed between ranks at wrap time (first: head.weight)")
+        assert caught[0].startswith("7 parameters or buffers differed between ranks at wrap time (first: layers.0.")
 
 
 def warnings_when_seeded_alike() -> list[str]:

@@ -19,8 +19,8 @@ class GroupFootprint:
     Attributes:
         unit: Index of its unit in the order of forward; 0 is the root.
         numel: Elements of the whole flat buffer, with padding, over all shards.
-        num_shards: Ranks on the sharding axis, under every strategy; divides ``numel`` wherever a buffer of the group is
-            sharded.
+        num_shards: Ranks on the sharding axis, under every strategy; divides ``numel`` wherever a buffer of the group
+            is sharded.
         compute: Dtype of the weights that forward and backward use.
         main_params: Dtype of the weights that the optimizer updates.
         main_grads: Dtype in which gradients are accumulated.
@@ -313,9 +313,7 @@ def _held(
     return sum((group.shard_numel if is_sharded else group.numel) * dtype_of(group).itemsize for group in groups)
 
 
-def _block_bytes(
-    groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]
-) -> dict[int, int]:
+def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]) -> dict[int, int]:
     """Bytes of the block that holds the whole buffers of each unit."""
     totals: dict[int, int] = {}
     for group in groups:

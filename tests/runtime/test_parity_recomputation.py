@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.models import ModelCase
@@ -14,7 +13,7 @@ PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
 
 
 def _case(where: Where, reentrant: bool) -> ModelCase:
-    return vector_case(partial[nn.Module](Recomputed, where, reentrant))
+    return vector_case(partial(Recomputed, where, reentrant))
 
 
 def train_and_accumulate(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a training loop does, the scheduler keeps its promises: random models, orders, reuse, recomputation, freezing.
+"""Whatever a training loop does, the scheduler keeps its promises: random models, orders, reuse, recomputation.
 
 A `Machine` carries out the operations on imaginary memory and checks each of them. It knows from the program, and not
 from the scheduler, which units compute at the moment.
@@ -120,7 +120,8 @@ class Machine:
                 assert unit in self.under_way, "a wait without a gather"
                 self.under_way.remove(unit)
             elif action is Action.RELEASE:
-                assert unit in self.place and unit not in self.under_way, "released before it arrived"
+                assert unit in self.place, "released without having been gathered"
+                assert unit not in self.under_way, "released before it arrived"
                 assert unit not in self.computing, "released while in use"
                 del self.place[unit]
             elif action is Action.REDUCE:

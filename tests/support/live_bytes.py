@@ -47,11 +47,11 @@ class LiveBytes(TorchDispatchMode):
         self.now_bytes += num_bytes
 
 
-def held_storages() -> dict[int, int]:
-    """Every storage that some tensor object of this process refers to: its address -> its bytes."""
+def held_bytes() -> int:
+    """Bytes of all storages that some tensor object of this process refers to."""
     gc.collect()
-    found = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))  # proxies lie to isinstance
-    return {storage.data_ptr(): storage.nbytes() for storage in _storages(list(found)) if storage.nbytes()}
+    found = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]  # proxies lie to isinstance
+    return sum({_key(storage): storage.nbytes() for storage in _storages(found)}.values())
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

@@ -1,11 +1,11 @@
 """Write what happens to a model as a line of text and read what the scheduler wants done as another.
 
-    F1>   forward of unit 1 begins           F1<   ... ends; autograd will come back to it
-    f1<   ... ends, and autograd will not    B1>   backward of unit 1 begins
-    g1    its first gradient arrives         G1    its gradients are all there
-    E     the backward is over               W     the weights were changed
-    R     reset                              P1    weights wanted ahead, where there is room
-    A1    weights awaited outside of forward
+F1>   forward of unit 1 begins           F1<   ... ends; autograd will come back to it
+f1<   ... ends, and autograd will not    B1>   backward of unit 1 begins
+g1    its first gradient arrives         G1    its gradients are all there
+E     the backward is over               W     the weights were changed
+R     reset                              P1    weights wanted ahead, where there is room
+A1    weights awaited outside of forward
 """
 
 import re
@@ -14,7 +14,9 @@ from typing import Any
 
 from megatron_fsdp.runtime.schedule import Operation, ScheduleConfig, Scheduler
 
-_EVENT = re.compile(r"(?P<kind>[FfB])(?P<unit>\d+)(?P<edge>[<>])|(?P<single>[gGPA])(?P<single_unit>\d+)|(?P<bare>[EWR])")
+_EVENT = re.compile(
+    r"(?P<kind>[FfB])(?P<unit>\d+)(?P<edge>[<>])|(?P<single>[gGPA])(?P<single_unit>\d+)|(?P<bare>[EWR])"
+)
 
 
 @dataclass

@@ -1,0 +1,209 @@
+"""What one rank holds, to the byte, against the formulas of `megatron_fsdp.accounting`."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.accounting import (
+    GroupFootprint,
+    PassingBytes,
+    PersistentBytes,
+    TransientBytes,
+    exchange_scratch_bytes,
+    passing_bytes,
+    persistent_bytes,
+    transient_bytes,
+)
+from megatron_fsdp.buffer.pools import pack_bytes
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.runtime.footprint import MemoryUse
+from tests.conftest import RunRanks
+from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.models import MODEL_CASES
+from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
+
+BF16, FP32 = torch.bfloat16, torch.float32
+STRATEGIES = list(ShardingStrategy)
+P = ROOT_NUMEL + FLOORS * FLOOR_NUMEL
+POLICIES = {
+    "fp32": (FP32, MixedPrecisionPolicy()),
+    "bf16": (BF16, MixedPrecisionPolicy()),
+    "bf16, fp32 gradients": (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32)),
+    "bf16, fp32 gradients, bf16 on the wire": (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank measured.
+
+    Attributes:
+        groups: What the formulas take.
+        memory: What the engine says it holds.
+        state_bytes: Optimizer state, counters of steps left out.
+        held_bytes: Every storage of the process that was not there before the model, after an optimizer step, gradients
+            not cleared yet; counters of steps left out.
+        cleared_bytes: The same after `zero_grad`.
+        first_bytes: Peak of what forward and backward allocate in the first step, ...
+        later_bytes: ... and in the third.
+        unsharded_bytes: The same of the model on its own, where every gradient is dropped at once.
+    """
+
+    groups: tuple[GroupFootprint, ...]
+    memory: MemoryUse
+    state_bytes: int
+    held_bytes: int
+    cleared_bytes: int
+    first_bytes: int
+    later_bytes: int
+    unsharded_bytes: int
+
+
+def measure(strategy: int, policy_name: str) -> Reading:
+    dtype, policy = POLICIES[policy_name]
+    x = torch.randn(2, 16, dtype=dtype)
+    unsharded_bytes = _unsharded_peak(Tower().to(dtype), x)
+    before = held_bytes()
+    model = Tower().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fully_shard(
+        model, optimizer, zero_dp_strategy=strategy, fsdp_unit_modules=[Floor], mixed_precision_policy=policy
+    )
+    peaks = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        peaks.append(_backward_peak(model, x))
+        optimizer.step()
+    counters = sum(state["step"].nbytes for state in optimizer.state.values())
+    held = held_bytes() - before - counters
+    optimizer.zero_grad()
+    cleared = held_bytes() - before - counters
+    return Reading(
+        model.footprints(), model.memory(), _state_bytes(optimizer), held, cleared, peaks[0], peaks[2], unsharded_bytes
+    )
+
+
+def _backward_peak(model: nn.Module, x: torch.Tensor) -> int:
+    with LiveBytes() as live:
+        tower_loss(model, x).backward()
+    return live.peak_bytes
+
+
+def _unsharded_peak(model: nn.Module, x: torch.Tensor) -> int:
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    return _backward_peak(model, x)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the local parts of everything but the 0-d counters of steps."""
+    found = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in found)
+
+
+def borrowed(reading: Reading, strategy: ShardingStrategy) -> TransientBytes:
+    scratch = exchange_scratch_bytes(reading.groups, strategy)
+    return transient_bytes(reading.groups, strategy, scratch_bytes=scratch)
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_byte_that_is_held_is_in_a_formula(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
+    for strategy in STRATEGIES:
+        for reading in run_ranks(num_ranks, measure, int(strategy), policy_name):
+            persistent = persistent_bytes(reading.groups, strategy)
+            memory = reading.memory
+            engine = PersistentBytes(
+                memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes, reading.state_bytes
+            )
+            assert engine == persistent
+            transient = borrowed(reading, strategy).total
+            assert memory.transient_peak_bytes == transient
+            cast = passing_bytes(reading.groups, strategy).cast_grads
+            assert reading.held_bytes == persistent.total + transient + cast
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_cleared_gradients_leave_what_is_persistent(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
+    for strategy in STRATEGIES:
+        for reading in run_ranks(num_ranks, measure, int(strategy), policy_name):
+            expected = persistent_bytes(reading.groups, strategy).total + borrowed(reading, strategy).total
+            assert reading.cleared_bytes == expected
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_peak_of_a_step_is_within_the_formula(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
+    """Beyond the model's own activations and gradients, as the same model unsharded has them; no tolerance."""
+    for strategy in STRATEGIES:
+        for reading in run_ranks(num_ranks, measure, int(strategy), policy_name):
+            passing = passing_bytes(reading.groups, strategy)
+            own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
+            assert reading.later_bytes <= own
+            transient = borrowed(reading, strategy).total
+            assert transient <= reading.first_bytes <= transient + own
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_more_sharding_never_takes_more_memory(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
+    readings = [run_ranks(num_ranks, measure, int(strategy), policy_name)[0] for strategy in STRATEGIES]
+    peaks = [reading.held_bytes + reading.later_bytes for reading in readings]
+    assert peaks[1] < peaks[0]
+    assert peaks[2] <= peaks[1]
+    assert peaks[3] < peaks[2]
+
+
+def test_totals_are_those_worked_out_by_hand(run_ranks: RunRanks) -> None:
+    fully, ddp = (run_ranks(4, measure, strategy, "bf16")[0] for strategy in (3, 0))
+    assert persistent_bytes(fully.groups, ShardingStrategy.optim_grads_params).total == 16 * P // 4
+    assert persistent_bytes(ddp.groups, ShardingStrategy.no_shard).total == 16 * P
+    root, floor = 2 * ROOT_NUMEL, 2 * FLOOR_NUMEL
+    assert borrowed(fully, ShardingStrategy.optim_grads_params) == TransientBytes(
+        gathered=root + 2 * floor, buckets=root + 2 * floor, scratch=floor
+    )
+    assert borrowed(ddp, ShardingStrategy.no_shard) == TransientBytes(gathered=0, buckets=root + 2 * floor, scratch=0)
+    assert passing_bytes(fully.groups, ShardingStrategy.optim_grads_params) == PassingBytes(
+        local_sum=4 * FLOOR_NUMEL // 4, cast_grads=4 * P // 4
+    )
+
+
+def _odd_memory(strategy: int) -> tuple[tuple[GroupFootprint, ...], MemoryUse, int]:
+    case = MODEL_CASES["scalars"]
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fully_shard(
+        model, optimizer, zero_dp_strategy=strategy, fsdp_unit_modules=list(case.unit_classes)
+    )
+    for _ in range(2):
+        case.loss(model, case.make_batch(4, torch.Generator())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.footprints(), model.memory(), _state_bytes(optimizer)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_padding_costs_what_the_formula_says_but_the_optimizer_keeps_no_state_for_it(
+    run_ranks: RunRanks, num_ranks: int
+) -> None:
+    numel = sum(param.numel() for param in MODEL_CASES["scalars"].build().parameters())
+    for strategy in STRATEGIES:
+        results = run_ranks(num_ranks, _odd_memory, int(strategy))
+        for groups, memory, _ in results:
+            persistent = persistent_bytes(groups, strategy)
+            assert memory.persistent_bytes == persistent.total - persistent.optimizer
+            scratch = exchange_scratch_bytes(groups, strategy)
+            assert memory.transient_peak_bytes == transient_bytes(groups, strategy, scratch_bytes=scratch).total
+        copies = num_ranks if strategy == ShardingStrategy.no_shard else 1
+        assert sum(state_bytes for *_, state_bytes in results) == copies * 8 * numel
+
+
+def test_formulas_and_blocks_round_alike() -> None:
+    lengths = (1, 127, 128, 129, 0)
+    groups = [GroupFootprint(1, length, 2, torch.uint8, FP32, FP32, FP32, True) for length in lengths]
+    assert transient_bytes(groups, ShardingStrategy.optim_grads_params).gathered == pack_bytes(lengths)[1] == 640

@@ -1,0 +1,320 @@
+"""Optimizers on sharded parameters: groups, state, custom classes and foreign loops, each against one process."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, batches, backward, build, largest_difference, mesh, names_in, train, weights
+
+TOLERANCE = 2e-6
+"""For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
+
+STRATEGIES = [0, 1, 2, 3]
+
+
+def wrap(strategy: int, seed: int = 0) -> MegatronFSDP:
+    return fully_shard_model(build(seed), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+
+
+class Lion(torch.optim.Optimizer):
+    """Evolved sign momentum, written as third parties write optimizers: no foreach, state made at the first step."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["momentum"] * first + param.grad * (1 - first)
+                param.add_(torch.sign(update), alpha=-group["lr"])
+                state["momentum"].mul_(second).add_(param.grad, alpha=1 - second)
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "adamw_for_loop": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=False),
+    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=True),
+    "adam_fused": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2),
+    "lion": Lion,
+}
+
+
+# ---- parameter groups ------------------------------------------------------------------------------------------------
+
+GROUP_NAMES = [["head.weight", "layers.1.linear.weight"], ["layers.1.linear.bias", "gain"], ["layers.0.linear.weight"]]
+"""Not in model order, and neither head.bias nor layers.0.linear.bias is in any group."""
+
+GROUP_OPTIONS: list[dict[str, Any]] = [
+    {"lr": 2e-2, "weight_decay": 0.3, "betas": (0.8, 0.9), "label": "decay"},
+    {"lr": 1e-2, "weight_decay": 0.0, "label": "no decay"},
+    {"eps": 1e-3},
+]
+
+
+def grouped_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    params = dict(model.named_parameters())
+    groups = [
+        {"params": [params[name] for name in names], **options}
+        for names, options in zip(GROUP_NAMES, GROUP_OPTIONS, strict=True)
+    ]
+    return torch.optim.AdamW(groups, lr=5e-3, weight_decay=0.05)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def shard_grouped(strategy: int) -> dict[str, Any]:
+    model, reference = build(), build()
+    expected, optimizer = grouped_optimizer(reference), grouped_optimizer(model)
+    groups_before = optimizer.param_groups
+    wrapped, same = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    before = weights(wrapped)
+    found = {
+        "same optimizer": same is optimizer and same.param_groups is groups_before,
+        "names": names_in(wrapped, optimizer.param_groups),
+        "options": options_of(optimizer) == options_of(expected),
+        "sharded": all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]),
+        "state": len(optimizer.state),
+    }
+    train(wrapped, optimizer, 4)
+    train(reference, expected, 4)
+    after = weights(wrapped)
+    found["difference"] = largest_difference(after, weights(reference))
+    found["left alone"] = [name for name in after if torch.equal(after[name], before[name])]
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, shard_grouped, strategy):
+        assert found.pop("difference") <= TOLERANCE
+        assert sorted(found.pop("left alone")) == ["head.bias", "layers.0.linear.bias"]
+        assert found == {
+            "same optimizer": True,
+            "names": GROUP_NAMES,
+            "options": True,
+            "sharded": True,
+            "state": 0,
+        }
+
+
+def decay_without_gradient(strategy: int) -> list[float]:
+    """Zero gradients under weight decay: only the group with decay may move. Largest move of each group."""
+    model = build()
+    weights_only = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": weights_only, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    before = weights(wrapped)
+    (wrapped(torch.ones(2, 5)).sum() * 0.0).backward()
+    optimizer.step()
+    moves = {name: (after - before[name]).abs().max().item() for name, after in weights(wrapped).items()}
+    return [max(moves[name] for name in names) for names in names_in(wrapped, optimizer.param_groups)]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_a_group_without_decay_stays_without_decay(strategy: int, run_ranks: RunRanks) -> None:
+    for decayed, kept in run_ranks(2, decay_without_gradient, strategy):
+        assert decayed > 1e-3
+        assert kept == 0.0
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def state_shapes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each state tensor that is like its parameter is a DTensor laid out as the parameter."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if key == "step":
+                continue
+            if not isinstance(value, DTensor) or not isinstance(param, DTensor):
+                return False
+            if value.shape != param.shape or value.to_local().shape != param.to_local().shape:
+                return False
+    return bool(optimizer.state)
+
+
+def continue_after_sharding(name: str, strategy: int) -> dict[str, Any]:
+    model, reference = build(), build()
+    optimizer, expected = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    train(model, optimizer, 2)
+    train(reference, expected, 2)
+    steps_before = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    steps_after = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    sharded = state_shapes(optimizer)
+    train(wrapped, optimizer, 3, first=2)
+    train(reference, expected, 3, first=2)
+    return {
+        "steps": (set(steps_before), set(steps_after)),
+        "sharded": sharded,
+        "difference": largest_difference(weights(wrapped), weights(reference)),
+    }
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("adamw", 3), ("adam_fused", 2), ("sgd", 1), ("lion", 3), ("adamw", 0)])
+def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, continue_after_sharding, name, strategy):
+        assert found["steps"] == (({2.0}, {2.0}) if name.startswith("adam") else (set(), set()))
+        assert found["sharded"]
+        assert found["difference"] <= TOLERANCE
+
+
+def first_update(strategy: int) -> tuple[int, list[float], float]:
+    model, reference = build(), build()
+    optimizer, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
+    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    at_first = len(optimizer.state)
+    train(wrapped, optimizer, 1)
+    train(reference, expected, 1)
+    counters = sorted({float(state["step"]) for state in optimizer.state.values()})
+    return at_first, counters, largest_difference(weights(wrapped), weights(reference))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sharding_makes_no_fake_step(strategy: int, run_ranks: RunRanks) -> None:
+    for states_at_first, counters, difference in run_ranks(2, first_update, strategy):
+        assert (states_at_first, counters) == (0, [1.0])
+        assert difference <= 1e-6
+
+
+def state_dict_round_trip(strategy: int) -> tuple[float, float]:
+    """Save after two steps, go on for two, load, and repeat the two; how far both ends are apart, and how far from start."""
+    model = wrap(strategy)
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
+    train(model, optimizer, 2)
+    at_save = weights(model)
+    saved_model = {name: value.clone() for name, value in model.state_dict().items()}
+    saved: dict[str, Any] = torch.optim.Optimizer.state_dict(optimizer)
+    saved["state"] = {
+        index: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for index, state in saved["state"].items()
+    }
+    train(model, optimizer, 2, first=2)
+    end = weights(model)
+    model.load_state_dict(saved_model)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 2, first=2)
+    return largest_difference(weights(model), end), largest_difference(at_save, end)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_optimizer_state_dict_round_trip_repeats_training(strategy: int, run_ranks: RunRanks) -> None:
+    for repeated, moved in run_ranks(2, state_dict_round_trip, strategy):
+        assert repeated == 0.0
+        assert moved > 1e-3
+
+
+# ---- kinds of optimizers ---------------------------------------------------------------------------------------------
+
+
+def train_kinds(strategy: int, connect: bool) -> dict[str, float]:
+    """Distance to one process after three steps, by optimizer."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        model, reference = wrap(strategy), build()
+        optimizer, expected = make(model.parameters()), make(reference.parameters())
+        if connect:
+            fully_shard_optimizer(optimizer)
+        train(model, optimizer, 3)
+        train(reference, expected, 3)
+        found[name] = largest_difference(weights(model), weights(reference))
+        # What compute sees must be the new weights too, not only what the optimizer sees.
+        inputs = next(batches(1, first=9))[0]
+        output_error = (model(inputs) - reference(inputs)).abs().max().item()
+        found[f"{name} output"] = output_error
+    return found
+
+
+@pytest.mark.parametrize("connect", [True, False], ids=["connected", "never_connected"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_optimizers_train_as_on_one_process(strategy: int, connect: bool, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, train_kinds, strategy, connect):
+        assert {name: error for name, error in found.items() if not error <= 5 * TOLERANCE} == {}
+
+
+def three_ranks(name: str) -> float:
+    model, reference = wrap(3), build()
+    train(model, fully_shard_optimizer(OPTIMIZERS[name](model.parameters())), 3)
+    train(reference, OPTIMIZERS[name](reference.parameters()), 3)
+    return largest_difference(weights(model), weights(reference))
+
+
+@pytest.mark.parametrize("name", ["lion", "adamw"])
+def test_parameters_smaller_than_the_ranks_train_too(name: str, run_ranks: RunRanks) -> None:
+    """On three ranks some hold no row of `gain` or of a bias."""
+    assert max(run_ranks(3, three_ranks, name)) <= TOLERANCE
+
+
+def optimizer_built_late(strategy: int) -> tuple[bool, float]:
+    model, reference = wrap(strategy), build()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    model.train()
+    model(torch.ones(2, 5)).sum().backward()
+    model.zero_grad()
+    params = list(model.parameters())
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](params))
+    train(model, optimizer, 3)
+    train(reference, OPTIMIZERS["adamw"](reference.parameters()), 3)
+    return all(isinstance(p, DTensor) for p in params), largest_difference(weights(model), weights(reference))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_may_be_built_after_a_forward(strategy: int, run_ranks: RunRanks) -> None:
+    for distributed, difference in run_ranks(2, optimizer_built_late, strategy):
+        assert distributed
+        assert difference <= TOLERANCE
+
+
+def two_optimizers(strategy: int) -> float:
+    """One for the head, one for the rest, as alternating trainings do."""
+    runs = []
+    for model in (wrap(strategy), build()):
+        head = [p for name, p in model.named_parameters() if "head" in name]
+        rest = [p for name, p in model.named_parameters() if "head" not in name]
+        optimizers = [torch.optim.AdamW(head, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+        if isinstance(model, MegatronFSDP):
+            optimizers = [fully_shard_optimizer(optimizer) for optimizer in optimizers]
+        for number, batch in enumerate(batches(4)):
+            model.zero_grad()
+            backward(model, batch)
+            optimizers[number % 2].step()
+        runs.append(weights(model))
+    return largest_difference(*runs)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_two_optimizers_may_share_a_model(strategy: int, run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, two_optimizers, strategy)) <= TOLERANCE
+
+
+def test_one_rank_trains_bit_for_bit_as_without_sharding(run_ranks: RunRanks) -> None:
+    for connect in (True, False):
+        (found,) = run_ranks(1, train_kinds, 3, connect)
+        assert {name: error for name, error in found.items() if error != 0.0} == {}

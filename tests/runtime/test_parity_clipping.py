@@ -1,0 +1,83 @@
+"""Clipping: torch's own function and the model's give the norm and the gradients of one process."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, ModelName
+from tests.support.sharded_run import EXACT, Run, Scenario, Setting, check_strategies
+
+SMALL, LARGE = 0.05, 1e6
+"""One norm that every gradient exceeds, one that none does."""
+
+
+class Clip:
+    """A script that clips with one norm, by torch's function or (`by_model`) the model's own."""
+
+    def __init__(self, norm_type: float, by_model: bool) -> None:
+        self.norm_type = norm_type
+        self.by_model = by_model
+        self.__name__ = f"clip by {'model' if by_model else 'torch'}, norm {norm_type}"
+
+    def __call__(self, run: Run) -> None:
+        for step, max_norm in enumerate((SMALL, LARGE, math.inf, SMALL)):
+            run.loss(2 * step).backward()
+            run.loss(2 * step + 1).backward()
+            run.note("norm", {"norm": self._clip(run, max_norm)})
+            run.step()
+
+    def _clip(self, run: Run, max_norm: float) -> torch.Tensor:
+        if self.by_model and run.sharded is not None:
+            return run.sharded.clip_grad_norm_(max_norm, norm_type=self.norm_type)
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), max_norm, norm_type=self.norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _check(run_ranks: RunRanks, num_ranks: int, clip: Clip, models: tuple[ModelName, ...]) -> None:
+    for model in models:
+        settings = [Setting(strategy) for strategy in ((0, 3) if model != "transformer" else (1, 2))]
+        check_strategies(run_ranks, num_ranks, Scenario(clip, MODEL_CASES[model]), settings)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("by_model", [False, True], ids=["torch", "model"])
+def test_clipping_equals_one_process(run_ranks: RunRanks, norm_type: float, by_model: bool) -> None:
+    _check(run_ranks, 2, Clip(norm_type, by_model), ("transformer", "unused"))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("by_model", [False, True], ids=["torch", "model"])
+def test_ranks_with_nothing_of_a_parameter_take_part_in_the_norm(
+    run_ranks: RunRanks, norm_type: float, by_model: bool
+) -> None:
+    """2-row matrices and scalars on 4 ranks: most ranks hold nothing of them."""
+    _check(run_ranks, 4, Clip(norm_type, by_model), ("odd_shapes", "scalars"))
+
+
+def clip_between_microbatches(run: Run) -> None:
+    """The clipped gradient is what the next backward adds to."""
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=SMALL)
+    run.loss(0).backward()
+    clip(run.model.parameters())
+    run.loss(1).backward()
+    if run.sharded is not None:
+        run.sharded.clip_grad_norm_(SMALL)
+    else:
+        clip(run.model.parameters())
+    run.loss(2).backward()
+    run.step()
+
+
+def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:
+    scenario = Scenario(clip_between_microbatches, MODEL_CASES["odd_shapes"])
+    check_strategies(run_ranks, 2, scenario, [Setting(strategy) for strategy in range(4)])
+
+
+def test_clipping_on_one_rank_is_exact(run_ranks: RunRanks) -> None:
+    scenario = Scenario(Clip(2.0, by_model=False), MODEL_CASES["odd_shapes"])
+    check_strategies(run_ranks, 1, scenario, [Setting(0), Setting(3)], EXACT)

@@ -1,0 +1,225 @@
+"""Evaluation in between, weights changed by hand, and exceptions: training goes on as on one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.usage_models import FragileModel, Ordered, vector_case
+
+SHARDED = (Setting(3), Setting(2))
+ALL = tuple(Setting(strategy) for strategy in range(4))
+FRAGILE = vector_case(FragileModel)
+ORDERED = vector_case(Ordered)
+
+
+def _check(
+    run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase, settings: tuple[Setting, ...] = SHARDED
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, case), settings)
+
+
+# ---- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def _evaluate(run: Run, index: int) -> None:
+    run.model.eval()
+    run.loss(index)
+    run.model.train()
+
+
+def evaluate_between_microbatches(run: Run) -> None:
+    for step in range(2):
+        run.loss(3 * step).backward()
+        with torch.no_grad():
+            _evaluate(run, 50 + step)
+        with run.no_sync():
+            run.loss(3 * step + 1).backward()
+        with torch.no_grad():
+            _evaluate(run, 60 + step)
+        run.loss(3 * step + 2).backward()
+        run.step()
+
+
+def evaluate_between_forward_and_backward(run: Run) -> None:
+    for step in range(2):
+        loss = run.loss(step)
+        with torch.no_grad():
+            _evaluate(run, 50 + step)
+        loss.backward()
+        run.step()
+
+
+def infer_first(run: Run) -> None:
+    """Inference tensors must not leak into training."""
+    with torch.inference_mode():
+        _evaluate(run, 50)
+    run.train(0)
+    with torch.inference_mode():
+        _evaluate(run, 51)
+    run.loss(1).backward()
+    with torch.inference_mode():
+        _evaluate(run, 52)
+    run.loss(2).backward()
+    run.step()
+    with torch.inference_mode():
+        _evaluate(run, 53)
+
+
+@pytest.mark.parametrize(
+    "script", [evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first]
+)
+def test_evaluation_at_any_time_leaves_training_alone(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script, ORDERED, ALL)
+
+
+def test_evaluation_of_a_tied_model_leaves_training_alone(run_ranks: RunRanks) -> None:
+    _check(run_ranks, infer_first, MODEL_CASES["tied"])
+
+
+# ---- weights changed by hand ------------------------------------------------------------------------------------------
+
+
+def scale_weights_by_hand(run: Run) -> None:
+    run.train(0)
+    with torch.no_grad():
+        for param in run.parameters().values():
+            param.mul_(0.5)
+    run.train(1)
+    with torch.no_grad():
+        for param in run.parameters().values():
+            param.add_(param, alpha=0.25)
+    run.loss(2)
+    run.note_parameters()
+
+
+def scale_local_weights_by_hand(run: Run) -> None:
+    """What `torch.no_grad` code reaches through a DTensor's local part."""
+    run.train(0)
+    with torch.no_grad():
+        for param in run.parameters().values():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.mul_(0.5)
+    if run.sharded is not None:
+        run.sharded.install_optimized_model_weights()
+    run.train(1)
+
+
+def scale_one_weight_after_evaluation(run: Run) -> None:
+    """The weights were just gathered, and are still there."""
+    run.train(0)
+    with torch.no_grad():
+        run.loss(1)
+        run.parameters()["last.weight"].mul_(2.0)
+        run.loss(1)
+        run.parameters()["layers.3.up.weight"].mul_(2.0)
+        run.loss(1)
+    run.train(2)
+
+
+@pytest.mark.parametrize(
+    "script", [scale_weights_by_hand, scale_local_weights_by_hand, scale_one_weight_after_evaluation]
+)
+def test_weights_changed_by_hand_take_effect(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script, ORDERED, ALL)
+
+
+def load_state_between_steps(run: Run) -> None:
+    saved = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+    run.train(0, 1)
+    run.model.load_state_dict(saved)
+    run.train(2)
+
+
+def test_loading_an_earlier_state_takes_effect(run_ranks: RunRanks) -> None:
+    _check(run_ranks, load_state_between_steps, ORDERED, ALL)
+
+
+# ---- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def _break(run: Run, index: int, position: int, where: str) -> None:
+    layer = run.module.layers[position]  # type: ignore[index]
+    layer.fails_in = where
+    with pytest.raises(ValueError, match=f"{where} was told to fail"):
+        run.case.loss(run.model, run.batch(index)).backward()
+    layer.fails_in = None
+
+
+def fail_in_forward(run: Run) -> None:
+    run.train(0)
+    for position in (0, 2, 3):
+        _break(run, 1, position, "forward")
+        run.train(2 + position)
+
+
+def fail_in_the_first_forward(run: Run) -> None:
+    _break(run, 1, 2, "forward")
+    run.train(0, 1)
+
+
+def fail_in_forward_between_microbatches(run: Run) -> None:
+    run.loss(0).backward()
+    _break(run, 1, 1, "forward")
+    run.loss(2).backward()
+    run.step()
+
+
+@pytest.mark.parametrize("script", [fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches])
+def test_training_goes_on_after_an_exception_in_forward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script, FRAGILE, ALL)
+
+
+def _break_backward(run: Run, index: int, position: int) -> None:
+    _break(run, index, position, "backward")
+    if run.sharded is not None:
+        run.sharded.reset()
+    run.optimizer.zero_grad()
+
+
+def fail_in_backward(run: Run) -> None:
+    run.train(0)
+    for position in (3, 1, 0):
+        _break_backward(run, 1, position)
+        run.train(2 + position)
+
+
+def fail_in_the_first_backward(run: Run) -> None:
+    _break_backward(run, 1, 2)
+    run.train(0, 1)
+
+
+def fail_in_backward_between_microbatches(run: Run) -> None:
+    run.loss(0).backward()
+    _break_backward(run, 1, 1)
+    run.loss(2).backward()
+    with run.no_sync():
+        run.loss(3).backward()
+    run.loss(4).backward()
+    run.step()
+
+
+def fail_in_a_deferred_backward(run: Run) -> None:
+    with run.no_sync():
+        run.loss(0).backward()
+        _break_backward(run, 1, 1)
+        run.loss(2).backward()
+    run.loss(3).backward()
+    run.step()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        fail_in_backward,
+        fail_in_the_first_backward,
+        fail_in_backward_between_microbatches,
+        fail_in_a_deferred_backward,
+    ],
+)
+def test_training_goes_on_after_an_exception_in_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    _check(run_ranks, script, FRAGILE, ALL)

@@ -1,0 +1,41 @@
+"""A model whose memory can be worked out by hand: layers without bias whose rows divide evenly over 1, 2 and 4 ranks."""
+
+import torch
+from torch import Tensor, nn
+
+FEATURES = 16
+HIDDEN = 32
+FLOORS = 8
+ROOT_NUMEL = 2 * FEATURES * FEATURES
+FLOOR_NUMEL = 2 * FEATURES * HIDDEN
+
+
+class Floor(nn.Module):
+    """Two linear layers and a residual connection; (samples, features) in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tower(nn.Module):
+    """A layer, eight floors, a layer; the two layers belong to the root. Parameters: 512 and 8 times 1024."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.floors = nn.Sequential(*(Floor() for _ in range(FLOORS)))
+        self.last = nn.Linear(FEATURES, FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.floors(self.first(x)))
+
+
+def tower_loss(model: nn.Module, x: Tensor) -> Tensor:
+    """Mean square of the outputs."""
+    output: Tensor = model(x)
+    return output.float().square().mean()
