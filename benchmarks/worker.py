@@ -158,22 +158,29 @@ def _live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch])
         return _live_host_bytes(name, setting, microbatches)
     before = torch.accelerator.memory_allocated(setting.device)
     contender = build_contender(name, setting)
-    for _ in range(2):
-        contender.step(microbatches)
+    _settle(contender, microbatches)
     torch.accelerator.reset_peak_memory_stats(setting.device)
     contender.step(microbatches)
     peak = torch.accelerator.max_memory_allocated(setting.device)
+    gc.collect()
     return LiveBytes(torch.accelerator.memory_allocated(setting.device) - before, peak - before)
+
+
+def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
+    """Let everything exist that stays, and nothing that waits for the collector: that is no contender's need."""
+    for _ in range(2):
+        contender.step(microbatches)
+    gc.collect()
 
 
 def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
     """As the profiler sees them from the first allocation on; it knows nothing of what was allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         contender = build_contender(name, setting)
-        for _ in range(2):
-            contender.step(microbatches)
+        _settle(contender, microbatches)
         with record_function(_MEASURED_STEP):
             contender.step(microbatches)
+        gc.collect()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None

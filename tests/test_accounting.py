@@ -7,9 +7,12 @@ import torch
 
 from megatron_fsdp.accounting import (
     GroupFootprint,
+    PassingBytes,
     PersistentBytes,
     StepTraffic,
     TransientBytes,
+    exchange_scratch_bytes,
+    passing_bytes,
     persistent_bytes,
     step_traffic,
     transient_bytes,
@@ -72,37 +75,75 @@ def test_optimizer_memory_follows_the_number_of_states() -> None:
     assert sizes == [0, 400, 800]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "extra"), [(NO_SHARD, 0), (OPTIM, 800), (OPTIM_GRADS, 800), (OPTIM_GRADS_PARAMS, 800)]
-)
-def test_deferring_reductions_takes_a_whole_gradient_unless_there_is_one(
-    strategy: ShardingStrategy, extra: int
-) -> None:
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_deferring_reductions_takes_a_whole_gradient_per_trainable_group(strategy: ShardingStrategy) -> None:
     groups = [mixed(0, 400), mixed(1, 400, trained=False)]
     now = persistent_bytes(groups, strategy, deferred=False)
     later = persistent_bytes(groups, strategy, deferred=True)
-    assert later == replace(now, main_grad=now.main_grad + extra)
+    assert later == replace(now, main_grad=now.main_grad + 800)
+
+
+ROOT_BLOCK, LARGEST_BLOCK = 1664, 2432  # 2 * 800 and 2 * 1200 bytes, rounded up to multiples of 128
 
 
 def test_gathered_weights_are_the_root_and_two_of_the_largest_unit() -> None:
     assert transient_bytes(MODEL, OPTIM_GRADS_PARAMS) == TransientBytes(
-        gathered=2 * (800 + 2 * 1200), buckets=2 * 2 * 1200, scratch=0
+        gathered=ROOT_BLOCK + 2 * LARGEST_BLOCK, buckets=ROOT_BLOCK + 2 * LARGEST_BLOCK, scratch=0
     )
 
 
 @pytest.mark.parametrize("strategy", [NO_SHARD, OPTIM, OPTIM_GRADS])
 def test_weights_that_every_rank_holds_are_not_gathered_into_anything(strategy: ShardingStrategy) -> None:
-    assert transient_bytes(MODEL, strategy, scratch_bytes=7) == TransientBytes(0, 4800, 7)
+    assert transient_bytes(MODEL, strategy, scratch_bytes=7) == TransientBytes(0, ROOT_BLOCK + 2 * LARGEST_BLOCK, 7)
+
+
+def test_one_rank_gathers_nothing_and_exchanges_nothing() -> None:
+    alone = [mixed(0, 64, shards=1), mixed(1, 128, shards=1)]
+    assert transient_bytes(alone, OPTIM_GRADS_PARAMS) == TransientBytes(0, 128 + 256, 0)
+    assert exchange_scratch_bytes(alone, OPTIM_GRADS_PARAMS) == 0
+    assert passing_bytes(alone, OPTIM_GRADS_PARAMS) == PassingBytes(local_sum=0, cast_grads=4 * 192)
 
 
 def test_slots_and_buckets_beyond_the_number_of_units_stay_empty() -> None:
-    groups = [mixed(0, 400), mixed(1, 800)]
-    assert transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=5, buckets=5) == TransientBytes(800 + 1600, 2 * 1600, 0)
+    groups = [mixed(0, 64), mixed(1, 128)]
+    assert transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=5, buckets=5) == TransientBytes(128 + 256, 128 + 256, 0)
+
+
+def test_late_reduction_takes_a_bucket_per_unit() -> None:
+    groups = [mixed(0, 64), *(mixed(unit, 128) for unit in range(1, 6))]
+    assert transient_bytes(groups, OPTIM, buckets=5).buckets == 128 + 5 * 256
 
 
 def test_groups_of_one_unit_add_up_and_frozen_ones_need_no_bucket() -> None:
-    groups = [mixed(1, 400), plain(1, 400), mixed(1, 4000, trained=False)]
-    assert transient_bytes(groups, OPTIM_GRADS_PARAMS) == TransientBytes(800 + 1600 + 8000, 800 + 1600, 0)
+    groups = [mixed(1, 64), plain(1, 64), mixed(1, 640, trained=False)]
+    assert transient_bytes(groups, OPTIM_GRADS_PARAMS) == TransientBytes(128 + 256 + 1280, 128 + 256, 0)
+
+
+def test_each_group_starts_a_new_stretch_of_128_bytes() -> None:
+    groups = [plain(1, 4), mixed(1, 4), plain(1, 36)]
+    assert transient_bytes(groups, OPTIM_GRADS_PARAMS).gathered == 128 + 128 + 256
+
+
+def test_an_exchange_receives_into_one_more_of_the_largest_bucket() -> None:
+    assert exchange_scratch_bytes(MODEL, OPTIM_GRADS_PARAMS) == LARGEST_BLOCK
+    assert exchange_scratch_bytes([mixed(0, 640), mixed(1, 64)], OPTIM) == 1280
+    assert exchange_scratch_bytes(MODEL, NO_SHARD) == 0
+    assert exchange_scratch_bytes([mixed(0, 640, trained=False)], OPTIM) == 0
+
+
+def test_sums_are_taken_in_float32_and_cast_gradients_are_in_the_main_dtype() -> None:
+    assert passing_bytes(MODEL, OPTIM) == PassingBytes(local_sum=4 * 1200 // N, cast_grads=4 * P // N)
+    assert passing_bytes(MODEL, NO_SHARD) == PassingBytes(local_sum=0, cast_grads=4 * P)
+    assert passing_bytes([plain(0, 400)], OPTIM) == PassingBytes(local_sum=400, cast_grads=0)
+
+
+def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:
+    whole = replace(mixed(0, 3), is_whole=True)
+    for strategy in ShardingStrategy:
+        assert persistent_bytes([whole], strategy) == persistent_bytes([whole], NO_SHARD)
+        assert step_traffic([whole], strategy) == StepTraffic(0, 1, 0, 2 * (6 - 1))
+        assert transient_bytes([whole], strategy) == TransientBytes(0, 128, 0)
+        assert exchange_scratch_bytes([whole], strategy) == 0
 
 
 def test_no_groups_cost_nothing() -> None:

@@ -1,7 +1,7 @@
 """Bad input is refused in one sentence, alike on every rank, and nobody is left waiting.
 
-Each case runs on two ranks; the call is part of the case, and so is what the message has to say: what was given, what is
-allowed, what to do. After all cases the same processes shard a good model, so nothing half-done may be left.
+Each case runs on two ranks and says what the message must hold: what was given, what is allowed, what to do. After all
+cases the same processes shard a good model, so nothing half-done may be left.
 """
 
 from collections.abc import Callable
@@ -144,7 +144,7 @@ def part_of_a_sharded_model_wrapped_again() -> None:
 
 def sharded_part_inside_a_model() -> None:
     model = build()
-    model.layers[0] = shard(build().layers[0], fsdp_unit_modules=None)  # type: ignore[index]
+    model.layers[0] = shard(build().layers[0], fsdp_unit_modules=None)
     shard(model)
 
 
@@ -208,8 +208,8 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     unknown_strategy_name: (
         "ConfigurationError",
         (
-            "zero_dp_strategy='zero3' is not a sharding strategy; give one of 0 or \"no_shard\", 1 or \"optim\", 2 or "
-            '"optim_grads", 3 or "optim_grads_params".',
+            'zero_dp_strategy=\'zero3\' is not a sharding strategy; give one of 0 or "no_shard", 1 or "optim",',
+            '2 or "optim_grads", 3 or "optim_grads_params".',
         ),
     ),
     unknown_strategy_number: ("ConfigurationError", ("zero_dp_strategy=4 is not a sharding strategy; give one of 0",)),
@@ -247,37 +247,64 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     ),
     import_path_without_module: (
         "ConfigurationError",
-        ("fsdp_unit_modules has 'Layer', which is not a complete import path; did you mean 'tests.support.api_net.Layer'",),
+        (
+            "fsdp_unit_modules has 'Layer', which is not a complete import path",
+            "did you mean 'tests.support.api_net.Layer'",
+        ),
     ),
     bare_class_of_units: ("TypeError", ("fsdp_unit_modules=Layer is not a list", "write fsdp_unit_modules=[...]")),
     unit_entry_that_is_no_module: ("TypeError", ("int", "not a subclass of torch.nn.Module; give classes")),
     meta_parameters: (
         "ConfigurationError",
-        ("7 of 7 parameters are on the meta device (such as gain", "init_model_with_meta_device is False", "materialise"),
+        (
+            "7 of 7 parameters are on the meta device (such as gain",
+            "init_model_with_meta_device is False",
+            "materialise",
+        ),
     ),
     partly_meta_parameters: ("ConfigurationError", ("2 of 7 parameters are on the meta device (such as head.weight",)),
     mixed_devices: (
         "ConfigurationError",
-        ("parameters lie on 2 devices (", "layers.0.linear.weight on cpu", "gain on cuda:0", "move the model to one device first"),
+        (
+            "parameters lie on 2 devices (",
+            "layers.0.linear.weight on cpu",
+            "gain on cuda:0",
+            "move the model to one device first",
+        ),
     ),
     device_that_is_not_of_the_mesh: ("ConfigurationError", ("device=", "meta", "cpu")),
     no_parameters: ("ConfigurationError", ("ReLU has no parameters; there is nothing to shard",)),
     wrapped_twice: ("ConfigurationError", ("the model is a MegatronFSDP already; wrap a model once",)),
-    inner_module_wrapped_again: ("ConfigurationError", ("the model is sharded already (7 of 7 parameters, such as gain)",)),
+    inner_module_wrapped_again: (
+        "ConfigurationError",
+        ("the model is sharded already (7 of 7 parameters, such as gain)",),
+    ),
     part_of_a_sharded_model_wrapped_again: ("ConfigurationError", ("the model is sharded already (2 of 2 parameters",)),
-    sharded_part_inside_a_model: ("ConfigurationError", ("the model is sharded already (2 of 7 parameters, such as la",)),
+    sharded_part_inside_a_model: (
+        "ConfigurationError",
+        ("the model is sharded already (2 of 7 parameters, such as la",),
+    ),
     policy_that_is_a_name: ("TypeError", ("mixed_precision_policy='bf16'", "MixedPrecisionPolicy")),
     mesh_that_is_a_name: ("TypeError", ("device_mesh='cpu'", "DeviceMesh")),
     legacy_keyword_that_contradicts: (
         "ConfigurationError",
-        ("check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True; leave the former out.",),
+        (
+            "check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True",
+            "leave the former out.",
+        ),
     ),
-    empty_optimizer: ("ConfigurationError", ("the optimizer has no parameters; build it on the parameters of the model",)),
+    empty_optimizer: (
+        "ConfigurationError",
+        ("the optimizer has no parameters; build it on the parameters of the model",),
+    ),
     optimizer_of_another_model: (
         "ConfigurationError",
         ("parameter 0 of param_groups[0] (shape (4,)) is not a", "would train nothing", "build the optimizer on"),
     ),
-    optimizer_with_one_foreign_parameter: ("ConfigurationError", ("parameter 1 of param_groups[1] (shape (2, 7)) is not",)),
+    optimizer_with_one_foreign_parameter: (
+        "ConfigurationError",
+        ("parameter 1 of param_groups[1] (shape (2, 7)) is not",),
+    ),
     empty_optimizer_of_a_sharded_model: (
         "ConfigurationError",
         ("the optimizer has no parameters; build it on model.parameters() after fully_shard_model",),
@@ -286,7 +313,10 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
         "ConfigurationError",
         ("the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after",),
     ),
-    optimizer_over_two_sharded_models: ("ConfigurationError", ("parameter 7 of param_groups[0] (shape (4,)) is not a",)),
+    optimizer_over_two_sharded_models: (
+        "ConfigurationError",
+        ("parameter 7 of param_groups[0] (shape (4,)) is not a",),
+    ),
     optimizer_over_sharded_and_plain_parameters: (
         "ConfigurationError",
         ("parameter 7 of param_groups[0] (shape (2, 7)) is not a", "would train nothing", "build the optimizer on"),

@@ -146,10 +146,19 @@ CONFIG_FIELDS: dict[str, Any] = {
     "megatron_fsdp_max_pool_double_buffer": False,
 }
 
-DUNDERS = (
-    "__version__ __shortversion__ __package_name__ __contact_names__ __contact_emails__ __homepage__ __repository_url__ "
-    "__download_url__ __description__ __license__ __keywords__"
-).split()
+DUNDERS = [
+    "__version__",
+    "__shortversion__",
+    "__package_name__",
+    "__contact_names__",
+    "__contact_emails__",
+    "__homepage__",
+    "__repository_url__",
+    "__download_url__",
+    "__description__",
+    "__license__",
+    "__keywords__",
+]
 
 
 def arguments_of(function: Callable[..., Any]) -> list[tuple[str, Any]]:

@@ -18,7 +18,6 @@ from megatron_fsdp import (
     MegatronFSDP,
     fully_shard,
     fully_shard_model,
-    fully_shard_optimizer,
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSupportedYetError
 
@@ -33,7 +32,6 @@ LATER_ARGUMENTS: list[dict[str, Any]] = [
     {"outer_dp_sharding_strategy": 1},
     {"outer_dp_sharding_strategy": "optim"},
     {"init_model_with_meta_device": True},
-    {"preproc_state_dict_for_dcp_ckpt": False},
     {"disable_bucketing": True},
     {"keep_fp8_transpose_cache": True},
     {"nccl_ub": True},
@@ -126,12 +124,6 @@ def test_one_message_names_every_argument_at_fault() -> None:
     assert message.startswith("not supported yet: nccl_ub=True (default False), cuda_graph_mode=True (default False); ")
 
 
-def test_the_optimizer_function_refuses_state_dicts_without_preparation() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    message = refusal(lambda: fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False))
-    assert "preproc_state_dict_for_dcp_ckpt=False (default True)" in message
-
-
 def test_a_legacy_keyword_of_a_later_argument_is_refused_under_its_present_name() -> None:
     with pytest.warns(FutureWarning, match="keep_fp8_transpose_cache_when_using_custom_fsdp=True is deprecated"):
         message = refusal(
@@ -144,7 +136,7 @@ def test_a_legacy_keyword_of_a_later_argument_is_refused_under_its_present_name(
     "arguments", [{"outer_dp_sharding_strategy": 0}, {"outer_dp_sharding_strategy": "no_shard"}, {"nccl_ub": False}]
 )
 def test_defaults_may_be_written_out(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="torch.distributed is not initialised"):
+    with pytest.raises(ConfigurationError, match="is not initialised; start the program with torchrun"):
         fully_shard_model(nn.Linear(2, 2), **arguments)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
+from megatron_fsdp.placement import Placement, Placements, ShardingStrategy, placements_for
 
 ROOT_UNIT = 0
 BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
@@ -26,6 +26,8 @@ class GroupFootprint:
         main_grads: Dtype in which gradients are accumulated.
         grad_comm: Dtype in which gradients travel.
         requires_grad: Whether it is trained.
+        is_whole: Whether every rank holds it whole under every strategy, as it does parameters without a dimension to
+            shard: the group then costs what it costs under ``no_shard``.
 
     Raises:
         ConfigurationError: ``num_shards`` is below 1, or another count is negative.
@@ -39,6 +41,7 @@ class GroupFootprint:
     main_grads: torch.dtype
     grad_comm: torch.dtype
     requires_grad: bool
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.unit < 0 or self.numel < 0 or self.num_shards < 1:
@@ -124,7 +127,7 @@ class StepTraffic:
 
     Attributes:
         gathers: Number of parameter all-gathers.
-        reductions: Number of gradient reduce-scatters (all-reduces under ``no_shard``).
+        reductions: Number of gradient reduce-scatters (all-reduces under ``no_shard`` and for groups held whole).
         gather_bytes: Bytes sent in gathers.
         reduce_bytes: Bytes sent in reductions.
     """
@@ -148,23 +151,22 @@ def persistent_bytes(
         strategy: The strategy on the sharding axis.
         optimizer_states_per_param: State values per parameter in the main dtype: 2 for Adam, 1 for momentum, 0 for SGD.
         deferred: Whether reductions are being put off (``no_sync``), which takes a whole unreduced gradient per
-            trainable group. Under ``no_shard`` that is the main gradient itself and costs nothing more.
+            trainable group, under every strategy.
 
     Returns:
-        Bytes per rank.
+        Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
     """
-    placements = placements_for(strategy)
     trainable = [group for group in groups if group.requires_grad]
     with_main_copy = [group for group in trainable if group.main_params != group.compute]
-    main_grad = _held(trainable, placements.main_grad, lambda group: group.main_grads)
-    if deferred and strategy != ShardingStrategy.no_shard:
-        main_grad += _held(trainable, (Placement.PARTIAL,), lambda group: group.main_grads)
+    main_grad = sum(_held_bytes(g, strategy, _main_grad, g.main_grads) for g in trainable)
+    if deferred:
+        main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
     return PersistentBytes(
-        compute_weight=_held(groups, placements.compute_weight, lambda group: group.compute),
-        main_weight=_held(with_main_copy, placements.main_weight, lambda group: group.main_params),
+        compute_weight=sum(_held_bytes(g, strategy, _compute_weight, g.compute) for g in groups),
+        main_weight=sum(_held_bytes(g, strategy, _main_weight, g.main_params) for g in with_main_copy),
         main_grad=main_grad,
         optimizer=optimizer_states_per_param
-        * _held(trainable, placements.main_weight, lambda group: group.main_params),
+        * sum(_held_bytes(g, strategy, _main_weight, g.main_params) for g in trainable),
     )
 
 
@@ -193,8 +195,8 @@ def transient_bytes(
     Returns:
         Bytes per rank.
     """
-    in_slots = placements_for(strategy).compute_weight == (Placement.SHARD,)
-    gathered = _block_bytes((g for g in groups if in_slots and g.num_shards > 1), lambda group: group.compute)
+    in_slots = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
+    gathered = _block_bytes(in_slots, lambda group: group.compute)
     filling = _bucket_bytes(groups)
     return TransientBytes(_root_and_largest(gathered, slots), _root_and_largest(filling, buckets), scratch_bytes)
 
@@ -209,9 +211,8 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
     """
-    if placements_for(strategy).main_grad != (Placement.SHARD,) or all(group.num_shards == 1 for group in groups):
-        return 0
-    return max(_bucket_bytes(groups).values(), default=0)
+    exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
+    return max(_bucket_bytes(groups).values(), default=0) if exchanged else 0
 
 
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
@@ -224,12 +225,11 @@ def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
     """
-    trainable = [group for group in groups if group.requires_grad]
-    main_grad = placements_for(strategy).main_grad
-    exchanged = [group for group in trainable if main_grad == (Placement.SHARD,) and group.num_shards > 1]
+    exchanged = [group for group in groups if _is_exchanged(group, strategy)]
     sums = [g.shard_numel * torch.promote_types(g.grad_comm, torch.float32).itemsize for g in exchanged]
-    cast = [group for group in trainable if group.main_grads != group.main_params]
-    return PassingBytes(max(sums, default=0), _held(cast, main_grad, lambda group: group.main_params))
+    cast = [group for group in groups if group.requires_grad and group.main_grads != group.main_params]
+    cast_grads = sum(_held_bytes(group, strategy, _main_grad, group.main_params) for group in cast)
+    return PassingBytes(max(sums, default=0), cast_grads)
 
 
 def step_traffic(
@@ -237,7 +237,8 @@ def step_traffic(
 ) -> StepTraffic:
     """Count the collectives from one optimizer step to the next, in the steady state.
 
-    Every trainable group is reduced once per microbatch; groups on one rank never communicate. An optimizer step makes
+    Every trainable group is reduced once per microbatch; groups on one rank never communicate, and groups that are held
+    whole are never gathered. An optimizer step makes
     all gathered weights stale. Frozen groups have nothing to gather under ``optim`` and ``optim_grads``, where every
     rank holds them whole.
 
@@ -257,14 +258,17 @@ def step_traffic(
         raise ConfigurationError(f"microbatches={microbatches} is not possible; give 1 or more.")
     communicating = [group for group in groups if group.num_shards > 1]
     trainable = [group for group in communicating if group.requires_grad]
-    gathered = _gathered_groups(communicating, _unit_indices(groups), strategy, microbatches, slots)
-    reduced = trainable * microbatches
-    sends_per_reduction = 2 if strategy == ShardingStrategy.no_shard else 1  # an all-reduce scatters and gathers
+    cut = [group for group in communicating if not group.is_whole]
+    gathered = _gathered_groups(cut, _unit_indices(groups), strategy, microbatches, slots)
+    reduced_bytes = sum(
+        _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, _main_grad) else 2)  # an all-reduce
+        for group in trainable
+    )
     return StepTraffic(
         gathers=len(gathered),
-        reductions=len(reduced),
+        reductions=len(trainable) * microbatches,
         gather_bytes=sum(_sent_bytes(group, group.compute) for group in gathered),
-        reduce_bytes=sends_per_reduction * sum(_sent_bytes(group, group.grad_comm) for group in reduced),
+        reduce_bytes=reduced_bytes * microbatches,
     )
 
 
@@ -303,14 +307,39 @@ def _gathered_units(unit_indices: Sequence[int], microbatches: int, slots: int) 
     return first + later * (microbatches - 1)
 
 
-def _held(
-    groups: Iterable[GroupFootprint],
-    placement: tuple[Placement, ...],
-    dtype_of: Callable[[GroupFootprint], torch.dtype],
+def _compute_weight(placements: Placements) -> tuple[Placement, ...]:
+    return placements.compute_weight
+
+
+def _main_weight(placements: Placements) -> tuple[Placement, ...]:
+    return placements.main_weight
+
+
+def _main_grad(placements: Placements) -> tuple[Placement, ...]:
+    return placements.main_grad
+
+
+def _is_sharded(
+    group: GroupFootprint, strategy: ShardingStrategy, buffer: Callable[[Placements], tuple[Placement, ...]]
+) -> bool:
+    """Whether one buffer of a group is cut into shards."""
+    return not group.is_whole and buffer(placements_for(strategy)) == (Placement.SHARD,)
+
+
+def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
+    """Whether a group's gradients end up as shards, on more than one rank."""
+    return group.requires_grad and group.num_shards > 1 and _is_sharded(group, strategy, _main_grad)
+
+
+def _held_bytes(
+    group: GroupFootprint,
+    strategy: ShardingStrategy,
+    buffer: Callable[[Placements], tuple[Placement, ...]],
+    dtype: torch.dtype,
 ) -> int:
-    """Bytes of one buffer per group on one rank."""
-    is_sharded = placement == (Placement.SHARD,)
-    return sum((group.shard_numel if is_sharded else group.numel) * dtype_of(group).itemsize for group in groups)
+    """Bytes of one buffer of a group on one rank."""
+    numel = group.shard_numel if _is_sharded(group, strategy, buffer) else group.numel
+    return numel * dtype.itemsize
 
 
 def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]) -> dict[int, int]:

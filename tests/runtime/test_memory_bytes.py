@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,9 +34,11 @@ P = ROOT_NUMEL + FLOORS * FLOOR_NUMEL
 POLICIES = {
     "fp32": (FP32, MixedPrecisionPolicy()),
     "bf16": (BF16, MixedPrecisionPolicy()),
-    "bf16, fp32 gradients": (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32)),
-    "bf16, fp32 gradients, bf16 on the wire": (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)),
+    "bf16 on the wire": (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)),
 }
+
+
+Case = tuple[ShardingStrategy, str]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Reading:
         held_bytes: Every storage of the process that was not there before the model, after an optimizer step, gradients
             not cleared yet; counters of steps left out.
         cleared_bytes: The same after `zero_grad`.
+        deferred_bytes: What a backward inside `no_sync` adds to that.
         first_bytes: Peak of what forward and backward allocate in the first step, ...
         later_bytes: ... and in the third.
         unsharded_bytes: The same of the model on its own, where every gradient is dropped at once.
@@ -58,12 +63,19 @@ class Reading:
     state_bytes: int
     held_bytes: int
     cleared_bytes: int
+    deferred_bytes: int
     first_bytes: int
     later_bytes: int
     unsharded_bytes: int
 
 
-def measure(strategy: int, policy_name: str) -> Reading:
+def measure_all() -> dict[Case, Reading]:
+    """Every strategy under every policy, on this rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return {(strategy, name): _measure(mesh, strategy, name) for strategy in STRATEGIES for name in POLICIES}
+
+
+def _measure(mesh: DeviceMesh, strategy: ShardingStrategy, policy_name: str) -> Reading:
     dtype, policy = POLICIES[policy_name]
     x = torch.randn(2, 16, dtype=dtype)
     unsharded_bytes = _unsharded_peak(Tower().to(dtype), x)
@@ -71,7 +83,13 @@ def measure(strategy: int, policy_name: str) -> Reading:
     model = Tower().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = fully_shard(
-        model, optimizer, zero_dp_strategy=strategy, fsdp_unit_modules=[Floor], mixed_precision_policy=policy
+        model,
+        optimizer,
+        mesh,
+        "dp",
+        zero_dp_strategy=int(strategy),
+        fsdp_unit_modules=[Floor],
+        mixed_precision_policy=policy,
     )
     peaks = []
     for _ in range(3):
@@ -82,8 +100,19 @@ def measure(strategy: int, policy_name: str) -> Reading:
     held = held_bytes() - before - counters
     optimizer.zero_grad()
     cleared = held_bytes() - before - counters
+    with model.no_sync():
+        tower_loss(model, x).backward()
+    deferred = held_bytes() - before - counters - cleared
     return Reading(
-        model.footprints(), model.memory(), _state_bytes(optimizer), held, cleared, peaks[0], peaks[2], unsharded_bytes
+        groups=model.footprints(),
+        memory=model.memory(),
+        state_bytes=_state_bytes(optimizer),
+        held_bytes=held,
+        cleared_bytes=cleared,
+        deferred_bytes=deferred,
+        first_bytes=peaks[0],
+        later_bytes=peaks[2],
+        unsharded_bytes=unsharded_bytes,
     )
 
 
@@ -110,57 +139,80 @@ def borrowed(reading: Reading, strategy: ShardingStrategy) -> TransientBytes:
     return transient_bytes(reading.groups, strategy, scratch_bytes=scratch)
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_every_byte_that_is_held_is_in_a_formula(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
-    for strategy in STRATEGIES:
-        for reading in run_ranks(num_ranks, measure, int(strategy), policy_name):
-            persistent = persistent_bytes(reading.groups, strategy)
-            memory = reading.memory
-            engine = PersistentBytes(
-                memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes, reading.state_bytes
-            )
-            assert engine == persistent
-            transient = borrowed(reading, strategy).total
-            assert memory.transient_peak_bytes == transient
-            cast = passing_bytes(reading.groups, strategy).cast_grads
-            assert reading.held_bytes == persistent.total + transient + cast
+@pytest.fixture(scope="module")
+def readings(run_ranks: RunRanks) -> dict[int, list[dict[Case, Reading]]]:
+    """For each number of ranks, what each rank measured."""
+    return {num_ranks: run_ranks(num_ranks, measure_all) for num_ranks in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_cleared_gradients_leave_what_is_persistent(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
-    for strategy in STRATEGIES:
-        for reading in run_ranks(num_ranks, measure, int(strategy), policy_name):
-            expected = persistent_bytes(reading.groups, strategy).total + borrowed(reading, strategy).total
-            assert reading.cleared_bytes == expected
+Readings = dict[int, list[dict[Case, Reading]]]
+EACH_CASE = [(ranks, strategy, name) for ranks in (1, 2, 4) for strategy in STRATEGIES for name in POLICIES]
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_peak_of_a_step_is_within_the_formula(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
+def test_every_byte_that_is_held_is_in_a_formula(
+    readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
+) -> None:
+    for rank in readings[num_ranks]:
+        reading = rank[strategy, policy_name]
+        memory = reading.memory
+        persistent = persistent_bytes(reading.groups, strategy)
+        assert persistent == PersistentBytes(
+            memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes, reading.state_bytes
+        )
+        transient = borrowed(reading, strategy).total
+        assert memory.transient_peak_bytes == transient
+        cast = passing_bytes(reading.groups, strategy).cast_grads
+        assert reading.held_bytes == persistent.total + transient + cast
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
+def test_cleared_gradients_leave_what_is_persistent(
+    readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
+) -> None:
+    for rank in readings[num_ranks]:
+        reading = rank[strategy, policy_name]
+        kept = persistent_bytes(reading.groups, strategy).total + borrowed(reading, strategy).total
+        assert reading.cleared_bytes == kept
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
+def test_deferring_holds_one_whole_gradient(
+    readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
+) -> None:
+    for rank in readings[num_ranks]:
+        reading = rank[strategy, policy_name]
+        with_sums = persistent_bytes(reading.groups, strategy, deferred=True)
+        assert reading.deferred_bytes == with_sums.total - persistent_bytes(reading.groups, strategy).total
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
+def test_peak_of_a_step_is_within_the_formula(
+    readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
+) -> None:
     """Beyond the model's own activations and gradients, as the same model unsharded has them; no tolerance."""
-    for strategy in STRATEGIES:
-        for reading in run_ranks(num_ranks, measure, int(strategy), policy_name):
-            passing = passing_bytes(reading.groups, strategy)
-            own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
-            assert reading.later_bytes <= own
-            transient = borrowed(reading, strategy).total
-            assert transient <= reading.first_bytes <= transient + own
+    for rank in readings[num_ranks]:
+        reading = rank[strategy, policy_name]
+        passing = passing_bytes(reading.groups, strategy)
+        own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
+        assert reading.later_bytes <= own
+        transient = borrowed(reading, strategy).total
+        assert transient <= reading.first_bytes <= transient + own
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_more_sharding_never_takes_more_memory(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
-    readings = [run_ranks(num_ranks, measure, int(strategy), policy_name)[0] for strategy in STRATEGIES]
-    peaks = [reading.held_bytes + reading.later_bytes for reading in readings]
-    assert peaks[1] < peaks[0]
-    assert peaks[2] <= peaks[1]
-    assert peaks[3] < peaks[2]
+def test_more_sharding_never_takes_more_memory(readings: Readings, num_ranks: int, policy_name: str) -> None:
+    for rank in readings[num_ranks]:
+        cases = [rank[strategy, policy_name] for strategy in STRATEGIES]
+        peaks = [reading.held_bytes + reading.later_bytes for reading in cases]
+        assert peaks[1] < peaks[0]
+        assert peaks[2] <= peaks[1]
+        assert peaks[3] < peaks[2]
 
 
-def test_totals_are_those_worked_out_by_hand(run_ranks: RunRanks) -> None:
-    fully, ddp = (run_ranks(4, measure, strategy, "bf16")[0] for strategy in (3, 0))
+def test_totals_are_those_worked_out_by_hand(readings: Readings) -> None:
+    fully, ddp = (readings[4][0][ShardingStrategy(strategy), "bf16"] for strategy in (3, 0))
     assert persistent_bytes(fully.groups, ShardingStrategy.optim_grads_params).total == 16 * P // 4
     assert persistent_bytes(ddp.groups, ShardingStrategy.no_shard).total == 16 * P
     root, floor = 2 * ROOT_NUMEL, 2 * FLOOR_NUMEL
@@ -191,7 +243,9 @@ def _odd_memory(strategy: int) -> tuple[tuple[GroupFootprint, ...], MemoryUse, i
 def test_padding_costs_what_the_formula_says_but_the_optimizer_keeps_no_state_for_it(
     run_ranks: RunRanks, num_ranks: int
 ) -> None:
-    numel = sum(param.numel() for param in MODEL_CASES["scalars"].build().parameters())
+    params = list(MODEL_CASES["scalars"].build().parameters())
+    numel = sum(param.numel() for param in params)
+    scalars = sum(param.dim() == 0 for param in params)  # every rank holds these whole
     for strategy in STRATEGIES:
         results = run_ranks(num_ranks, _odd_memory, int(strategy))
         for groups, memory, _ in results:
@@ -199,8 +253,8 @@ def test_padding_costs_what_the_formula_says_but_the_optimizer_keeps_no_state_fo
             assert memory.persistent_bytes == persistent.total - persistent.optimizer
             scratch = exchange_scratch_bytes(groups, strategy)
             assert memory.transient_peak_bytes == transient_bytes(groups, strategy, scratch_bytes=scratch).total
-        copies = num_ranks if strategy == ShardingStrategy.no_shard else 1
-        assert sum(state_bytes for *_, state_bytes in results) == copies * 8 * numel
+        state_numel = num_ranks * numel if strategy == ShardingStrategy.no_shard else numel + (num_ranks - 1) * scalars
+        assert sum(state_bytes for *_, state_bytes in results) == 8 * state_numel
 
 
 def test_formulas_and_blocks_round_alike() -> None:

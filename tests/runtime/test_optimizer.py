@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, batches, backward, build, largest_difference, mesh, names_in, train, weights
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, names_in, train, weights
 
 TOLERANCE = 2e-6
 """For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
@@ -29,7 +29,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -203,7 +203,7 @@ def test_sharding_makes_no_fake_step(strategy: int, run_ranks: RunRanks) -> None
 
 
 def state_dict_round_trip(strategy: int) -> tuple[float, float]:
-    """Save after two steps, go on for two, load, and repeat the two; how far both ends are apart, and how far from start."""
+    """Save after two steps, go on for two, load, repeat the two: distance of both ends, and of the end to the start."""
     model = wrap(strategy)
     optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
     train(model, optimizer, 2)

@@ -10,9 +10,13 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, Batch, ModelCase, ModelName, make_token_batch, token_loss
-from tests.support.models import make_vector_batch, vector_loss
-from tests.support.parity import fixed_seed
+from tests.support.models import (
+    MODEL_CASES,
+    Batch,
+    ModelCase,
+    ModelName,
+    make_token_batch,
+)
 from tests.support.sharded_run import (
     EXACT,
     FP32,
@@ -24,7 +28,6 @@ from tests.support.sharded_run import (
     assert_parity,
     reference,
     run_sharded,
-    sgd,
 )
 from tests.support.transformer import Block, TinyTransformer
 
@@ -142,14 +145,16 @@ def test_the_deal_covers_every_value_and_every_pair() -> None:
     scripts = [script for pair in SCRIPTS for script in pair]
     with_count = {(ranks, strategy, script in SCRIPTS[1]) for ranks, strategy, _, script, _, _ in dealt}
     assert len(with_count) == 4 * 4 * 2
-    assert {(strategy, script) for _, strategy, _, script, _, _ in dealt} == {(s, f) for s in STRATEGIES for f in scripts}
+    assert {(strategy, script) for _, strategy, _, script, _, _ in dealt} == {
+        (s, f) for s in STRATEGIES for f in scripts
+    }
     assert len({(strategy, optimizer) for _, strategy, _, _, optimizer, _ in dealt}) == 4 * 4
     assert len({(name, optimizer) for _, _, name, _, optimizer, _ in dealt}) == 8 * 4
     assert len({(name, script) for _, _, name, script, _, _ in dealt}) == 8 * 4
     assert len({(strategy, one_call) for _, strategy, _, _, _, one_call in dealt}) == 4 * 2
 
 
-# ---- float64, averaging collective ----------------------------------------------------------------------------------
+# ---- float64, averaging collective ---------------------------------------------------------------------------------
 
 
 def _build_fp64_transformer() -> nn.Module:
@@ -180,7 +185,7 @@ def test_averaging_in_the_collective_gives_the_same_mean(run_ranks: RunRanks, nu
         assert_parity(outcomes, reference(scenario), EXACT if num_ranks == 1 else FP32)
 
 
-# ---- the comparison itself can fail -----------------------------------------------------------------------------------
+# ---- the comparison itself can fail --------------------------------------------------------------------------------
 
 
 def _forget_one_rank(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Evaluation in between, weights changed by hand, and exceptions: training goes on as on one process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def _check(
     check_strategies(run_ranks, 2, Scenario(script, case), settings)
 
 
-# ---- evaluation -------------------------------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------------------------
 
 
 def _evaluate(run: Run, index: int) -> None:
@@ -70,9 +71,7 @@ def infer_first(run: Run) -> None:
         _evaluate(run, 53)
 
 
-@pytest.mark.parametrize(
-    "script", [evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first]
-)
+@pytest.mark.parametrize("script", [evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first])
 def test_evaluation_at_any_time_leaves_training_alone(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     _check(run_ranks, script, ORDERED, ALL)
 
@@ -81,7 +80,7 @@ def test_evaluation_of_a_tied_model_leaves_training_alone(run_ranks: RunRanks) -
     _check(run_ranks, infer_first, MODEL_CASES["tied"])
 
 
-# ---- weights changed by hand ------------------------------------------------------------------------------------------
+# ---- weights changed by hand ---------------------------------------------------------------------------------------
 
 
 def scale_weights_by_hand(run: Run) -> None:
@@ -139,11 +138,11 @@ def test_loading_an_earlier_state_takes_effect(run_ranks: RunRanks) -> None:
     _check(run_ranks, load_state_between_steps, ORDERED, ALL)
 
 
-# ---- exceptions -------------------------------------------------------------------------------------------------------
+# ---- exceptions ----------------------------------------------------------------------------------------------------
 
 
 def _break(run: Run, index: int, position: int, where: str) -> None:
-    layer = run.module.layers[position]  # type: ignore[index]
+    layer: Any = run.module.layers[position]  # type: ignore[index]
     layer.fails_in = where
     with pytest.raises(ValueError, match=f"{where} was told to fail"):
         run.case.loss(run.model, run.batch(index)).backward()

@@ -29,6 +29,8 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Two layers and a head, with a buffer; 82 parameters. (samples, 5) -> (samples, 3)."""
 
+    offset: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
@@ -97,10 +99,11 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """The largest absolute difference of any element; infinite where the names differ."""
+    """The largest absolute difference of any element; infinite where the names differ or an element is NaN."""
     if left.keys() != right.keys():
         return float("inf")
-    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+    largest = [(left[name].double() - right[name].double()).abs().nan_to_num(nan=torch.inf).max() for name in left]
+    return torch.stack(largest).max().item()
 
 
 def names_in(model: MegatronFSDP, groups: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
         self.now_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}

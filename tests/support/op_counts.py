@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SILENT_OPS = ("view", "slice", "detach", "t", "transpose", "expand", "unsqueeze", "promote_types")  # move no bytes
+# These move no bytes of a model.
+_SILENT_OPS = ("view", "slice", "detach", "t", "transpose", "expand", "promote_types", "lift_fresh", "empty")
 
 
 @dataclass
@@ -56,7 +57,7 @@ class OpCounts(TorchDispatchMode):
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
         self.num_ranks = num_ranks
         self.ops: Counter[str] = Counter()
         self.numels: dict[str, list[int]] = {}

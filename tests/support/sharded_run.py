@@ -1,7 +1,7 @@
 """One training script, run sharded on several ranks and whole on one process, and compared by values.
 
-A script is a module-level function of a `Run`. What it notes on the way (losses, gradients, weights) is what is compared;
-the same lines run in both settings, so a test cannot compare two different loops.
+A script is a module-level function of a `Run`. What it notes on the way (losses, gradients, weights) is what is
+compared; the same lines run in both settings, so a test cannot compare two different loops.
 """
 
 import math
@@ -27,6 +27,8 @@ RunRanks = Callable[..., list[Any]]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 Values = Mapping[str, Tensor | None]
 
+_DEFAULT_POLICY = MixedPrecisionPolicy()
+
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Plain SGD: an update is a multiple of the gradient, which hides nothing and magnifies nothing."""
@@ -39,8 +41,7 @@ class Scenario:
 
     script: Callable[["Run"], None]
     case: ModelCase
-    optimizer: RunRanks = Callable[..., list[Any]]
-OptimizerFn = sgd
+    optimizer: OptimizerFn = sgd
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Setting:
     """
 
     strategy: int
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    policy: MixedPrecisionPolicy = _DEFAULT_POLICY
     one_call: bool = True
     average_in_collective: bool = False
     auto_sync: bool = True
@@ -216,7 +217,7 @@ class Run:
             self.step()
 
 
-# ---- running --------------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------------------------
 
 
 def check_strategies(
@@ -284,10 +285,10 @@ def _digest(recording: Recording) -> list[tuple[str, str, int]]:
 
 
 def _checksum(value: Tensor) -> int:
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
+    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------------------------------------
 
 
 def assert_parity(outcomes: Sequence[Outcome], expected: Recording, tolerance: Tolerance) -> None:

@@ -1,4 +1,4 @@
-"""A model whose memory can be worked out by hand: layers without bias whose rows divide evenly over 1, 2 and 4 ranks."""
+"""A model whose memory can be worked out by hand: layers without bias whose rows divide over 4 ranks."""
 
 import torch
 from torch import Tensor, nn

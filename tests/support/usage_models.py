@@ -1,4 +1,4 @@
-"""Small models that use their units in unusual ways: again, in turn, from inside each other, recomputed, with odd outputs.
+"""Small models that use their units in unusual ways: again, in turn, nested, recomputed, with odd outputs.
 
 All take and return float32 vectors of `FEATURES`; `vector_case` makes a `ModelCase` of a builder.
 """
@@ -102,7 +102,7 @@ class Caller(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(x))
-        return x + self.down(hidden) + self.helper[0](x) + self.down(hidden * 0.5)
+        return x + self.down(hidden) - 0.5 * self.helper[0](x) + self.down(hidden * 0.5)
 
 
 class Nested(nn.Module):
@@ -140,7 +140,7 @@ class Packed(Layer):
         super().__init__()
         self.form = form
 
-    def forward(self, *, x: Tensor, scale: float) -> Any:
+    def forward(self, *, x: Tensor, scale: float) -> Any:  # type: ignore[override]
         hidden, result = torch.tanh(self.up(x)), super().forward(x)
         containers: dict[str, Callable[[], Any]] = {
             "dict": lambda: {"value": result * scale, "hidden": hidden},
@@ -166,8 +166,8 @@ class Unpacking(nn.Module):
         parts = second(x=packed["value"], scale=0.5)
         pair = third(x=parts.left + parts.right[1]["name"], scale=1.0)
         _, named, (hidden,) = fourth(x=pair.value, scale=2.0)
-        extra = packed["hidden"].sum() + (parts.right[0] * pair.extra * hidden).sum()
-        return self.last(named["value"]) + extra
+        extra = packed["hidden"] + parts.right[0] * pair.extra * hidden
+        return self.last(named["value"]) + extra.mean(dim=-1, keepdim=True)
 
 
 class Capsule:
@@ -202,14 +202,26 @@ class HidesResults(nn.Module):
         return self.last(x)
 
 
+class InPlace(Ordered):
+    """Writes into the outputs of its units, and into views of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+            x += 0.5
+            x[:, :2].mul_(0.5)
+        return self.last(x.relu_())
+
+
 class SideLoss(Layer):
-    """A unit that leaves a loss as an attribute, computed with its weights after its result."""
+    """A unit that leaves a loss per sample as an attribute, computed with its weights after its result."""
 
     penalty: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
-        self.penalty = self.up(result).square().mean()
+        self.penalty = 0.1 * self.up(result).square().mean(dim=-1, keepdim=True)
         return result
 
 
@@ -280,7 +292,7 @@ class Fragile(Layer):
         hidden = torch.tanh(self.up(x))
         if self.fails_in == "forward":
             raise ValueError("forward was told to fail")
-        return x + self.down(FailOnDemand.apply(hidden, self.fails_in == "backward"))
+        return x + self.down(FailOnDemand.apply(hidden, self.fails_in == "backward"))  # type: ignore[no-untyped-call]
 
 
 class FragileModel(nn.Module):

@@ -1,0 +1,169 @@
+"""Collectives on 1 to 4 ranks: right values, minimal bytes, float32 sums in rank order."""
+
+from dataclasses import astuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
+from megatron_fsdp.buffer.flat_buffer import FlatBuffer
+from megatron_fsdp.layout import plan_layout
+from megatron_fsdp.placement import Placement
+from tests.conftest import RunRanks
+
+RANKS = [1, 2, 3, 4]
+SHARD = 5  # elements per rank
+
+
+def world_axis() -> Axis:
+    num_ranks = dist.get_world_size()
+    return Axis(dist.group.WORLD if num_ranks > 1 else None, dist.get_rank(), num_ranks)
+
+
+def finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def contribution(rank: int, num_ranks: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank puts in: small integers, exact in every dtype and in every order of summation."""
+    return (torch.arange(num_ranks * SHARD) + 100 * rank).remainder(13).to(dtype)
+
+
+def expected_sum(num_ranks: int) -> torch.Tensor:
+    return torch.stack([contribution(rank, num_ranks, torch.float32) for rank in range(num_ranks)]).sum(0)
+
+
+def _gather(in_place: bool) -> tuple[list[float], Traffic]:
+    axis = world_axis()
+    full = torch.zeros(axis.num_ranks * SHARD)
+    shard = full[axis.rank * SHARD : (axis.rank + 1) * SHARD] if in_place else torch.zeros(SHARD)
+    shard.fill_(axis.rank + 1.0)
+    finish(axis.all_gather(full, shard))
+    return full.tolist(), axis.traffic
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gather_puts_the_shards_in_rank_order(run_ranks: RunRanks, num_ranks: int, in_place: bool) -> None:
+    sent = 4 * SHARD * (num_ranks - 1)
+    for full, traffic in run_ranks(num_ranks, _gather, in_place):
+        assert full == [rank + 1.0 for rank in range(num_ranks) for _ in range(SHARD)]
+        assert traffic == Traffic(gathers=int(num_ranks > 1), gather_bytes=sent)
+
+
+def _exchange_and_sum(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Traffic]:
+    """The local sum, what the back end's own reduction makes of the same values, and what was counted."""
+    axis = world_axis()
+    full = contribution(axis.rank, axis.num_ranks, dtype)
+    received = torch.zeros_like(full)
+    finish(axis.exchange(received, full))
+    reduced = full.float()
+    dist.all_reduce(reduced)
+    own = reduced[axis.rank * SHARD : (axis.rank + 1) * SHARD]
+    return sum_received(received, axis.num_ranks), own, axis.traffic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_exchange_and_sum_is_a_reduce_scatter(run_ranks: RunRanks, num_ranks: int, dtype: torch.dtype) -> None:
+    sent = (num_ranks - 1) * SHARD * dtype.itemsize
+    for rank, (ours, theirs, traffic) in enumerate(run_ranks(num_ranks, _exchange_and_sum, dtype)):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, expected_sum(num_ranks)[rank * SHARD : (rank + 1) * SHARD])
+        assert traffic == Traffic(reductions=1, reduce_bytes=sent)
+
+
+def _reduce_scatter() -> tuple[torch.Tensor, Traffic]:
+    axis = world_axis()
+    shard = torch.zeros(SHARD)
+    finish(axis.reduce_scatter(shard, contribution(axis.rank, axis.num_ranks, torch.float32)))
+    return shard, axis.traffic
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_native_reduce_scatter_counts_as_the_exchange_does(run_ranks: RunRanks, num_ranks: int) -> None:
+    for rank, (shard, traffic) in enumerate(run_ranks(num_ranks, _reduce_scatter)):
+        assert torch.equal(shard, expected_sum(num_ranks)[rank * SHARD : (rank + 1) * SHARD])
+        assert traffic == Traffic(reductions=1, reduce_bytes=4 * SHARD * (num_ranks - 1))
+
+
+def _all_reduce() -> tuple[torch.Tensor, Traffic]:
+    axis = world_axis()
+    full = contribution(axis.rank, axis.num_ranks, torch.float32)
+    finish(axis.all_reduce(full))
+    return full, axis.traffic
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_all_reduce_sums_in_place_and_sends_twice_as_much(run_ranks: RunRanks, num_ranks: int) -> None:
+    for full, traffic in run_ranks(num_ranks, _all_reduce):
+        assert torch.equal(full, expected_sum(num_ranks))
+        assert traffic == Traffic(reductions=int(num_ranks > 1), reduce_bytes=2 * 4 * SHARD * (num_ranks - 1))
+
+
+def test_sums_of_bf16_are_taken_in_float32() -> None:
+    # In bf16, 256 + 1 is 256 again; in float32 four small summands count.
+    received = torch.tensor([[256.0], [1.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    total = sum_received(received.flatten(), 5)
+    assert total.dtype == torch.float32
+    assert total.tolist() == [260.0]
+
+
+def test_sums_of_float64_stay_in_float64() -> None:
+    total = sum_received(torch.tensor([1.0, 1e-12], dtype=torch.float64), 2)
+    assert total.dtype == torch.float64
+    assert total.tolist() == [1.0 + 1e-12]
+
+
+def test_sums_repeat_bit_for_bit() -> None:
+    received = torch.randn(4 * 1000)
+    first = sum_received(received, 4)
+    assert torch.equal(first, sum_received(received.clone(), 4))
+    assert torch.equal(first, ((received[:1000] + received[1000:2000]) + received[2000:3000]) + received[3000:])
+
+
+def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:
+    axis = world_axis()
+    layout = plan_layout([(6, 2), (3,)], axis.num_ranks)
+    buffer = FlatBuffer(layout, axis, placement, torch.float32, torch.device("cpu"))
+    for index, tensor in enumerate((torch.arange(12.0).view(6, 2), torch.full((3,), 9.0))):
+        buffer.store(index, tensor)
+    if placement is Placement.REPLICATE:
+        others = torch.ones(layout.numel, dtype=torch.bool)
+        others[slice(*layout.shard_range(axis.rank))] = False
+        buffer.local[others] = -1.0  # out of date until gathered
+    full = buffer.local if placement is Placement.REPLICATE else torch.full((layout.numel,), -1.0)
+    finish(buffer.gather_into(full))
+    start, stop = layout.tensor_range(0)
+    return full[start:stop].tolist(), int((full == -1.0).sum()), full.data_ptr() == buffer.local.data_ptr()
+
+
+@pytest.mark.parametrize("placement", [Placement.SHARD, Placement.REPLICATE])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gathering_a_buffer_brings_every_part_up_to_date(
+    run_ranks: RunRanks, num_ranks: int, placement: Placement
+) -> None:
+    for values, stale, in_place in run_ranks(num_ranks, _gather_buffer, placement):
+        assert values == [float(i) for i in range(12)]
+        assert stale == 0
+        assert in_place is (placement is Placement.REPLICATE)
+
+
+def test_traffic_between_two_moments_is_their_difference() -> None:
+    traffic = Traffic(1, 2, 30, 40)
+    before = traffic.copy()
+    traffic.gathers += 5
+    traffic.reduce_bytes += 7
+    assert astuple(before) == (1, 2, 30, 40)
+    assert astuple(traffic.since(before)) == (5, 0, 0, 7)
+
+
+def _pairwise() -> tuple[bool, bool]:
+    return world_axis().exchanges_pairwise, Axis(None, 0, 1).exchanges_pairwise
+
+
+def test_gloo_exchanges_pairwise_and_a_single_rank_does_not(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, _pairwise) == [(True, False)] * 2

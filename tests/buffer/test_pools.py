@@ -1,0 +1,133 @@
+"""Memory that is lent: slots keep theirs, buckets are few and come back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool, pack_bytes
+
+CPU = torch.device("cpu")
+
+
+def no_room() -> bool:
+    return False
+
+
+def test_stretches_start_at_multiples_of_128_bytes() -> None:
+    assert pack_bytes([1, 128, 129, 0, 5]) == ((0, 128, 256, 512, 512), 640)
+    assert pack_bytes([]) == ((), 0)
+
+
+def test_a_view_of_a_block_is_typed_memory_of_it() -> None:
+    block = Block(256, CPU)
+    floats, halves = block.view(0, 32, torch.float32), block.view(128, 8, torch.bfloat16)
+    floats.fill_(1.5)
+    halves.fill_(2.0)
+    assert block.num_bytes == 256
+    assert (floats.shape, floats.dtype) == ((32,), torch.float32)
+    assert halves.data_ptr() - floats.data_ptr() == 128
+    assert block.view(0, 32, torch.float32).tolist() == [1.5] * 32
+    assert block.view(128, 8, torch.bfloat16).tolist() == [2.0] * 8
+
+
+def test_memory_taken_in_evaluation_serves_training() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with torch.inference_mode():
+        pool = SlotPool(16, CPU)
+        pool.block(0)
+    weight = pool.block(0).view(0, 4, torch.float32)
+    weight.fill_(3.0)
+    (x * weight).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 4
+
+
+def test_a_slot_is_the_same_memory_for_good() -> None:
+    pool = SlotPool(64, CPU)
+    addresses = [pool.block(slot).view(0, 1, torch.uint8).data_ptr() for slot in (0, 1, 0, 1, 0)]
+    assert addresses[0] == addresses[2] == addresses[4]
+    assert addresses[1] == addresses[3] != addresses[0]
+
+
+def test_slots_take_memory_at_their_first_use() -> None:
+    pool = SlotPool(64, CPU)
+    assert pool.held_bytes == 0
+    pool.block(3)
+    assert pool.held_bytes == 64
+    pool.block(3)
+    assert pool.held_bytes == 64
+
+
+def test_a_bucket_that_came_back_is_lent_again() -> None:
+    pool = BucketPool(2, 64, CPU, no_room)
+    first = pool.borrow()
+    pool.give_back(first)
+    assert pool.borrow() is first
+    assert pool.held_bytes == 64
+
+
+def test_a_second_bucket_is_made_while_the_first_is_out() -> None:
+    pool = BucketPool(2, 64, CPU, no_room)
+    assert pool.borrow() is not pool.borrow()
+    assert pool.held_bytes == 128
+
+
+def room_maker(pool_of: Callable[[], BucketPool], lent: list[Block], log: list[str]) -> Callable[[], bool]:
+    """Gives the oldest lent block back, as the end of a reduction does."""
+
+    def make_room() -> bool:
+        log.append("asked")
+        if not lent:
+            return False
+        pool_of().give_back(lent.pop(0))
+        return True
+
+    return make_room
+
+
+def test_room_is_made_only_when_all_buckets_are_out() -> None:
+    lent: list[Block] = []
+    log: list[str] = []
+    pool = BucketPool(2, 64, CPU, room_maker(lambda: pool, lent, log))
+    lent += [pool.borrow(), pool.borrow()]
+    assert log == []
+    oldest = lent[0]
+    assert pool.borrow() is oldest
+    assert log == ["asked"]
+    assert pool.held_bytes == 128
+
+
+def test_room_is_asked_for_until_a_bucket_of_this_pool_comes_back() -> None:
+    """Reductions of other pools may be older than any of this one."""
+    answers = [True, True]
+    block: list[Block] = []
+
+    def make_room() -> bool:
+        answers.pop()
+        if not answers:
+            pool.give_back(block[0])
+        return True
+
+    pool = BucketPool(1, 64, CPU, make_room)
+    block.append(pool.borrow())
+    assert pool.borrow() is block[0]
+    assert answers == []
+
+
+def test_the_pool_grows_where_no_room_can_be_made() -> None:
+    pool = BucketPool(1, 64, CPU, no_room)
+    blocks = [pool.borrow() for _ in range(3)]
+    assert len({id(block) for block in blocks}) == 3
+    assert pool.held_bytes == 192
+
+
+@pytest.mark.parametrize("came_back", [0, 1, 2])
+def test_reclaiming_takes_every_bucket_back_once(came_back: int) -> None:
+    pool = BucketPool(2, 64, CPU, no_room)
+    blocks = [pool.borrow(), pool.borrow()]
+    for block in blocks[:came_back]:
+        pool.give_back(block)
+    pool.reclaim()
+    assert {id(pool.borrow()), id(pool.borrow())} == {id(block) for block in blocks}
+    assert pool.held_bytes == 128

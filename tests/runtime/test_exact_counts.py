@@ -1,0 +1,267 @@
+"""Collectives, bytes, copies and allocations of whole steps on real ranks, counted below the library."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.accounting import GroupFootprint, StepTraffic, step_traffic
+from megatron_fsdp.buffer.collectives import Axis, Traffic
+from megatron_fsdp.placement import ShardingStrategy
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, ModelCase, ModelName
+from tests.support.op_counts import Collectives, OpCounts
+from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
+
+STRATEGIES = list(ShardingStrategy)
+NUM_MICROBATCHES = (1, 3)
+STEPS = 3
+_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: what really ran, and what the model counted itself."""
+
+    seen: Collectives
+    counted: Traffic
+
+
+@dataclass(frozen=True)
+class Run:
+    """A few optimizer steps on one rank.
+
+    Attributes:
+        groups: What the formulas take.
+        steps: One entry per optimizer step.
+        transient_bytes: After each step, the bytes that the engine has borrowed.
+        addresses: After each step, where the weights of each unit were last gathered.
+    """
+
+    groups: tuple[GroupFootprint, ...]
+    steps: list[Step]
+    transient_bytes: list[int]
+    addresses: list[list[int]]
+
+
+def _shard(
+    case: ModelCase, strategy: int, policy: MixedPrecisionPolicy | None = None
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    model = case.build()
+    return fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        zero_dp_strategy=strategy,
+        fsdp_unit_modules=list(case.unit_classes),
+        mixed_precision_policy=policy or MixedPrecisionPolicy(),
+    )
+
+
+def run_all(name: ModelName) -> dict[tuple[int, int], Run]:
+    """All strategies and numbers of microbatches on this rank."""
+    return {(strategy, count): _run(name, strategy, count) for strategy in STRATEGIES for count in NUM_MICROBATCHES}
+
+
+def _run(name: ModelName, strategy: int, microbatches: int) -> Run:
+    case = MODEL_CASES[name]
+    model, optimizer = _shard(case, int(strategy))
+    run = Run(model.footprints(), [], [], [])
+    batch = case.make_batch(_SAMPLES, torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(STEPS):
+        before = model.traffic()
+        with OpCounts(dist.get_world_size()) as counts:
+            for _ in range(microbatches):
+                case.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.steps.append(Step(counts.collectives, model.traffic().since(before)))
+        run.transient_bytes.append(model.memory().transient_peak_bytes)
+        run.addresses.append([param.data_ptr() for param in model.raw_param.values()])
+    return run
+
+
+Runs = dict[tuple[ModelName, int], list[dict[tuple[int, int], Run]]]
+CASES: list[tuple[ModelName, int]] = [
+    *(("transformer", num_ranks) for num_ranks in (1, 2, 3, 4)),
+    ("partly_frozen", 2),
+    ("tied", 3),
+    ("bf16_fp32_norm", 2),
+    ("scalars", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(run_ranks: RunRanks) -> Runs:
+    return {(name, num_ranks): run_ranks(num_ranks, run_all, name) for name, num_ranks in CASES}
+
+
+EACH = [(*case, strategy, count) for case in CASES for strategy in STRATEGIES for count in NUM_MICROBATCHES]
+each_run = pytest.mark.parametrize(("name", "num_ranks", "strategy", "microbatches"), EACH)
+
+
+@each_run
+def test_a_steady_step_sends_what_the_formula_says_and_nothing_else(
+    runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
+) -> None:
+    for rank in runs[name, num_ranks]:
+        run = rank[strategy, microbatches]
+        expected = asdict(step_traffic(run.groups, strategy, microbatches))
+        for step in run.steps[1:]:
+            assert asdict(step.seen) == {**expected, "others": []}
+            assert asdict(step.counted) == expected
+
+
+@each_run
+def test_the_first_step_only_adds_one_agreement_on_what_was_used(
+    runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
+) -> None:
+    for rank in runs[name, num_ranks]:
+        first = rank[strategy, microbatches].steps[0]
+        expected = step_traffic(rank[strategy, microbatches].groups, strategy, microbatches)
+        assert asdict(first.counted) == asdict(expected)
+        assert first.seen.reductions - expected.reductions == (num_ranks > 1)
+
+
+@each_run
+def test_gathering_allocates_nothing_after_the_first_step(
+    runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
+) -> None:
+    for rank in runs[name, num_ranks]:
+        run = rank[strategy, microbatches]
+        assert run.transient_bytes == [run.transient_bytes[0]] * STEPS
+        assert run.addresses == [run.addresses[0]] * STEPS
+
+
+def test_sums_of_a_transformer_are_those_worked_out_by_hand(runs: Runs) -> None:
+    # Three blocks; two stay gathered, so that one is gathered twice per backward.
+    groups = runs["transformer", 2][0][3, 1].groups
+    root, *blocks = (group.numel * 4 for group in groups)
+    assert len(blocks) == 3
+    traffic = {key: run.steps[2].counted for key, run in runs["transformer", 2][0].items()}
+    whole = root + sum(blocks)
+    padded_for_one = sum(group.numel * 4 for group in runs["transformer", 2][0][0, 1].groups)
+    assert traffic[0, 1] == Traffic(0, 4, 0, 2 * padded_for_one // 2)
+    assert traffic[1, 1] == traffic[2, 1] == Traffic(4, 4, whole // 2, whole // 2)
+    assert traffic[3, 1] == Traffic(5, 4, (whole + blocks[0]) // 2, whole // 2)
+    assert traffic[2, 3] == Traffic(4, 12, whole // 2, 3 * whole // 2)
+    # Each further microbatch gathers the last block in forward and the first in backward.
+    assert traffic[3, 3] == Traffic(9, 12, (whole + blocks[0] + 2 * (blocks[2] + blocks[0])) // 2, 3 * whole // 2)
+
+
+# ---- copies -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What sharding adds to forward and backward in a steady step.
+
+    Attributes:
+        ops: How often operators run more often than unsharded; none less often.
+        numels: For each of them, the elements of the first tensor of each sharded call.
+        install_ops: Operators on one rank's shards after the optimizer step.
+    """
+
+    ops: dict[str, int]
+    numels: dict[str, list[int]]
+    install_ops: dict[str, int]
+
+
+def count_extra(strategy: int, microbatches: int, bf16: bool) -> Extra:
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    case = ModelCase(lambda: Tower().to(dtype), MODEL_CASES["transformer"].make_batch, tower_loss, (Floor,))
+    x = torch.randn(2, 16, dtype=dtype)
+    model, optimizer = _shard(case, strategy)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with OpCounts() as sharded:
+            _backward(model, x, microbatches)
+        optimizer.step()
+    for param in model.parameters():
+        with torch.no_grad():
+            param.add_(1.0)
+    with OpCounts() as install:
+        model.install_optimized_model_weights()
+    own = case.build()
+    for param in own.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    with OpCounts() as unsharded:
+        _backward(own, x, microbatches)
+    extra = Counter(sharded.ops)
+    extra.subtract(unsharded.ops)
+    return Extra({op: n for op, n in extra.items() if n}, {op: sharded.numels[op] for op in extra}, dict(install.ops))
+
+
+def _backward(model: nn.Module, x: torch.Tensor, microbatches: int) -> None:
+    for _ in range(microbatches):
+        tower_loss(model, x).backward()
+
+
+PARAMS = 2 + 2 * FLOORS
+GROUPS = 1 + FLOORS
+ALL_GROUP_NUMELS = sorted([ROOT_NUMEL, *[FLOOR_NUMEL] * FLOORS])
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_each_gradient_is_copied_once_and_weights_never(run_ranks: RunRanks, strategy: int) -> None:
+    for extra in run_ranks(2, count_extra, strategy, 1, False):
+        # Per parameter: one copy into the bucket. Per group: the sum of what came in, and one pass over the shard.
+        assert extra.ops == {"copy_": PARAMS, "sum.dim_IntList": GROUPS, "mul.out": GROUPS}
+        assert sum(extra.numels["copy_"]) == ROOT_NUMEL + FLOORS * FLOOR_NUMEL
+        assert sorted(extra.numels["mul.out"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
+        assert sorted(extra.numels["sum.dim_IntList"]) == ALL_GROUP_NUMELS
+        assert extra.install_ops == {}
+
+
+def test_accumulation_adds_to_shards(run_ranks: RunRanks) -> None:
+    for extra in run_ranks(2, count_extra, 3, 3, False):
+        added = extra.ops.pop("add_.Tensor")
+        assert added == 2 * GROUPS
+        assert extra.ops == {"copy_": 3 * PARAMS, "sum.dim_IntList": 3 * GROUPS, "mul.out": GROUPS}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_plain_data_parallelism_scales_whole_buckets_once(run_ranks: RunRanks, num_ranks: int) -> None:
+    for extra in run_ranks(num_ranks, count_extra, 0, 1, False):
+        assert extra.ops == {"copy_": PARAMS, "mul.out": GROUPS}
+        assert sorted(extra.numels["mul.out"]) == ALL_GROUP_NUMELS
+
+
+@pytest.mark.parametrize("strategy", [2, 3])
+def test_mixed_precision_casts_in_the_copies_and_once_per_group_for_the_optimizer(
+    run_ranks: RunRanks, strategy: int
+) -> None:
+    for extra in run_ranks(2, count_extra, strategy, 1, True):
+        assert extra.ops == {"copy_": PARAMS, "sum.dim_IntList": GROUPS, "mul.out": GROUPS, "_to_copy": GROUPS}
+        assert extra.install_ops == {"copy_": GROUPS}  # main weights into compute weights, one shard per group
+
+
+def test_counter_sees_an_unwanted_collective_and_an_unwanted_copy(run_ranks: RunRanks) -> None:
+    for collectives, ops in run_ranks(2, _waste):
+        assert collectives == Collectives(
+            gathers=1, reductions=2, gather_bytes=16, reduce_bytes=32 + 8, others=["barrier"]
+        )
+        assert ops == {"clone": 1}
+
+
+def _waste() -> tuple[Collectives, dict[str, int]]:
+    full, part = torch.zeros(8), torch.zeros(4)
+    axis = Axis(dist.group.WORLD, dist.get_rank(), 2)
+    with OpCounts(2) as counts:
+        work = axis.all_gather(full, part)
+        assert work is not None
+        work.wait()
+        dist.all_reduce(full)
+        dist.all_to_all_single(torch.tensor([0.0] * 4), part)
+        dist.barrier()
+        full.clone()
+    return counts.collectives, {op: n for op, n in counts.ops.items() if op == "clone"}
+
+
+def test_one_rank_sends_nothing(runs: Runs) -> None:
+    for run in runs["transformer", 1][0].values():
+        assert step_traffic(run.groups, ShardingStrategy.optim_grads_params) == StepTraffic(0, 0, 0, 0)
+        assert all(step.seen == Collectives() for step in run.steps)

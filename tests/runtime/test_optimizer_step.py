@@ -1,0 +1,328 @@
+"""The hooks around `optimizer.step` and `zero_grad`: keywords, closures, schedulers, and being connected once."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, train
+from tests.support.api_net import weights as whole_weights
+
+TOLERANCE = 2e-6
+STRATEGIES = [0, 1, 2, 3]
+
+
+def wrap(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
+    model = build().to(dtype)
+    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
+
+
+def connected_sgd(model: MegatronFSDP, lr: float = 0.1) -> Any:
+    """An SGD whose `step` and `zero_grad` take the further keywords, which the class does not declare."""
+    return fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def moved(model: MegatronFSDP, before: dict[str, Tensor]) -> bool:
+    return largest_difference(whole_weights(model), before) > 0
+
+
+def one_process_update(lr: float = 0.1) -> dict[str, Tensor]:
+    """Weights of one process after one SGD step on batch 0."""
+    reference = build()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=lr), 1)
+    return whole_weights(reference)
+
+
+# ---- keywords --------------------------------------------------------------------------------------------------------
+
+
+def sync_keyword(strategy: int) -> tuple[bool, bool, float]:
+    """Without auto-sync: moved by a step that must not sync? by one that syncs? distance to one process."""
+    model = wrap(strategy, sync_model_each_microbatch=False)
+    optimizer = connected_sgd(model)
+    before = whole_weights(model)
+    backward(model, next(batches(1)))
+    optimizer.step(sync_grad_before_optimizer_step=False)
+    without = moved(model, before)
+    optimizer.step()
+    return without, moved(model, before), largest_difference(whole_weights(model), one_process_update())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_step_syncs_gradients_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
+    for without, with_sync, difference in run_ranks(2, sync_keyword, strategy):
+        assert (without, with_sync) == (False, True)
+        assert difference <= TOLERANCE
+
+
+def install_keyword(strategy: int) -> list[bool]:
+    """Whether the bf16 compute weights equal the fp32 main weights: after a step that must not install, and after one.
+
+    The compute weights are read off the gathered parameters, which no forward has refreshed in between.
+    """
+    model = wrap(strategy, torch.bfloat16)
+    optimizer = connected_sgd(model, lr=1.0)
+    backward(model, next(batches(1)))
+
+    def installed() -> bool:
+        model.all_gather_and_wait_parameters_ready(model.parameters())
+        main = whole_weights(model)
+        raw = {name: param.detach().float() for name, param in model.raw_param.items()}
+        return largest_difference(raw, {name: value.bfloat16().float() for name, value in main.items()}) == 0.0
+
+    states = [installed()]
+    optimizer.step(install_optimized_model_weights=False)
+    states.append(installed())
+    model.install_optimized_model_weights()
+    states.append(installed())
+    backward(model, next(batches(1)))
+    optimizer.step()
+    states.append(installed())
+    return states
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_step_installs_weights_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
+    for states in run_ranks(2, install_keyword, strategy):
+        assert states == [True, False, True, True]
+
+
+def zero_grad_keyword(strategy: int) -> list[float]:
+    """Without auto-sync: distance of the gradients to those of batch 1, and to the sum of batches 0 and 1."""
+    expected = []
+    for numbers in ([1], [0, 1]):
+        reference = build()
+        for number in numbers:
+            backward(reference, next(batches(1, first=number)))
+        expected.append({name: param.grad for name, param in reference.named_parameters() if param.grad is not None})
+    found = []
+    for keyword, wanted in ((True, expected[0]), (False, expected[1])):
+        model = wrap(strategy, sync_model_each_microbatch=False)
+        optimizer = connected_sgd(model)
+        backward(model, next(batches(1, first=0)))
+        optimizer.zero_grad(zero_grad_buffer=keyword)
+        backward(model, next(batches(1, first=1)))
+        model.finish_grad_sync()
+        gradients = {name: value for name, value in model.full_gradients().items() if value is not None}
+        found.append(largest_difference(gradients, wanted))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
+    for differences in run_ranks(2, zero_grad_keyword, strategy):
+        assert max(differences) <= TOLERANCE
+
+
+# ---- closures --------------------------------------------------------------------------------------------------------
+
+
+def sgd_with_closure(strategy: int, by_keyword: bool, auto_sync: bool) -> tuple[list[float], float]:
+    """Losses that `step` returned on this rank, and the distance to one process after three steps."""
+    model, reference = wrap(strategy, sync_model_each_microbatch=auto_sync), build()
+    optimizer, expected = connected_sgd(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    losses: list[float] = []
+    for batch in batches(3):
+
+        def closure(batch: tuple[Tensor, Tensor] = batch) -> float:
+            optimizer.zero_grad()
+            return backward(model, batch)
+
+        losses.append(optimizer.step(closure=closure) if by_keyword else optimizer.step(closure))
+    train(reference, expected, 3)
+    return losses, largest_difference(whole_weights(model), whole_weights(reference))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by_keyword", "auto_sync"),
+    [(0, False, True), (1, True, False), (2, False, False), (3, True, True), (3, False, True), (0, True, False)],
+)
+def test_step_runs_a_closure_and_returns_its_loss(
+    strategy: int, by_keyword: bool, auto_sync: bool, run_ranks: RunRanks
+) -> None:
+    (first, first_difference), (second, second_difference) = run_ranks(
+        2, sgd_with_closure, strategy, by_keyword, auto_sync
+    )
+    assert max(first_difference, second_difference) <= TOLERANCE
+    mean = [(left + right) / 2 for left, right in zip(first, second, strict=True)]
+    reference = build()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    expected = []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        expected.append(backward(reference, batch))
+        optimizer.step()
+    assert mean == pytest.approx(expected, rel=1e-5)
+
+
+def lbfgs(strategy: int) -> float:
+    """Several closure calls in one step: each must see the weights that the optimizer has just tried."""
+    runs = []
+    for model in (wrap(strategy), build()):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=5, tolerance_change=0.0)
+        if isinstance(model, MegatronFSDP):
+            fully_shard_optimizer(optimizer)
+        batch = next(batches(1))
+
+        def closure(model: Any = model, optimizer: torch.optim.Optimizer = optimizer, batch: Any = batch) -> float:
+            optimizer.zero_grad()
+            return backward(model, batch)
+
+        for _ in range(2):
+            optimizer.step(closure)
+        runs.append(whole_weights(model))
+    return largest_difference(*runs)
+
+
+def test_lbfgs_calls_its_closure_several_times_on_whole_weights(run_ranks: RunRanks) -> None:
+    """Only where weights are whole: LBFGS flattens and joins tensors, which DTensor cannot do for uneven shards."""
+    assert max(run_ranks(2, lbfgs, 0)) <= 20 * TOLERANCE
+
+
+class TwoPhase(torch.optim.Optimizer):
+    """Sharpness-aware descent: climbs, calls the closure again there, goes back, and descends by that gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1, climb: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "climb": climb})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        (group,) = self.param_groups
+        params = group["params"]
+        with torch.enable_grad():
+            loss = closure()
+        climbs = [param.grad.clone() * group["climb"] for param in params]
+        torch._foreach_add_(params, climbs)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(params, climbs)
+        torch._foreach_add_(params, [param.grad for param in params], alpha=-group["lr"])
+        return loss
+
+
+def two_phase(strategy: int) -> float:
+    """`_foreach_` operations leave no mark on sharded parameters, so only the hooks can know that weights moved."""
+    runs = []
+    for model in (wrap(strategy), build()):
+        optimizer: torch.optim.Optimizer = TwoPhase(model.parameters())
+        if isinstance(model, MegatronFSDP):
+            optimizer = fully_shard_optimizer(optimizer)
+        for batch in batches(3):
+
+            def closure(model: Any = model, optimizer: torch.optim.Optimizer = optimizer, batch: Any = batch) -> float:
+                optimizer.zero_grad()
+                return backward(model, batch)
+
+            optimizer.step(closure)
+        runs.append(whole_weights(model))
+    return largest_difference(*runs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int, run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, two_phase, strategy)) <= 5 * TOLERANCE
+
+
+# ---- schedulers and copies -------------------------------------------------------------------------------------------
+
+
+def scheduled(strategy: int, scheduler_first: bool) -> tuple[list[float], float]:
+    """Learning rates seen at each step, and the distance to one process; a warning fails the test."""
+
+    def run(model: Net | MegatronFSDP, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+        rates = []
+        for batch in batches(4):
+            optimizer.zero_grad()
+            backward(model, batch)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return rates
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    model, reference = build(), build()
+    optimizer, expected = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, reference))
+    run(reference, expected, schedule(expected))
+    scheduler = schedule(optimizer) if scheduler_first else None
+    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    rates = run(wrapped, optimizer, scheduler or schedule(optimizer))
+    return rates, largest_difference(whole_weights(wrapped), whole_weights(reference))
+
+
+@pytest.mark.parametrize(("strategy", "scheduler_first"), [(1, True), (3, False), (3, True)])
+def test_learning_rate_schedulers_work_without_a_warning(
+    strategy: int, scheduler_first: bool, run_ranks: RunRanks
+) -> None:
+    for rates, difference in run_ranks(2, scheduled, strategy, scheduler_first):
+        assert rates == [0.1, 0.1, 0.05, 0.05]
+        assert difference <= TOLERANCE
+
+
+# ---- connected once, and to a model that lives -----------------------------------------------------------------------
+
+
+def connected_twice(strategy: int) -> dict[str, Any]:
+    model, reference = build(), build()
+    built, expected = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, reference))
+    wrapped, optimizer = fully_shard(model, built, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    hooks = (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
+    zero_grad = optimizer.zero_grad
+    again = fully_shard_optimizer(optimizer)
+    found = {
+        "same": again is optimizer,
+        "hooks": hooks == (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)),
+        "zero_grad": optimizer.zero_grad is zero_grad,
+    }
+    train(wrapped, optimizer, 3)
+    train(reference, expected, 3)
+    return {**found, "close": largest_difference(whole_weights(wrapped), whole_weights(reference)) <= TOLERANCE}
+
+
+def test_connecting_twice_changes_nothing(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, connected_twice, 3):
+        assert found == {"same": True, "hooks": True, "zero_grad": True, "close": True}
+
+
+def step_after_model_is_gone() -> list[tuple[str, str]]:
+    model = wrap(3)
+    optimizer = connected_sgd(model)
+    train(model, optimizer, 1)
+    del model
+    gc.collect()
+    found = []
+    for call in (optimizer.step, optimizer.zero_grad):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - the parent looks at it
+            found.append(message_of(error))
+    return found
+
+
+def test_an_optimizer_whose_model_is_gone_says_so(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, step_after_model_is_gone):
+        assert len(found) == 2
+        for kind, message in found:
+            assert kind == "ConfigurationError"
+            assert "has been deleted; build a new optimizer for a new model" in message
+
+
+def keeps_its_signature() -> tuple[bool, list[str]]:
+    model = wrap(3)
+    optimizer = connected_sgd(model)
+    options = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    return isinstance(optimizer, torch.optim.SGD), sorted(options[0])
+
+
+def test_the_optimizer_stays_what_it_is(run_ranks: RunRanks) -> None:
+    plain = torch.optim.SGD(build().parameters(), lr=0.1)
+    for is_sgd, options in run_ranks(2, keeps_its_signature):
+        assert is_sgd
+        assert options == sorted(plain.state_dict()["param_groups"][0])

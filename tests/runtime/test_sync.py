@@ -1,0 +1,56 @@
+"""When gradients are reduced, for every way of saying so."""
+
+import pytest
+
+from megatron_fsdp.runtime.sync import SyncMode
+
+# auto_sync, is_last_microbatch, defer_all -> syncs, reduces with whole pending gradients, ... with sharded ones
+TABLE = [
+    (True, None, False, True, True, True),
+    (True, False, False, True, True, True),
+    (False, None, False, False, False, True),
+    (False, False, False, False, False, True),
+    (False, True, False, True, True, True),
+    (True, None, True, False, False, False),
+    (False, True, True, False, False, False),
+    (True, True, True, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("auto_sync", "last", "defer_all", "syncs", "reduces_whole", "reduces_shards"), TABLE)
+def test_switches_decide_when_gradients_are_reduced(
+    auto_sync: bool, last: bool | None, defer_all: bool, syncs: bool, reduces_whole: bool, reduces_shards: bool
+) -> None:
+    mode = SyncMode(auto_sync, last, defer_all)
+    assert mode.syncs is syncs
+    assert mode.reduces(pending_is_sharded=False) is reduces_whole
+    assert mode.reduces(pending_is_sharded=True) is reduces_shards
+
+
+def test_changes_last_for_a_block() -> None:
+    mode = SyncMode(auto_sync=False, is_last_microbatch=True)
+    with mode.changed(auto_sync=True, is_last_microbatch=False, defer_all=True):
+        assert mode == SyncMode(auto_sync=True, is_last_microbatch=False, defer_all=True)
+    assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=False)
+
+
+def test_what_is_not_named_stays() -> None:
+    mode = SyncMode(auto_sync=False, is_last_microbatch=True)
+    with mode.changed(defer_all=True):
+        assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=True)
+
+
+def test_blocks_inside_one_another_restore_what_they_found() -> None:
+    mode = SyncMode()
+    with mode.changed(defer_all=True):
+        with mode.changed(auto_sync=True, defer_all=False):
+            assert mode.syncs
+        assert mode.defer_all
+    assert mode == SyncMode()
+
+
+def test_an_exception_restores_too() -> None:
+    mode = SyncMode()
+    with pytest.raises(KeyError), mode.changed(auto_sync=False, defer_all=True):
+        raise KeyError
+    assert mode == SyncMode()

@@ -1,0 +1,229 @@
+"""The examples in the published package's description run as they stand, with their placeholders filled in.
+
+Left out are only the arguments of hybrid sharding, expert parallelism and meta initialisation.
+"""
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, Net, build, largest_difference, train, weights
+
+TOLERANCE = 2e-6
+
+YourModel = Net
+YourTransformerBlock = Layer
+
+
+def reference_weights(steps: int) -> dict[str, torch.Tensor]:
+    model = build()
+    train(model, torch.optim.Adam(model.parameters(), lr=1e-3), steps)
+    return weights(model)
+
+
+def device_mesh_of(dp_shard_size: int, cp_size: int, tp_size: int) -> Any:
+    device_mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu",
+        mesh_shape=(dp_shard_size, cp_size, tp_size),
+        mesh_dim_names=("dp_shard", "cp", "tp"),
+    )
+    device_mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
+    return device_mesh
+
+
+def basic_usage() -> float:
+    device_mesh = device_mesh_of(dist.get_world_size(), 1, 1)
+    torch.manual_seed(0)
+
+    model: Any = YourModel()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    model, optimizer = fully_shard(
+        model,
+        optimizer,
+        device_mesh=device_mesh,
+        dp_shard_dim="dp_shard_cp",
+        fsdp_unit_modules=[YourTransformerBlock],
+    )
+
+    train(model, optimizer, 3)
+    return largest_difference(weights(model), reference_weights(3))
+
+
+def test_the_basic_example_trains_as_one_process(run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, basic_usage)) <= TOLERANCE
+
+
+def two_calls() -> float:
+    device_mesh = device_mesh_of(1, dist.get_world_size(), 1)
+    model = fully_shard_model(build(), device_mesh, "dp_shard_cp", fsdp_unit_modules=[YourTransformerBlock])
+    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
+    train(model, optimizer, 3)
+    return largest_difference(weights(model), reference_weights(3))
+
+
+def test_the_two_functions_one_after_the_other_do_the_same(run_ranks: RunRanks) -> None:
+    """Here all ranks are context-parallel ones, which share the flattened dimension."""
+    assert max(run_ranks(2, two_calls)) <= TOLERANCE
+
+
+def advanced_features(folder: str) -> dict[str, Any]:
+    dp_shard_size, cp_size, tp_size = dist.get_world_size(), 1, 1
+    CKPT_DIR = Path(folder)  # noqa: N806 - as printed
+    torch.manual_seed(0)
+    model: Any = YourModel()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    device_mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu",
+        mesh_shape=(dp_shard_size, cp_size, tp_size),
+        mesh_dim_names=("dp_shard", "cp", "tp"),
+    )
+    # Only required if using CP. Otherwise, just pass dp_shard to FSDP.
+    device_mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer = fully_shard(
+            model,
+            optimizer,
+            device_mesh=device_mesh,
+            dp_shard_dim="dp_shard_cp",
+            dp_outer_dim=None,
+            tp_dim="tp",
+            hybrid_fsdp_group=None,
+            expt_device_mesh=None,
+            zero_dp_strategy=3,
+            fsdp_unit_modules=[YourTransformerBlock],
+            grad_reduce_in_fp32=False,
+            preserve_fp32_weights=True,
+            sync_model_each_microbatch=True,
+            preproc_state_dict_for_dcp_ckpt=True,
+        )
+    said = [(warning.category.__name__, str(warning.message), Path(warning.filename).name) for warning in caught]
+    policy = model.mp_policy
+    train(model, optimizer, 3)
+    saved = weights(model)
+
+    # Save model and optimizer state.
+    torch.distributed.checkpoint.save(  # type: ignore[attr-defined]
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=str(CKPT_DIR)
+    )
+    train(model, optimizer, 2, first=3)
+    end = weights(model)
+
+    # Load model and optimizer state.
+    ckpt_state_dict = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.distributed.checkpoint.load(  # type: ignore[attr-defined]
+        state_dict=ckpt_state_dict, checkpoint_id=str(CKPT_DIR)
+    )
+    model.load_state_dict(ckpt_state_dict["model"], strict=False)
+    optimizer.load_state_dict(ckpt_state_dict["optimizer"])
+    loaded = weights(model)
+
+    train(model, optimizer, 2, first=3)
+    return {
+        "warnings": said,
+        "policy": (policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype),
+        "sharded": all(isinstance(param, DTensor) for param in model.parameters()),
+        "trained": largest_difference(saved, reference_weights(3)),
+        "loaded": largest_difference(loaded, saved),
+        "repeated": largest_difference(weights(model), end),
+    }
+
+
+@pytest.fixture(scope="module")
+def advanced(run_ranks: RunRanks) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(2, advanced_features, folder)
+
+
+def test_the_advanced_example_trains_as_one_process(advanced: list[dict[str, Any]]) -> None:
+    for found in advanced:
+        assert found["sharded"]
+        assert found["trained"] <= TOLERANCE
+
+
+def test_the_advanced_example_saves_and_loads_by_distributed_checkpoint(advanced: list[dict[str, Any]]) -> None:
+    for found in advanced:
+        assert found["loaded"] == 0.0
+        assert found["repeated"] == 0.0
+
+
+def test_its_old_keywords_are_mapped_and_warned_of_once(advanced: list[dict[str, Any]]) -> None:
+    for found in advanced:
+        assert found["policy"] == (torch.float32, None, None)
+        assert [category for category, _, _ in found["warnings"]] == ["FutureWarning"]
+        ((_, message, _),) = found["warnings"]
+        assert message == (
+            "grad_reduce_in_fp32=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
+            "main_grads_dtype=None, grad_comm_dtype=None); write that instead. "
+            "preserve_fp32_weights=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
+            "main_params_dtype=torch.float32); write that instead."
+        )
+
+
+def test_the_warning_points_at_the_line_that_called_fully_shard(advanced: list[dict[str, Any]]) -> None:
+    for found in advanced:
+        assert [filename for _, _, filename in found["warnings"]] == [Path(__file__).name]
+
+
+def legacy_policies() -> list[Any]:
+    """What each old keyword becomes on a bf16 model: policy, finite check, and the file that is warned about."""
+    found: list[Any] = []
+    for keyword in (
+        {"grad_reduce_in_fp32": True},
+        {"preserve_fp32_weights": False},
+        {"check_for_nan_in_grad": True},
+        {"keep_fp8_transpose_cache_when_using_custom_fsdp": False},
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = fully_shard_model(build().bfloat16(), fsdp_unit_modules=[Layer], **keyword)  # type: ignore[arg-type]
+        policy = model.mp_policy
+        found.append(
+            (
+                [policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype],
+                model.report_nan_in_param_grad,
+                [(warning.category.__name__, Path(warning.filename).name) for warning in caught],
+                next(model.parameters()).dtype,
+            )
+        )
+    return found
+
+
+def test_old_keywords_take_effect(run_ranks: RunRanks) -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    warned = [("FutureWarning", Path(__file__).name)]
+    for found in run_ranks(2, legacy_policies):
+        assert found == [
+            ([fp32, fp32, fp32], False, warned, fp32),
+            ([None, None, None], False, warned, bf16),
+            ([fp32, None, None], True, warned, fp32),
+            ([fp32, None, None], False, warned, fp32),
+        ]
+
+
+def without_a_mesh() -> tuple[Any, ...]:
+    model = fully_shard_model(build(), fsdp_unit_modules=["tests.support.api_net.Layer"])
+    mesh = model.get_distributed_index().get_root_mesh()
+    assert mesh is not None
+    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
+    train(model, optimizer, 3)
+    return mesh.size(), mesh.device_type, mesh.mesh_dim_names, largest_difference(weights(model), reference_weights(3))
+
+
+def test_without_a_mesh_all_ranks_shard_on_the_device_present(run_ranks: RunRanks) -> None:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    for size, found_type, names, difference in run_ranks(2, without_a_mesh):
+        assert (size, found_type, names) == (2, device_type, ("fsdp",))
+        assert difference <= TOLERANCE

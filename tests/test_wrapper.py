@@ -1,0 +1,346 @@
+"""The methods and attributes of the wrapper that clients use, each by what it does to values."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard_model,
+)
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh
+
+TOLERANCE = 1e-6
+STRATEGIES = [0, 1, 2, 3]
+
+
+def wrap(strategy: int, **arguments: Any) -> MegatronFSDP:
+    return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
+
+
+def summed_gradients(numbers: list[int]) -> dict[str, Tensor]:
+    """Gradients of one process, summed over whole batches."""
+    model = build()
+    for number in numbers:
+        backward(model, next(batches(1, first=number)))
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def gradients(model: MegatronFSDP) -> dict[str, Tensor]:
+    return {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+
+
+def visible(model: MegatronFSDP) -> int:
+    return sum(param.grad is not None for param in model.parameters())
+
+
+def run_batch(model: MegatronFSDP, number: int) -> None:
+    backward(model, next(batches(1, first=number)))
+
+
+# ---- attributes ------------------------------------------------------------------------------------------------------
+
+
+def stamp_of(param: Any) -> Any:
+    """The one attribute that a sharded parameter carries."""
+    return param._megatron_fsdp_model
+
+
+def attributes() -> dict[str, Any]:
+    net = build()
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=2, mixed_precision_policy=policy)
+    raw, by_param = model.raw_param, model.param_to_name
+    sharded = dict(model.module.named_parameters())
+    return {
+        "module": model.module is net,
+        "device": str(model.device),
+        "config": model.ddp_config.data_parallel_sharding_strategy,
+        "strategy": model.data_parallel_sharding_strategy,
+        "policy": model.mp_policy is policy,
+        "index": model.get_distributed_index() is model.dist_index
+        and isinstance(model.dist_index, FSDPDistributedIndex),
+        "group": dist.get_process_group_ranks(model.dist_index.get_fsdp_group()),
+        "auto_sync": model.model_auto_sync,
+        "microbatches": model.microbatch_count,
+        "last": hasattr(model, "is_last_microbatch"),
+        "bucket_size": model.bucket_size,
+        "units": model.fsdp_unit_modules == [Layer],
+        "flags": (model.report_nan_in_param_grad, model.calculate_per_token_loss, model.is_param_fsdp_distributed),
+        "raw": {name: (type(param).__name__, tuple(param.shape)) for name, param in raw.items()},
+        "names": all(by_param[param] == name for name, param in [*raw.items(), *sharded.items()]),
+        "name count": len(by_param),
+        "stamped": all(stamp_of(param).self_reference() is model for param in model.parameters()),
+        "buffers": {name: type(buffer).__name__ for name, buffer in model.named_buffers()},
+    }
+
+
+def test_attributes_tell_what_was_asked_for(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, attributes):
+        assert found == {
+            "module": True,
+            "device": "cpu",
+            "config": "optim_grads",
+            "strategy": "optim_grads",
+            "policy": True,
+            "index": True,
+            "group": [0, 1],
+            "auto_sync": True,
+            "microbatches": 0,
+            "last": False,
+            "bucket_size": None,
+            "units": True,
+            "flags": (False, False, True),
+            "raw": {
+                "gain": ("Parameter", (4,)),
+                "layers.0.linear.weight": ("Parameter", (5, 5)),
+                "layers.0.linear.bias": ("Parameter", (5,)),
+                "layers.1.linear.weight": ("Parameter", (5, 5)),
+                "layers.1.linear.bias": ("Parameter", (5,)),
+                "head.weight": ("Parameter", (3, 5)),
+                "head.bias": ("Parameter", (3,)),
+            },
+            "names": True,
+            "name count": 14,
+            "stamped": True,
+            "buffers": {"module.offset": "Tensor"},
+        }
+
+
+def built_by_class() -> dict[str, Any]:
+    index = FSDPDistributedIndex(mesh(), "dp")
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim")
+    before = config.to_dict()
+    plain, configured = MegatronFSDP(build(), index), MegatronFSDP(build(), index, config, fsdp_unit_modules=[Layer])
+    run_batch(configured, 0)
+    hidden = visible(configured)
+    configured.finish_grad_sync()
+    return {
+        "defaults": (plain.data_parallel_sharding_strategy, plain.model_auto_sync),
+        "configured": (configured.data_parallel_sharding_strategy, configured.ddp_config is config),
+        "config unchanged": config.to_dict() == before,
+        "visible": (hidden, visible(configured)),
+        "close": largest_difference(gradients(configured), summed_gradients([0])) <= TOLERANCE,
+    }
+
+
+def test_the_class_syncs_only_when_told_and_leaves_its_config_alone(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, built_by_class):
+        assert found == {
+            "defaults": ("optim_grads_params", False),
+            "configured": ("optim", True),
+            "config unchanged": True,
+            "visible": (0, 7),
+            "close": True,
+        }
+
+
+# ---- gradients by hand -----------------------------------------------------------------------------------------------
+
+
+def finish_by_hand(strategy: int) -> dict[str, Any]:
+    model = wrap(strategy, sync_model_each_microbatch=False)
+    counts, seen = [], []
+    for number in (0, 1):
+        run_batch(model, number)
+        counts.append(model.microbatch_count)
+        seen.append(visible(model))
+    model.finish_grad_sync(force_all_reduce=True)
+    found: dict[str, Any] = {"counts": [*counts, model.microbatch_count], "visible": [*seen, visible(model)]}
+    found["finished"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    model.finish_grad_sync()  # nothing is left to do
+    found["again"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    return found
+
+
+def in_steps(strategy: int) -> dict[str, Any]:
+    """What `finish_grad_sync` does, in the three steps that schedules call by themselves."""
+    model = wrap(strategy, sync_model_each_microbatch=False)
+    run_batch(model, 0)
+    model.start_grad_sync("an argument that schedules pass")
+    model.synchronize_gradient_reduce()
+    hidden = visible(model)
+    model.attach_grad_to_optimizer_state()
+    return {"visible": (hidden, visible(model)), "steps": largest_difference(gradients(model), summed_gradients([0]))}
+
+
+def last_microbatch(strategy: int) -> dict[str, Any]:
+    model = wrap(strategy, sync_model_each_microbatch=False)
+    model.is_last_microbatch = False
+    run_batch(model, 0)
+    before = (visible(model), model.microbatch_count)
+    model.is_last_microbatch = True
+    run_batch(model, 1)
+    return {
+        "last": (before, (visible(model), model.microbatch_count)),
+        "flagged": largest_difference(gradients(model), summed_gradients([0, 1])),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_synced_by_hand(strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, finish_by_hand, strategy):
+        assert (found["counts"], found["visible"]) == ([1, 2, 0], [0, 0, 7])
+        assert max(found["finished"], found["again"]) <= TOLERANCE
+    for found in run_ranks(2, in_steps, strategy):
+        assert found["visible"] == (0, 7)
+        assert found["steps"] <= TOLERANCE
+    for found in run_ranks(2, last_microbatch, strategy):
+        assert found["last"] == ((0, 1), (7, 0))
+        assert found["flagged"] <= TOLERANCE
+
+
+def zero_and_scale(strategy: int) -> dict[str, Any]:
+    model = wrap(strategy)
+    run_batch(model, 0)
+    model.zero_grad_buffer()
+    found: dict[str, Any] = {"cleared": visible(model)}
+    run_batch(model, 1)
+    found["after zeroing"] = largest_difference(gradients(model), summed_gradients([1]))
+    model.scale_gradients(0.25)
+    scaled = {name: grad * 0.25 for name, grad in summed_gradients([1]).items()}
+    found["scaled"] = largest_difference(gradients(model), scaled)
+    run_batch(model, 0)
+    total = {name: grad + scaled[name] for name, grad in summed_gradients([0]).items()}
+    found["added to"] = largest_difference(gradients(model), total)
+    model.zero_grad_buffer()
+    with model.no_sync():
+        run_batch(model, 1)
+    model.scale_gradients(0.25)
+    run_batch(model, 0)
+    found["deferred scaled"] = largest_difference(gradients(model), total)
+    with model.no_sync():
+        run_batch(model, 1)
+    model.zero_grad_buffer()
+    run_batch(model, 0)
+    found["deferred zeroed"] = largest_difference(gradients(model), summed_gradients([0]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, zero_and_scale, strategy):
+        assert found.pop("cleared") == 0
+        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def scale_in_other_dtypes(strategy: int) -> float:
+    """float64 main gradients beside float32 weights: `.grad` is a copy; it and what is behind it must be scaled."""
+    model = wrap(strategy, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float64))
+    run_batch(model, 0)
+    model.scale_gradients(2.0)
+    run_batch(model, 0)
+    tripled = {name: grad * 3 for name, grad in summed_gradients([0]).items()}
+    return largest_difference(gradients(model), tripled)
+
+
+def test_scaling_reaches_gradients_of_another_dtype(run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, scale_in_other_dtypes, 3)) <= 3 * TOLERANCE
+
+
+# ---- when gradients are synced ---------------------------------------------------------------------------------------
+
+
+def restored_states() -> list[Any]:
+    model = wrap(3)
+
+    def state() -> tuple[bool, Any]:
+        return model.model_auto_sync, getattr(model, "is_last_microbatch", "absent")
+
+    found = [state()]
+    with model.no_sync():
+        found.append(state())
+        with model.sync():
+            found.append(state())
+        found.append(state())
+    found.append(state())
+    model.set_model_auto_sync(False)
+    model.is_last_microbatch = True
+    with model.no_sync():
+        found.append(state())
+    found.append(state())
+    with model.sync():
+        found.append(state())
+    found.append(state())
+    try:
+        with model.no_sync():
+            raise KeyError
+    except KeyError:
+        found.append(state())
+    model.set_model_auto_sync()
+    found.append(state())
+    return found
+
+
+def test_sync_and_no_sync_restore_what_was_there_before(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, restored_states):
+        assert found == [
+            (True, "absent"),
+            (True, False),  # in no_sync
+            (True, False),  # and in sync in it
+            (True, False),
+            (True, "absent"),
+            (False, False),  # in no_sync
+            (False, True),
+            (True, True),  # in sync
+            (False, True),
+            (False, True),  # after an exception
+            (True, True),
+        ]
+
+
+def synced_or_not(strategy: int) -> dict[str, Any]:
+    model = wrap(strategy)
+    found: dict[str, Any] = {}
+    with model.no_sync():
+        run_batch(model, 0)
+        found["in no_sync"] = visible(model)
+        with model.sync():
+            run_batch(model, 1)
+            found["in sync"] = visible(model)
+    found["sum"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    model.zero_grad()
+    model.set_model_auto_sync(False)
+    run_batch(model, 0)
+    found["manual"] = visible(model)
+    model.set_model_auto_sync(True)
+    run_batch(model, 1)
+    found["auto"] = visible(model)
+    found["sum again"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_defers_and_sync_reduces_the_sum(strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, synced_or_not, strategy):
+        assert max(found.pop("sum"), found.pop("sum again")) <= TOLERANCE
+        assert found == {"in no_sync": 0, "in sync": 7, "manual": 0, "auto": 7}
+
+
+def other_grad_comm(strategy: int) -> list[float]:
+    """Distance to one process with gradients sent in bf16 inside the context, and after it."""
+    model = wrap(strategy, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
+    found = []
+    with model.mixed_precision_context(
+        MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
+    ):
+        run_batch(model, 0)
+        found.append(largest_difference(gradients(model), summed_gradients([0])))
+    model.zero_grad()
+    run_batch(model, 0)
+    found.append(largest_difference(gradients(model), summed_gradients([0])))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_communication_dtype_changes_inside_its_context_only(strategy: int, run_ranks: RunRanks) -> None:
+    for inside, after in run_ranks(2, other_grad_comm, strategy):
+        assert TOLERANCE < inside < 2e-2  # 8 bits of mantissa on gradients of about 1
+        assert after <= TOLERANCE

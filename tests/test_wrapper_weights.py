@@ -1,0 +1,276 @@
+"""Weights as the wrapper shows, gathers, saves and loads them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+
+STRATEGIES = [0, 1, 2, 3]
+
+
+def wrap(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
+    model = build().to(dtype)
+    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
+
+
+def raw_values(model: MegatronFSDP) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.raw_param.items()}
+
+
+def plain_values() -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in build().named_parameters()}
+
+
+def kinds(model: MegatronFSDP) -> set[str]:
+    """What hangs in the module tree now."""
+    return {"sharded" if isinstance(param, DTensor) else "full" for param in model.module.parameters()}
+
+
+# ---- gathering by hand -----------------------------------------------------------------------------------------------
+
+
+def gather_all(strategy: int) -> dict[str, Any]:
+    """Three units (root, two layers) fit at once, so all can be had whole; a forward then needs nothing more."""
+    model = wrap(strategy)
+    found: dict[str, Any] = {}
+    model.start_param_sync("ignored", force_sync=True)
+    found["forced"] = largest_difference(raw_values(model), plain_values())
+    before = model.traffic()
+    with torch.no_grad():
+        output = model(torch.ones(2, 5))
+    found["gathered again"] = model.traffic() != before
+    found["output"] = (output - build()(torch.ones(2, 5))).abs().max().item()
+
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, 1)
+    model.start_param_sync(force_dispatch=True)
+    model.synchronize_param_gather()
+    found["waited for"] = largest_difference(raw_values(model), weights(model))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_are_gathered_ahead_of_a_forward(strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, gather_all, strategy):
+        assert found.pop("output") <= 1e-6
+        assert found == {"forced": 0.0, "gathered again": False, "waited for": 0.0}
+
+
+def gather_some(strategy: int) -> dict[str, Any]:
+    model = wrap(strategy)
+    sharded = dict(model.module.named_parameters())
+    first = model.raw_param["layers.0.linear.weight"]
+    model.all_gather_and_wait_parameters_ready([first], prefetch=True, prefetch_order=None, bwd=False)
+    by_full = largest_difference({"w": first.detach()}, {"w": plain_values()["layers.0.linear.weight"]})
+    model.all_gather_and_wait_parameters_ready([sharded["layers.1.linear.bias"]])
+    second = {name: model.raw_param[f"layers.1.linear.{name}"].detach() for name in ("weight", "bias")}
+    wanted = {name: plain_values()[f"layers.1.linear.{name}"] for name in ("weight", "bias")}
+    return {"by full": by_full, "by sharded": largest_difference(second, wanted), "tree": kinds(model)}
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_the_units_of_some_parameters_are_gathered_on_demand(strategy: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, gather_some, strategy):
+        assert found == {"by full": 0.0, "by sharded": 0.0, "tree": {"sharded"}}
+
+
+def replace_parameters() -> dict[str, Any]:
+    model = wrap(3)
+    sharded = [id(param) for param in model.parameters()]
+    model._replace_param_with_raw_if_needed()
+    found: dict[str, Any] = {
+        "raw": kinds(model),
+        "raw objects": all(dict(model.module.named_parameters())[n] is p for n, p in model.raw_param.items()),
+        "flag": model.is_param_fsdp_distributed,
+    }
+    found["state dict"] = {type(value).__name__ for key, value in model.state_dict().items() if "offset" not in key}
+    model._replace_param_with_distributed_if_needed()
+    found["back"] = (kinds(model), [id(param) for param in model.parameters()] == sharded)
+    found["flag back"] = model.is_param_fsdp_distributed
+    seen = []
+    handle = model.module.layers[0].linear.register_forward_hook(  # type: ignore[union-attr, index]
+        lambda module, _args, _output: seen.append((type(module.weight.data).__name__, model.is_param_fsdp_distributed))
+    )
+    model(torch.ones(2, 5)).sum().backward()
+    handle.remove()
+    found["in forward"] = seen
+    found["after"] = kinds(model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def replaced(run_ranks: RunRanks) -> list[dict[str, Any]]:
+    return run_ranks(2, replace_parameters)
+
+
+def test_modules_can_be_given_either_kind_of_parameters(replaced: list[dict[str, Any]]) -> None:
+    for found in replaced:
+        assert (found["raw"], found["raw objects"]) == ({"full"}, True)
+        assert found["back"] == ({"sharded"}, True)
+        assert found["in forward"] == [("Tensor", False)]
+        assert (found["after"], found["flag back"]) == ({"sharded"}, True)
+
+
+def test_the_flag_tells_when_modules_hold_raw_parameters(replaced: list[dict[str, Any]]) -> None:
+    assert [found["flag"] for found in replaced] == [False, False]
+
+
+def test_state_dicts_are_sharded_even_while_modules_hold_raw_parameters(replaced: list[dict[str, Any]]) -> None:
+    assert [found["state dict"] for found in replaced] == [{"DTensor"}, {"DTensor"}]
+
+
+def broadcast() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = wrap(0, dtype)
+        with torch.no_grad():
+            for param in model.parameters():
+                assert isinstance(param, DTensor)
+                param.to_local().add_(dist.get_rank())
+        expected = weights(model)
+        outcome = [torch.empty_like(expected["gain"]) for _ in range(2)]
+        dist.all_gather(outcome, expected["gain"])
+        model.broadcast_params()
+        now = weights(model)
+        found[str(dtype)] = (
+            torch.equal(outcome[0], outcome[1]),
+            torch.equal(now["gain"], outcome[0]),
+            largest_difference(raw_values(model), {name: value.to(dtype) for name, value in now.items()}),
+        )
+    sharded = wrap(3)
+    before = weights(sharded)
+    sharded.broadcast_params()
+    found["sharded"] = largest_difference(weights(sharded), before)
+    return found
+
+
+def test_broadcast_gives_every_rank_the_weights_of_the_first(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, broadcast):
+        assert found == {"torch.float32": (False, True, 0.0), "torch.bfloat16": (False, True, 0.0), "sharded": 0.0}
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def state_dict_contents(strategy: int) -> dict[str, Any]:
+    model = wrap(strategy)
+    state = model.state_dict()
+    placements = {value.placements for value in state.values() if isinstance(value, DTensor)}
+    described = {
+        hasattr(value._local_tensor, "__create_chunk_list__") for value in state.values() if isinstance(value, DTensor)
+    }
+    plain = wrap(strategy, preproc_state_dict_for_dcp_ckpt=False).state_dict()
+    undescribed = {hasattr(v._local_tensor, "__create_chunk_list__") for v in plain.values() if isinstance(v, DTensor)}
+    return {
+        "keys": list(state),
+        "kinds": {key: type(value).__name__ for key, value in state.items()},
+        "shapes": {key: tuple(value.shape) for key, value in state.items()},
+        "placements": placements,
+        "described": (described, undescribed),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_dicts_hold_dtensors_under_the_module_prefix_and_plain_buffers(
+    strategy: int, run_ranks: RunRanks
+) -> None:
+    expected = {f"module.{name}": tuple(value.shape) for name, value in build().state_dict().items()}
+    for found in run_ranks(2, state_dict_contents, strategy):
+        assert found["keys"] == list(expected)
+        assert found["shapes"] == expected
+        assert {key for key, kind in found["kinds"].items() if kind == "Tensor"} == {"module.offset"}
+        assert {kind for key, kind in found["kinds"].items() if key != "module.offset"} == {"DTensor"}
+        assert found["placements"] == {(Replicate(),) if strategy == 0 else (Shard(0),)}
+        if strategy:
+            assert found["described"] == ({True}, {False})
+
+
+def load_round_trip(strategy: int, bf16: bool) -> dict[str, Any]:
+    """Weights of another training into a fresh model; both what the optimizer and what compute sees must follow."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    source, target = wrap(strategy, dtype), wrap(strategy, dtype)
+    train(source, fully_shard_optimizer(torch.optim.SGD(source.parameters(), lr=0.5)), 2)
+    source.module.offset.fill_(7.0)  # type: ignore[operator]
+    saved = {key: value.clone() for key, value in source.state_dict().items()}
+    inputs = torch.ones(2, 5, dtype=dtype)
+    different = (target(inputs) - source(inputs)).abs().max().item()
+    result = target.load_state_dict(saved)
+    return {
+        "different": different > 0,
+        "keys": (result.missing_keys, result.unexpected_keys),
+        "weights": largest_difference(weights(target), weights(source)),
+        "output": (target(inputs) - source(inputs)).abs().max().item(),
+        "sharded": kinds(target),
+    }
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loading_a_state_dict_changes_main_and_compute_weights(strategy: int, bf16: bool, run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, load_round_trip, strategy, bf16):
+        expected = {"different": True, "keys": ([], []), "weights": 0.0, "output": 0.0, "sharded": {"sharded"}}
+        assert found == expected
+
+
+def strict_loading() -> list[str]:
+    model = wrap(3)
+    state = model.state_dict()
+    del state["module.gain"]
+    state["module.other"] = torch.ones(1)
+    found = []
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        found.append(str(error))
+    result = model.load_state_dict(state, strict=False)
+    return [*found, *result.missing_keys, *result.unexpected_keys]
+
+
+def test_strict_loading_names_missing_and_unexpected_keys(run_ranks: RunRanks) -> None:
+    for message, missing, unexpected in run_ranks(2, strict_loading):
+        assert 'Missing key(s) in state_dict: "module.gain"' in message
+        assert 'Unexpected key(s) in state_dict: "module.other"' in message
+        assert (missing, unexpected) == ("module.gain", "module.other")
+
+
+def load_by_assignment() -> tuple[str, float]:
+    """`assign=True` would put other parameter objects into the tree; what it loads must not be lost in silence."""
+    model = wrap(3)
+    state = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
+    try:
+        model.load_state_dict(state, assign=True)
+    except ValueError as error:
+        return str(error), 0.0
+    backward(model, next(batches(1)))
+    ones = {name: torch.ones_like(value) for name, value in weights(model).items()}
+    return "", largest_difference(weights(model), ones)
+
+
+def test_loading_by_assignment_is_refused_or_takes_effect(run_ranks: RunRanks) -> None:
+    for message, difference in run_ranks(2, load_by_assignment):
+        assert "assign" in message or difference == 0.0
+
+
+def freeze_after_wrapping() -> tuple[str, bool]:
+    """Freezing after wrapping is either refused or honoured: no gradient then."""
+    model = wrap(3)
+    try:
+        model.requires_grad_(False)
+        output = model(torch.ones(2, 5))
+        if output.requires_grad:
+            output.sum().backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error), False
+    return "", any(param.grad is not None for param in model.parameters())
+
+
+def test_freezing_after_wrapping_is_refused_or_takes_effect(run_ranks: RunRanks) -> None:
+    for message, has_gradients in run_ranks(2, freeze_after_wrapping):
+        assert "requires_grad" in message or not has_gradients
