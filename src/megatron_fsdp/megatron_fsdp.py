@@ -218,7 +218,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self._engine.change_grad_comm_dtype(new)
         self.mp_policy = new
 
-    def describe_optimizer_state(self, param: nn.Parameter, value: object) -> None:
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
         """Describe the chunks of a state tensor that is sharded as its parameter."""
         group, index = self._engine.places[id(param)]
         if isinstance(value, DTensor) and value.shape == param.shape:
@@ -234,7 +234,11 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self.forget_pending_gradients(param for group in self._engine.groups() for param in group.sharded)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the norm of all gradients together, with one small all-reduce; returns the norm before clipping."""
+        """Clip the norm of all gradients together, with one small all-reduce; returns the norm before clipping.
+
+        Takes any positive p, infinity included. `torch.nn.utils.clip_grad_norm_` works on the parameters too, but torch
+        refuses infinity for ranks that own no element of some parameter.
+        """
         return clip_gradients(self._engine, max_norm, norm_type)
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -244,7 +248,10 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
                 group.gradients.scale(scaling_factor, group.sharded)
 
     def reset(self) -> None:
-        """Bring every unit back to rest after an exception in forward or backward; collective order must be intact."""
+        """Bring every unit back to rest after an exception in forward or backward that every rank met.
+
+        Gradients of the failed backward may have been added in part, as on one process; call `zero_grad` to drop them.
+        """
         self._engine.reset()
         self.microbatch_count = 0
 

@@ -70,6 +70,11 @@ class ResolvedPrecision:
     grad_comm: torch.dtype
     has_main_copy: bool
 
+    @property
+    def narrows(self) -> bool:
+        """Whether the optimizer works with fewer bits than the model computes with."""
+        return self.main_params.itemsize < self.compute.itemsize
+
 
 def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> ResolvedPrecision:
     """Apply a policy to the parameters of one dtype.

@@ -13,7 +13,7 @@ class Block:
     """A fixed stretch of memory that hands out typed views."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # autograd saves views of this memory, also if it is first used in evaluation
+        with torch.inference_mode(False):
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -23,7 +23,8 @@ class Block:
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor."""
-        return self._bytes[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+        with torch.inference_mode(False):  # autograd saves views of this memory, also if it is first used in evaluation
+            return self._bytes[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
 
 def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:

@@ -24,6 +24,7 @@ from megatron_fsdp.runtime.hooks import register_hooks, register_state_dict_hook
 from megatron_fsdp.runtime.schedule import ScheduleConfig
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, find_units, plan_lines
 
 
@@ -118,6 +119,7 @@ def assemble(
         switches.calculate_per_token_loss,
     )
     units = build_units(module, plan, sharding)
+    _warn_of_narrowing(units)
     engine = Engine(
         units,
         _schedule_config(switches, axis, tuple(unit.trainable for unit in units)),
@@ -139,6 +141,24 @@ def assemble(
         tuple(register_state_dict_hooks(engine, module)),
         device,
     )
+
+
+def _warn_of_narrowing(units: Sequence[Unit]) -> None:
+    narrowed = [
+        group
+        for unit in units
+        for group in unit.groups
+        if group.gradients is not None
+        and group.plan.precision.main_params.itemsize < group.plan.precision.compute.itemsize
+    ]
+    if narrowed:
+        precision = narrowed[0].plan.precision
+        warnings.warn(
+            f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in {precision.main_params}, "
+            f"which is narrower (first: {narrowed[0].names[0]}); set MixedPrecisionPolicy(main_params_dtype=None) to "
+            "optimise them as they are",
+            stacklevel=5,
+        )
 
 
 def _schedule_config(switches: Switches, axis: Axis, trainable: tuple[bool, ...]) -> ScheduleConfig:

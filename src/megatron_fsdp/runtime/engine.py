@@ -63,6 +63,7 @@ class Engine:
         self._usage = usage
         self._pending_is_sharded = pending_is_sharded
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
 
@@ -131,6 +132,8 @@ class Engine:
             return
         call.last_backward = self._backward_id
         self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
+        self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
+        self._installed.add(call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """Autograd has the whole gradient of a parameter: move it into its bucket."""
@@ -169,9 +172,15 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._callback_queued = False
+        self._install_sharded()
         self._run_backward(self.scheduler.backward_ends())
         if self.finite_check is not None:
             self.finite_check.conclude()
+
+    def _install_sharded(self) -> None:
+        for index in self._installed:
+            self.units[index].install_sharded()
+        self._installed.clear()
 
     def _run_backward(self, operations: Sequence[object]) -> None:
         self.executor.run(operations, self.defers)  # type: ignore[arg-type]
@@ -239,8 +248,13 @@ class Engine:
                 param.grad = None
 
     def reset(self) -> None:
-        """Bring every unit back to rest after an exception; gradients of the failed backward are dropped."""
+        """Bring every unit back to rest after an exception.
+
+        Gradients of the failed backward that were not reduced yet are dropped. Those that were have been added to the
+        main gradient, as on one process; clear gradients to be rid of them.
+        """
         self._callback_queued = False
+        self._installed.clear()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:

@@ -69,12 +69,13 @@ class Executor:
                 unit.gather(self._gather_lane, self._block_for(unit, slot))
             elif action is Action.WAIT:
                 unit.wait()
+            elif action is Action.RELEASE:
+                unit.invalidate()
             elif action is Action.REDUCE:
                 self.reduce(unit, defer)
             elif action is Action.FINALISE:
                 self.retire_all()
                 self._finalise()
-            # A release has no effect here: the slot is simply overwritten by its next owner.
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.groups or not any(group.weights_in_slots for group in unit.groups):

@@ -18,6 +18,10 @@ from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 
 
+_TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
+"""What cannot hide a tensor."""
+
+
 def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
     """Register everything that one model needs.
 
@@ -85,8 +89,22 @@ def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Modul
     if torch.is_grad_enabled():
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     call = engine.after_forward(index, bool(outputs))
+    if torch.is_grad_enabled() and not outputs:
+        _refuse_opaque(engine, index, output)
     for tensor in outputs:
         tensor.register_hook(partial(_before_backward, reference, call))
+
+
+def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
+    """Refuse results that tensors cannot be found in: the beginning of the unit's backward would go unnoticed."""
+    opaque = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, _TRANSPARENT)]
+    opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
+    if opaque and engine.units[index].lives_in_slots:
+        raise ScheduleError(
+            f"unit {engine.units[index].label} returned an object of type {type(opaque[0]).__name__}, in which no tensor can be "
+            "found, so its weights could not be gathered for backward; return tuples, lists, dicts, dataclasses or classes "
+            "registered with torch.utils._pytree"
+        )
 
 
 def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ class ShardedModel(Protocol):
     def install_optimized_model_weights(self) -> None:
         """Copy main weights into compute weights."""
 
-    def describe_optimizer_state(self, param: nn.Parameter, value: object) -> None:
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
         """Describe the chunks of a state tensor that is sharded as its parameter."""
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:

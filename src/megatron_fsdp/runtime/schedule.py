@@ -106,7 +106,7 @@ class Scheduler:
     _slots: list[_SlotState] = field(init=False)
     _forward_stack: list[int] = field(init=False, default_factory=list)
     _backward_unit: int | None = field(init=False, default=None)  # its weights are in use by backward
-    _announced: int | None = field(init=False, default=None)  # the unit whose backward began last
+    _unsettled: list[int] = field(init=False, default_factory=list)  # units whose backward began, in that order
     _epoch: int = field(init=False, default=0)
     _in_backward: bool = field(init=False, default=False)
     _clock: int = field(init=False, default=0)
@@ -148,7 +148,7 @@ class Scheduler:
             if not self._forward_stack:
                 self._forward_order.end()
         elif self._backward_unit not in state.hosts:
-            if needs_backward and state.open_forwards == 0 and self._announced != unit:
+            if needs_backward and state.open_forwards == 0 and not (self._unsettled and self._unsettled[-1] == unit):
                 state.open_forwards = 1
             if unit != ROOT:
                 self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
@@ -170,9 +170,8 @@ class Scheduler:
             self._in_backward = True
             self._backward_order.begin()
         if unit != ROOT:
-            if self._announced is not None and self._announced != unit:
-                operations += self._settle(self._announced)
-            self._announced = self._backward_unit = unit
+            operations += self._settle_before(unit)
+            self._backward_unit = unit
         state = self._units[unit]
         state.open_forwards = max(0, state.open_forwards - 1)
         state.in_backward, state.reduced = True, False
@@ -214,7 +213,8 @@ class Scheduler:
         if self._in_backward:
             self._backward_order.end()
         self._in_backward = False
-        self._backward_unit = self._announced = None
+        self._backward_unit = None
+        self._unsettled.clear()
         return (*operations, Operation(Action.FINALISE, ROOT))
 
     def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
@@ -243,7 +243,8 @@ class Scheduler:
     def reset(self) -> tuple[Operation, ...]:
         """Forget passes that were broken off; every unit is sharded afterwards."""
         self._forward_stack.clear()
-        self._backward_unit = self._announced = None
+        self._backward_unit = None
+        self._unsettled.clear()
         self._in_backward = False
         self._forward_order.begin()
         self._backward_order.begin()
@@ -286,6 +287,13 @@ class Scheduler:
         if state.home is not None:
             self._slots[state.home].last_used = self._clock
         return tuple(operations)
+
+    def _settle_before(self, unit: int) -> list[Operation]:
+        """Settle the units whose backward is over now that another one's begins; callers of that one are not."""
+        callers = self._units[unit].hosts
+        finished = [other for other in self._unsettled if other != unit and other not in callers]
+        self._unsettled = [other for other in self._unsettled if other != unit and other in callers] + [unit]
+        return [operation for other in finished for operation in self._settle(other)]
 
     def _settle(self, unit: int) -> list[Operation]:
         """Reduce a unit whose backward is over though some of its gradients never came."""
@@ -338,6 +346,9 @@ class Scheduler:
         unit = self._slots[slot].unit
         if unit is None:
             return True
+        callers = self._units[self._backward_unit].hosts if self._backward_unit is not None else ()
+        if unit in callers and self._units[unit].in_backward:
+            return False  # its backward goes on when that of the unit it called is over
         return unit not in keep and unit not in self._forward_stack and unit != self._backward_unit
 
     def _release(self, unit: int) -> list[Operation]:

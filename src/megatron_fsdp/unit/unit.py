@@ -36,11 +36,17 @@ class Unit:
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
         self._tickets: list[Ticket] = []
+        self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
         return any(group.gradients is not None for group in self.groups)
+
+    @property
+    def lives_in_slots(self) -> bool:
+        """Whether full weights exist only while gathered."""
+        return bool(self._slotted)
 
     @property
     def label(self) -> str:
@@ -67,6 +73,21 @@ class Unit:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
+        if tickets:
+            self._mark(0)
+
+    def invalidate(self) -> None:
+        """The gathered weights are about to be overwritten, or out of date.
+
+        Autograd then refuses to use what it saved of them: a backward that reaches the unit without an announcement
+        raises "modified by an inplace operation" where it would compute with the weights of another unit.
+        """
+        self._mark(1)
+
+    def _mark(self, version: int) -> None:
+        """Set the version counters of full parameters that live in a slot; a saved view of them has the same counter."""
+        if self._slotted:
+            torch._C._autograd._unsafe_set_version_counter(self._slotted, (version,) * len(self._slotted))
 
     def _place(self, block: Block) -> None:
         self._placed_in = block
