@@ -42,6 +42,10 @@ FUNCTION_DEFAULTS: Mapping[str, Any] = {
 """Of `fully_shard` and `fully_shard_model`."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
+    "grad_reduce_in_fp32": False,
+    "gradient_reduce_div_fusion": True,
+    "fsdp_all_gather_in_start_param_sync": True,
+    "megatron_fsdp_version": 1,
     "align_param_gather": False,
     "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,

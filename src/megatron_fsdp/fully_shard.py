@@ -18,7 +18,8 @@ from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_argum
 from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
-from megatron_fsdp.runtime.optimizer import check_parameters, integrate, move_to_sharded
+from megatron_fsdp.runtime.agreement import agree
+from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, integrate, move_to_sharded
 
 __all__ = [
     "DistributedDataParallelConfig",
@@ -200,7 +201,14 @@ def fully_shard_optimizer(
             "the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after "
             "fully_shard_model, or hand model and optimizer to fully_shard together"
         )
-    check_parameters(optimizer, model.sharded_names())
+    try:
+        names = model.sharded_names()
+    except ReferenceError:
+        raise ConfigurationError(
+            "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
+        ) from None
+    check_parameters(optimizer, names)
+    check_kind(optimizer)
     if model.adopt(optimizer):
         integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer
@@ -263,10 +271,15 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     """
     arguments = dict(locals())
     del arguments["optimizer"]
+    index = _index(device_mesh, dp_shard_dim, tp_dim)
+    arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim)
     names = {id(param): name for name, param in module.named_parameters()}
-    check_parameters(optimizer, names)
-    if not names.keys() & {id(param) for group in optimizer.param_groups for param in group["params"]}:
-        raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
+    problem = None
+    try:
+        check_parameters(optimizer, names)
+    except ConfigurationError as error:
+        problem = error
+    agree(index.get_fsdp_group(), problem)
     model = fully_shard_model(**arguments)
     sharded = {
         name: param

@@ -1,12 +1,12 @@
 """Keywords of earlier versions of this API, mapped onto today's."""
 
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.notices import warn_caller
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def resolve_legacy_arguments(
     )
     notices = (*notices, *report_notices, *keep_notices)
     if notices:
-        warnings.warn(" ".join(notices), FutureWarning, stacklevel=3)  # the caller of the public function
+        warn_caller(" ".join(notices), FutureWarning)
     return CurrentArguments(policy, report, keep, notices)
 
 

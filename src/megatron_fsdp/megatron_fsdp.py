@@ -24,6 +24,7 @@ from megatron_fsdp.placement import resolve_strategy
 from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
 from megatron_fsdp.runtime.grad_norm import clip_gradients
+from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
 
 logger = logging.getLogger("megatron_fsdp")
@@ -104,6 +105,11 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
         self.device = resolve_device(device, mesh.device_type)
+        if self.device.type != mesh.device_type:
+            raise ConfigurationError(
+                f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the mesh for that "
+                "device type"
+            )
         switches = Switches(
             strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
             policy=mixed_precision_policy,
@@ -117,6 +123,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, mesh, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
+        watch_optimizers(self._engine)
         self._stamp_parameters()
         for line in self._assembly.plan_lines:
             logger.info(line)
@@ -151,8 +158,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
 
     @property
     def is_param_fsdp_distributed(self) -> bool:
-        """Whether the modules hold the sharded parameters; only inside a forward they do not."""
-        return not self._engine.scheduler.in_forward
+        """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
+        return not any(unit.shows_full for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Mesh and process groups."""

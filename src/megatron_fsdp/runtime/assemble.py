@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSupportedYetError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
+from megatron_fsdp.runtime.agreement import agree
 from megatron_fsdp.runtime.build import Sharding, build_units, match_ranks
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
-from megatron_fsdp.runtime.hooks import register_hooks, register_state_dict_hooks
+from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
@@ -95,18 +95,15 @@ def assemble(
     Raises:
         ConfigurationError: The model cannot be sharded as it is.
     """
-    check_module(module)
-    plan = find_units(module, switches.unit_modules)
     num_ranks = mesh.size()
     axis = Axis(mesh.get_group() if num_ranks > 1 else None, mesh.get_local_rank(), num_ranks)
-    check_ranks_agree(module, axis.group)
+    plan = _plan_together(module, switches, axis)
     _move_buffers(module, device)
     differing = match_ranks(module, axis.group, device)
     if differing:
-        warnings.warn(
+        warn_caller(
             f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all "
             "ranks now have those of the first rank of the group; seed every rank alike before building the model",
-            stacklevel=4,
         )
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     sharding = Sharding(
@@ -137,10 +134,23 @@ def assemble(
         engine,
         plan,
         lines,
-        tuple(register_hooks(engine, modules)),
+        (*register_hooks(engine, modules), *register_load_hooks(engine, module)),
         tuple(register_state_dict_hooks(engine, module)),
         device,
     )
+
+
+def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPlan:
+    """Check the model and find its units; every rank gets the same answer or the same error."""
+    plan, problem = None, None
+    try:
+        check_module(module)
+        plan = find_units(module, switches.unit_modules)  # type: ignore[arg-type]
+    except (MegatronFSDPError, TypeError) as error:
+        problem = error
+    agree(axis.group, problem, _facts(module, plan, switches))
+    assert plan is not None
+    return plan
 
 
 def _warn_of_narrowing(units: Sequence[Unit]) -> None:
@@ -153,11 +163,10 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
     ]
     if narrowed:
         precision = narrowed[0].plan.precision
-        warnings.warn(
+        warn_caller(
             f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in {precision.main_params}, "
             f"which is narrower (first: {narrowed[0].names[0]}); set MixedPrecisionPolicy(main_params_dtype=None) to "
             "optimise them as they are",
-            stacklevel=5,
         )
 
 
@@ -214,30 +223,15 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Make sure that all ranks are about to shard the same model; one small collective.
-
-    Raises:
-        ConfigurationError: On every rank, with the same message, where names, shapes, dtypes or requires_grad differ.
-    """
-    if group is None:
-        return
-    mine = [
+def _facts(module: nn.Module, plan: UnitPlan | None, switches: Switches) -> list[str]:
+    """What every rank must have in common."""
+    chosen = [f"{name}={value}" for name, value in vars(switches).items() if name != "unit_modules"]
+    units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units] if plan is not None else []
+    params = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
     ]
-    everyone: list[list[str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    first = everyone[0] or []
-    for rank, other in enumerate(everyone):
-        if other == first:
-            continue
-        other = other or []
-        pairs = [*zip(first, other, strict=False), (f"{len(first)} parameters", f"{len(other)} parameters")]
-        left, right = next(pair for pair in pairs if pair[0] != pair[1])
-        raise ConfigurationError(
-            f"ranks hold different models: rank 0 of the group has {left}, rank {rank} has {right}; build the same "
-            "model on every rank"
-        )
+    buffers = [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+    return [*chosen, *params, *buffers, *units]
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -63,6 +63,7 @@ class Engine:
         self._usage = usage
         self._pending_is_sharded = pending_is_sharded
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self.stepped = False
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
@@ -90,14 +91,22 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
-        if any(unit.main_changed for unit in self.units):
+        if self.stepped or any(unit.main_changed for unit in self.units):
             self.install_main_weights()
+        for group in self.groups():
+            group.check_requires_grad()
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
+        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+        self.stepped = self.stepped or any(id(param) in self.places for param in firsts)
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; what was gathered is out of date."""
         self.executor.run(self.scheduler.weights_changed())
         for unit in self.units:
             unit.install_main_weights()
+        self.stepped = False
 
     def prefetch_weights(self, wait: bool) -> None:
         """Start gathering the units that there is room for, root first, ahead of the next forward."""
@@ -176,6 +185,12 @@ class Engine:
         self._run_backward(self.scheduler.backward_ends())
         if self.finite_check is not None:
             self.finite_check.conclude()
+
+    def install_sharded(self) -> None:
+        """Put the sharded parameters into all modules."""
+        for unit in self.units:
+            unit.install_sharded()
+        self._installed.clear()
 
     def _install_sharded(self) -> None:
         for index in self._installed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Executor:
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
         sizes = [unit.bucket_bytes for unit in self._units]
-        make_room = self._retire_oldest
+        make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
         self._buckets = BucketPool(_BUCKETS, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
         self._scratch = BucketPool(1, max(sizes), self._device, make_room)
@@ -158,3 +159,14 @@ class Executor:
         """Bytes of slots, buckets and scratch taken so far; none of it is given back while the model lives."""
         pools = (self._root_slot, self._slots, self._root_bucket, self._buckets, self._scratch)
         return sum(pool.held_bytes for pool in pools)
+
+
+def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """Call a bound method for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        alive = reference()
+        return alive is not None and alive()
+
+    return call

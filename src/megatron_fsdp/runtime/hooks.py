@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
-
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """What cannot hide a tensor."""
@@ -50,11 +49,21 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
     """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds."""
     reference = weakref.ref(engine)
-    return [
-        owner.register_state_dict_post_hook(partial(_describe_state_dict, reference))
-        for owner in module.modules()
-        if owner._parameters
-    ]
+    handles = []
+    for owner in module.modules():
+        if owner._parameters:
+            handles.append(owner.register_state_dict_post_hook(partial(_describe_state_dict, reference)))
+    return handles
+
+
+def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Keep state dicts honest: sharded parameters are what is saved, and none is replaced by a load."""
+    reference = weakref.ref(engine)
+    handles: list[RemovableHandle] = [module.register_state_dict_pre_hook(partial(_before_state_dict, reference))]
+    for owner in module.modules():
+        if owner._parameters:
+            handles.append(owner.register_load_state_dict_pre_hook(_refuse_assignment))
+    return handles
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -84,7 +93,9 @@ def _before_forward(reference: weakref.ref[Engine], index: int, _module: nn.Modu
 
 
 def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> None:
-    engine = _live(reference)
+    engine = reference()
+    if engine is None:
+        return  # reported before the forward; this is called although that raised
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -120,6 +131,22 @@ def _describe_state_dict(
         if isinstance(value, DTensor) and id(param) in places:
             group, index = places[id(param)]
             group.describe_chunks(index, value)
+
+
+def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
+    engine = _live(reference)
+    if not engine.scheduler.in_forward:
+        engine.install_sharded()
+
+
+def _refuse_assignment(
+    owner: nn.Module, _state_dict: Any, prefix: str, metadata: Mapping[str, Any], *_unused: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise ConfigurationError(
+            f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, which are "
+            "pieces of flat buffers; load with assign=False, which copies"
+        )
 
 
 def _take_gradient(

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.errors import ConfigurationError
 
@@ -136,6 +138,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
     Raises:
         ConfigurationError: A parameter of the optimizer is none of the model's.
     """
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
     for position, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if id(param) not in known:
@@ -144,6 +148,34 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
                     "the model that is being sharded, so stepping it would train nothing; build the optimizer on "
                     "model.parameters() after fully_shard_model, or hand model and optimizer to fully_shard together"
                 )
+
+
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose update of an element depends on others that may lie on other ranks.
+
+    Raises:
+        ConfigurationError: It is one of torch's that do, and a parameter is sharded.
+    """
+    sharded = any(
+        isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
+    if sharded and isinstance(optimizer, _NOT_ELEMENTWISE):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} cannot update sharded parameters: it works on whole tensors, or on operations that "
+            "torch does not offer for shards; use an elementwise optimizer (SGD, Adam, AdamW, RMSprop, ...) or "
+            "zero_dp_strategy=0"
+        )
+
+
+_NOT_ELEMENTWISE = (
+    torch.optim.LBFGS,
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+)
 
 
 def move_to_sharded(
@@ -173,3 +205,23 @@ def move_to_sharded(
 
 def _is_like(value: object, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and param.dim() > 0 and value.shape == param.shape
+
+
+class StepWatcher(Protocol):
+    """What wants to hear of optimizer steps."""
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer of the process has stepped."""
+
+
+def watch_optimizers(watcher: StepWatcher) -> None:
+    """Tell a model of every step of any optimizer in the process, connected or not, for as long as the model lives."""
+    reference = weakref.ref(watcher)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.note_step(optimizer)
+
+    handle = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(watcher, handle.remove)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.flat_buffer import padding_ranges
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.grouping import ParameterGroupSpec
 from megatron_fsdp.layout import Layout
@@ -113,6 +114,20 @@ class ParameterGroup:
         """Copy main weights into compute weights."""
         self.weights.install()
         self.note_installed()
+
+    def check_requires_grad(self) -> None:
+        """Refuse parameters that were frozen or unfrozen after wrapping.
+
+        Raises:
+            ConfigurationError: Names the first one.
+        """
+        wanted = self.gradients is not None
+        for name, param in zip(self.names, self.sharded, strict=True):
+            if param.requires_grad is not wanted:
+                raise ConfigurationError(
+                    f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} now; buffers "
+                    "for gradients are made once, so set requires_grad before sharding"
+                )
 
     @property
     def is_gathered(self) -> bool:

@@ -21,6 +21,7 @@ class Unit:
     Attributes:
         index: Position in the plan; 0 is the root.
         name: Fully qualified name of the module; empty for the root.
+        shows_full: Whether the module tree holds the full parameters now.
         groups: Its parameter groups; none where the module owns no parameter of its own.
     """
 
@@ -35,6 +36,7 @@ class Unit:
         self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
+        self.shows_full = False
         self._tickets: list[Ticket] = []
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
 
@@ -100,6 +102,7 @@ class Unit:
 
     def install_full(self) -> None:
         """Put the full parameters into the module tree."""
+        self.shows_full = True
         for group, sites in zip(self.groups, self._sites, strict=True):
             for param, places in zip(group.full, sites, strict=True):
                 for module, attribute in places:
@@ -107,6 +110,7 @@ class Unit:
 
     def install_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
+        self.shows_full = False
         for group, sites in zip(self.groups, self._sites, strict=True):
             for param, places in zip(group.sharded, sites, strict=True):
                 for module, attribute in places:

@@ -1,0 +1,21 @@
+"""Warnings that point at the user's line, however many of our own frames lie between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn on behalf of the first caller outside of this package.
+
+    Args:
+        message: What was adjusted or ignored, and what to write instead.
+        category: Of the warning.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -1,0 +1,50 @@
+"""Let ranks agree before they go on: what one rank alone finds wrong stops all of them, with the same message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Sequence[str] = ()) -> None:
+    """Compare over the ranks; one small collective.
+
+    Args:
+        group: The ranks; None for a single one.
+        error: What this rank found wrong.
+        facts: What has to be the same everywhere, one readable line each, in an order that all ranks share.
+
+    Raises:
+        ConfigurationError: On every rank, with the same message, where ranks differ.
+        Exception: `error` itself, where every rank found the same.
+    """
+    if group is None:
+        if error is not None:
+            raise error
+        return
+    mine = (str(error) if error is not None else None, list(facts))
+    everyone: list[tuple[str | None, list[str]]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    errors = [found for found, _ in everyone]
+    if error is not None and all(found == errors[0] for found in errors):
+        raise error
+    if any(found is not None for found in errors):
+        told = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
+        raise ConfigurationError(
+            f"some ranks of the group cannot go on ({told}); give every rank the same model and arguments"
+        )
+    _compare([found for _, found in everyone])
+
+
+def _compare(facts: Sequence[Sequence[str]]) -> None:
+    for rank, other in enumerate(facts):
+        for expected, found in zip_longest(facts[0], other, fillvalue="nothing more"):
+            if expected != found:
+                raise ConfigurationError(
+                    f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every rank the "
+                    "same model and arguments"
+                )
