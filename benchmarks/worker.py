@@ -81,15 +81,11 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
 
 
 def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contender], rank: int) -> list[_Notes]:
-    """Run every contender's next step, one after another, in an order that rotates from round to round.
-
-    What disturbs the machine for a while then disturbs all of them, and nobody always runs behind the same other.
-    """
+    """Run every contender's next step, one after another: what disturbs the machine for a while disturbs all of them."""
     notes = [_Notes() for _ in contenders]
     for step in range(request.warmup + request.steps):
         microbatches = _microbatches(request, setting, step, rank)
-        for turn in range(len(contenders)):
-            position = (turn + step) % len(contenders)
+        for position in turns(len(contenders), step):
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
                 note.traffic = contender.traffic()
@@ -99,6 +95,15 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
                 note.wall_s.append(wall_s)
                 note.cpu_s.append(cpu_s)
     return notes
+
+
+def turns(count: int, round_index: int) -> list[int]:
+    """The order of a round: each rotation is run through forwards and then backwards.
+
+    Everybody comes first, and last, equally often, and nobody always runs behind the same other.
+    """
+    order = [(turn + round_index // 2) % count for turn in range(count)]
+    return order[::-1] if round_index % 2 else order
 
 
 def _timed_step(

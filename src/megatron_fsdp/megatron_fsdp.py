@@ -107,8 +107,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self.device = resolve_device(device, mesh.device_type)
         if self.device.type != mesh.device_type:
             raise ConfigurationError(
-                f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the mesh for that "
-                "device type"
+                f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
+                "mesh for that device type"
             )
         switches = Switches(
             strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.cli import command_of, parse
 from benchmarks.readings import LiveBytes, RankReading, RunReading, SentPerStep
 from benchmarks.report import Spread, disagreements, summarise
+from benchmarks.worker import turns
 from tests.support.source_tree import ROOT, SOURCE
 
 TENSORS = 3 * 20 + 5
@@ -100,6 +101,10 @@ def test_report_is_printed_and_written(tiny_run: tuple[dict[str, Any], str, str]
     )
     assert document["facts"]["command"] in table
     assert table.count("\n| ours-") == 4
+
+
+def test_turns_rotate_and_reverse() -> None:
+    assert [turns(3, index) for index in range(4)] == [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]]
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:

@@ -33,7 +33,7 @@ def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
     assert formulas(ShardingStrategy.optim_grads_params) == [
         650 * (2 + 4 + 4),  # a bf16 weight, a float32 main weight and a float32 gradient per owned element
         650 * 8,
-        100 * 2 + 2 * 800 + 2 * 800,  # the root, two gathered units, two buckets
+        100 * 2 + 2 * 896 + 2 * 800,  # the root, two gathered units, two buckets
         5,  # root and three units, and the unit that gave way to the last two again in backward
         (50 + 4 * 200) * 2,
         4,
@@ -44,7 +44,7 @@ def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
 def test_pairwise_exchange_takes_one_more_bucket() -> None:
     plain = formulas(ShardingStrategy.optim_grads_params)
     pairwise = formulas(ShardingStrategy.optim_grads_params, exchanges_pairwise=True)
-    assert [after - before for before, after in zip(plain, pairwise, strict=True)] == [0, 0, 800, 0, 0, 0, 0]
+    assert [after - before for before, after in zip(plain, pairwise, strict=True)] == [0, 0, 896, 0, 0, 0, 0]
 
 
 def test_each_microbatch_reduces_again() -> None:

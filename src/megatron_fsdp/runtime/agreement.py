@@ -45,6 +45,6 @@ def _compare(facts: Sequence[Sequence[str]]) -> None:
         for expected, found in zip_longest(facts[0], other, fillvalue="nothing more"):
             if expected != found:
                 raise ConfigurationError(
-                    f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every rank the "
-                    "same model and arguments"
+                    f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every "
+                    "rank the same model and arguments"
                 )

@@ -145,7 +145,7 @@ def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPla
     plan, problem = None, None
     try:
         check_module(module)
-        plan = find_units(module, switches.unit_modules)  # type: ignore[arg-type]
+        plan = find_units(module, switches.unit_modules)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree(axis.group, problem, _facts(module, plan, switches))
@@ -164,8 +164,9 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
     if narrowed:
         precision = narrowed[0].plan.precision
         warn_caller(
-            f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in {precision.main_params}, "
-            f"which is narrower (first: {narrowed[0].names[0]}); set MixedPrecisionPolicy(main_params_dtype=None) to "
+            f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
+            f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
+            "MixedPrecisionPolicy(main_params_dtype=None) to "
             "optimise them as they are",
         )
 

@@ -53,6 +53,7 @@ def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
             main_grads=group.plan.precision.main_grads,
             grad_comm=group.plan.precision.grad_comm,
             requires_grad=group.gradients is not None,
+            is_whole=group.plan.spec.key.is_scalar,
         )
         for unit in engine.units
         for group in unit.groups

@@ -49,21 +49,21 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
     """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds."""
     reference = weakref.ref(engine)
-    handles = []
-    for owner in module.modules():
-        if owner._parameters:
-            handles.append(owner.register_state_dict_post_hook(partial(_describe_state_dict, reference)))
-    return handles
+    return [
+        owner.register_state_dict_post_hook(partial(_describe_state_dict, reference))
+        for owner in module.modules()
+        if owner._parameters
+    ]
 
 
 def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
     """Keep state dicts honest: sharded parameters are what is saved, and none is replaced by a load."""
     reference = weakref.ref(engine)
-    handles: list[RemovableHandle] = [module.register_state_dict_pre_hook(partial(_before_state_dict, reference))]
-    for owner in module.modules():
-        if owner._parameters:
-            handles.append(owner.register_load_state_dict_pre_hook(_refuse_assignment))
-    return handles
+    owners = [owner for owner in module.modules() if owner._parameters]
+    return [
+        module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
+        *(owner.register_load_state_dict_pre_hook(_refuse_assignment) for owner in owners),
+    ]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -112,9 +112,9 @@ def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
     opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
     if opaque and engine.units[index].lives_in_slots:
         raise ScheduleError(
-            f"unit {engine.units[index].label} returned an object of type {type(opaque[0]).__name__}, in which no tensor can be "
-            "found, so its weights could not be gathered for backward; return tuples, lists, dicts, dataclasses or classes "
-            "registered with torch.utils._pytree"
+            f"unit {engine.units[index].label} returned an object of type {type(opaque[0]).__name__}, in which no "
+            "tensor can be found, so its weights could not be gathered for backward; return tuples, lists, dicts, "
+            "dataclasses or classes registered with torch.utils._pytree"
         )
 
 
@@ -144,8 +144,8 @@ def _refuse_assignment(
 ) -> None:
     if metadata.get("assign_to_params_buffers", False):
         raise ConfigurationError(
-            f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, which are "
-            "pieces of flat buffers; load with assign=False, which copies"
+            f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
+            "which are pieces of flat buffers; load with assign=False, which copies"
         )
 
 

@@ -163,8 +163,8 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     )
     if sharded and isinstance(optimizer, _NOT_ELEMENTWISE):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot update sharded parameters: it works on whole tensors, or on operations that "
-            "torch does not offer for shards; use an elementwise optimizer (SGD, Adam, AdamW, RMSprop, ...) or "
+            f"{type(optimizer).__name__} cannot update sharded parameters: it works on whole tensors, or on "
+            "operations that torch does not offer for shards; use an elementwise optimizer (SGD, AdamW, ...) or "
             "zero_dp_strategy=0"
         )
 

@@ -173,9 +173,10 @@ class Scheduler:
             operations += self._settle_before(unit)
             self._backward_unit = unit
         state = self._units[unit]
-        state.open_forwards = max(0, state.open_forwards - 1)
         state.in_backward, state.reduced = True, False
-        return (*operations, *self._need(unit, self._backward_order, self.config.prefetch_backward))
+        operations += self._need(unit, self._backward_order, self.config.prefetch_backward)
+        state.open_forwards = max(0, state.open_forwards - 1)
+        return tuple(operations)
 
     def gradient_arrives(self, unit: int) -> None:
         """The first gradient since the unit's last reduction has been computed.
@@ -219,7 +220,7 @@ class Scheduler:
 
     def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
         """Somebody asks for a unit's weights ahead of its forward; start gathering them where there is room."""
-        return tuple(self._gather(unit, keep=(unit,), must=False)) if self.config.gathers else ()
+        return tuple(self._gather(unit, keep=range(len(self._units)), must=False)) if self.config.gathers else ()
 
     def weights_awaited(self, unit: int) -> tuple[Operation, ...]:
         """Somebody needs a unit's weights now, outside of its forward."""

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-from megatron_fsdp.accounting import GroupFootprint, persistent_bytes, step_traffic, transient_bytes
+from megatron_fsdp.accounting import (
+    GroupFootprint,
+    exchange_scratch_bytes,
+    persistent_bytes,
+    step_traffic,
+    transient_bytes,
+)
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.train.readings import Counters, EngineMemory
 
@@ -66,8 +72,7 @@ class Plan:
 def compare(measured: Measurement, plan: Plan) -> tuple[Row, ...]:
     """Set a rank's measurement beside the formulas."""
     held = persistent_bytes(plan.groups, plan.strategy)
-    one_bucket = transient_bytes(plan.groups, plan.strategy, buckets=1).buckets
-    scratch = one_bucket if plan.exchanges_pairwise else 0
+    scratch = exchange_scratch_bytes(plan.groups, plan.strategy) if plan.exchanges_pairwise else 0
     borrowed = transient_bytes(plan.groups, plan.strategy, scratch_bytes=scratch)
     sent = step_traffic(plan.groups, plan.strategy, plan.microbatches)
     return (

@@ -9,6 +9,7 @@ overwrites, else it adds; so clearing gradients in any of the usual ways is righ
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,12 +32,12 @@ DescribePiece = Callable[[int, torch.Tensor], DTensor]
 class Attached:
     """A gradient as it was handed to the user, to see later what became of it."""
 
-    grad: DTensor
+    grad: weakref.ref[DTensor]  # weak: a copy in another dtype dies with `zero_grad`
     version: int
 
-    def was_changed(self) -> bool:
-        """Whether anyone wrote into it."""
-        return _version_of(self.grad) != self.version
+    def is_untouched(self, grad: DTensor) -> bool:
+        """Whether `grad` is what was handed out, as it was."""
+        return grad is self.grad() and _version_of(grad) == self.version
 
 
 class GradientBuffers:
@@ -206,7 +207,7 @@ class GradientBuffers:
             grad = params[index].grad
             if grad is None:
                 self._live[index] = False
-            elif grad is not attached.grad or (grad is not self._views[index] and attached.was_changed()):
+            elif grad is not self._views[index] and not attached.is_untouched(grad):
                 self.main.piece(index).copy_(_local(grad))
 
     # ---- showing ------------------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ class GradientBuffers:
             else:
                 grad = describe(index, self._piece_of(cast, index))
             param.grad = grad
-            self._attached[index] = Attached(grad, _version_of(grad))
+            self._attached[index] = Attached(weakref.ref(grad), _version_of(grad))
         self.arrived = [False] * len(self.arrived)
 
     def _piece_of(self, local: torch.Tensor, index: int) -> torch.Tensor:

@@ -125,8 +125,8 @@ class ParameterGroup:
         for name, param in zip(self.names, self.sharded, strict=True):
             if param.requires_grad is not wanted:
                 raise ConfigurationError(
-                    f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} now; buffers "
-                    "for gradients are made once, so set requires_grad before sharding"
+                    f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} "
+                    "now; buffers for gradients are made once, so set requires_grad before sharding"
                 )
 
     @property

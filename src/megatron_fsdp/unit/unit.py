@@ -87,7 +87,7 @@ class Unit:
         self._mark(1)
 
     def _mark(self, version: int) -> None:
-        """Set the version counters of full parameters that live in a slot; a saved view of them has the same counter."""
+        """Set the version counters of full parameters that live in a slot; saved views of them share these."""
         if self._slotted:
             torch._C._autograd._unsafe_set_version_counter(self._slotted, (version,) * len(self._slotted))
 
