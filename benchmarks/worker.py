@@ -81,7 +81,7 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
 
 
 def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contender], rank: int) -> list[_Notes]:
-    """Run every contender's next step, one after another: what disturbs the machine for a while disturbs all of them."""
+    """Run every contender's next step, one after another: what disturbs the machine for a while disturbs them all."""
     notes = [_Notes() for _ in contenders]
     for step in range(request.warmup + request.steps):
         microbatches = _microbatches(request, setting, step, rank)

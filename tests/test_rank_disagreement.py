@@ -184,8 +184,9 @@ def test_different_models_are_refused_alike_on_every_rank(case: Callable[[], Non
     kind, message = first
     assert kind == "ConfigurationError"
     left, right = MODELS[case]
-    assert message.startswith(f"ranks hold different models: rank 0 of the group has {left}")
-    assert f", rank 1 has {right}; build the same model on every rank" in message
+    assert message.startswith(f"ranks of the group disagree: rank 0 has '{left}")
+    assert f", rank 1 has '{right}" in message
+    assert message.endswith("give every rank the same model and arguments")
 
 
 @pytest.mark.parametrize("case", CHOICES, ids=lambda case: case.__name__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,10 +129,7 @@ def fully_shard_model(
         NotSupportedYetError: An argument that this version does not implement is not at its default.
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
-    given = locals()
-    strategy = resolve_strategy(zero_dp_strategy)
-    resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-    _check_hybrid(dp_outer_dim, hybrid_fsdp_group)
+    _check_arguments(locals())
     current = resolve_legacy_arguments(
         LegacyArguments(
             grad_reduce_in_fp32,
@@ -143,11 +141,9 @@ def fully_shard_model(
         report_nan_in_param_grad=report_nan_in_param_grad or None,
         keep_fp8_transpose_cache=keep_fp8_transpose_cache or None,
     )
-    refuse_unsupported({**given, "keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
-    if isinstance(module, MegatronFSDP):
-        raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
+    refuse_unsupported({"keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
     config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=strategy.name,
+        data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
@@ -271,6 +267,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     """
     arguments = dict(locals())
     del arguments["optimizer"]
+    _check_arguments(arguments)
     index = _index(device_mesh, dp_shard_dim, tp_dim)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim)
     names = {id(param): name for name, param in module.named_parameters()}
@@ -288,6 +285,20 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     }
     move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
     return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what can be judged without the mesh and the model; every rank comes to the same verdict."""
+    resolve_strategy(arguments["zero_dp_strategy"])
+    resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+    _check_hybrid(arguments["dp_outer_dim"], arguments["hybrid_fsdp_group"])
+    refuse_unsupported(arguments, FUNCTION_DEFAULTS)
+    for name, kind in (("device_mesh", DeviceMesh | None), ("mixed_precision_policy", MixedPrecisionPolicy)):
+        if not isinstance(arguments[name], kind):
+            expected = "a DeviceMesh or None" if name == "device_mesh" else "a MixedPrecisionPolicy"
+            raise TypeError(f"{name}={arguments[name]!r} is not {expected}; pass one")
+    if isinstance(arguments["module"], MegatronFSDP):
+        raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
 
 
 def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup | None) -> None:

@@ -102,7 +102,6 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self.report_nan_in_param_grad = report_nan_in_param_grad or config.check_for_nan_in_grad
         self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=sync_model_each_microbatch)
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
         self.device = resolve_device(device, mesh.device_type)
         if self.device.type != mesh.device_type:
@@ -280,8 +279,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer is connected; False where it was already."""
-        known = optimizer in self._optimizers
-        self._optimizers.add(optimizer)
+        known = optimizer in self._engine.connected
+        self._engine.connected.add(optimizer)
         return not known
 
     def self_reference(self) -> MegatronFSDP:

@@ -15,7 +15,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         message: What was adjusted or ignored, and what to write instead.
         category: Of the warning.
     """
-    level, frame = 1, sys._getframe(1)
+    level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -33,7 +33,7 @@ def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
     assert formulas(ShardingStrategy.optim_grads_params) == [
         650 * (2 + 4 + 4),  # a bf16 weight, a float32 main weight and a float32 gradient per owned element
         650 * 8,
-        100 * 2 + 2 * 896 + 2 * 800,  # the root, two gathered units, two buckets
+        2 * (256 + 2 * 896),  # the root and two units, gathered; a bucket for the root and two for units; blocks of 128
         5,  # root and three units, and the unit that gave way to the last two again in backward
         (50 + 4 * 200) * 2,
         4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -64,6 +65,7 @@ class Engine:
         self._pending_is_sharded = pending_is_sharded
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
+        self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
@@ -98,6 +100,8 @@ class Engine:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
+        if optimizer in self.connected:
+            return  # its own hooks install
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         self.stepped = self.stepped or any(id(param) in self.places for param in firsts)
 

@@ -35,9 +35,9 @@ class Attached:
     grad: weakref.ref[DTensor]  # weak: a copy in another dtype dies with `zero_grad`
     version: int
 
-    def is_untouched(self, grad: DTensor) -> bool:
+    def is_untouched(self, grad: torch.Tensor) -> bool:
         """Whether `grad` is what was handed out, as it was."""
-        return grad is self.grad() and _version_of(grad) == self.version
+        return isinstance(grad, DTensor) and grad is self.grad() and _version_of(grad) == self.version
 
 
 class GradientBuffers:
