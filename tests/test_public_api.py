@@ -104,48 +104,6 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
     ],
 }
 
-CONFIG_FIELDS: dict[str, Any] = {
-    "grad_reduce_in_fp32": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "align_param_gather": False,
-    "use_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 1,
-    "check_for_nan_in_grad": False,
-    "check_for_large_grads": False,
-    "bucket_size": None,
-    "num_buckets": None,
-    "pad_buckets_for_high_nccl_busbw": False,
-    "reduce_scatter_with_fp32_accumulation": False,
-    "param_name_patterns_for_fp32_local_accumulation": (),
-    "average_in_collective": False,
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "use_megatron_fsdp": False,
-    "megatron_fsdp_version": 1,
-    "use_custom_fsdp": False,
-    "data_parallel_sharding_strategy": "no_shard",
-    "gradient_reduce_div_fusion": True,
-    "suggested_communication_unit_size": None,
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "fsdp_all_gather_in_start_param_sync": True,
-    "outer_dp_sharding_strategy": "no_shard",
-    "disable_symmetric_registration": False,
-    "fsdp_manual_registration": False,
-    "delay_wgrad_compute": False,
-    "megatron_fsdp_main_params_dtype": torch.float32,
-    "megatron_fsdp_main_grads_dtype": None,
-    "megatron_fsdp_grad_comm_dtype": None,
-    "megatron_fsdp_use_decoupled_grad": False,
-    "megatron_fsdp_cuda_graph_mode": False,
-    "megatron_fsdp_enable_fine_grained_param_gather": False,
-    "megatron_fsdp_max_pool_double_buffer": False,
-}
-
 DUNDERS = [
     "__version__",
     "__shortversion__",
@@ -173,10 +131,6 @@ def arguments_of(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_have_the_published_names_order_and_defaults(name: str) -> None:
     assert arguments_of(getattr(megatron_fsdp, name)) == SIGNATURES[name]
-
-
-def test_the_config_has_every_published_field_and_default() -> None:
-    assert dict(arguments_of(megatron_fsdp.DistributedDataParallelConfig)) == CONFIG_FIELDS
 
 
 def test_the_package_exports_the_published_names() -> None:

@@ -1,11 +1,13 @@
 import torch
 
 from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.runtime.footprint import MemoryUse
 from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.console import describe_step, format_bytes
 from megatron_fsdp.train.metrics import StepRecord
-from megatron_fsdp.train.readings import Counters, EngineMemory, optimizer_bytes
+from megatron_fsdp.train.readings import optimizer_bytes
 
 
 def group(unit: int, numel: int) -> GroupFootprint:
@@ -23,7 +25,7 @@ def group(unit: int, numel: int) -> GroupFootprint:
 
 def formulas(strategy: ShardingStrategy, *, microbatches: int = 1, exchanges_pairwise: bool = False) -> list[int]:
     groups = (group(0, 100), group(1, 400), group(2, 400), group(3, 400))
-    measured = Measurement(EngineMemory(1, 2), 3, Counters(4, 5, 6, 7))
+    measured = Measurement(MemoryUse(1, 0, 0, 2), 3, Traffic(4, 5, 6, 7))
     rows = compare(measured, Plan(groups, strategy, microbatches, exchanges_pairwise))
     assert [row.measured for row in rows] == [1, 3, 2, 4, 6, 5, 7]
     return [row.formula for row in rows]
@@ -58,7 +60,7 @@ def test_ratio_is_measured_over_formula() -> None:
 
 
 def test_counters_subtract() -> None:
-    assert Counters(5, 7, 9, 11) - Counters(1, 2, 3, 4) == Counters(4, 5, 6, 7)
+    assert Traffic(5, 7, 9, 11).since(Traffic(1, 2, 3, 4)) == Traffic(4, 5, 6, 7)
 
 
 def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:

@@ -9,8 +9,9 @@ from megatron_fsdp.accounting import (
     step_traffic,
     transient_bytes,
 )
+from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.train.readings import Counters, EngineMemory
+from megatron_fsdp.runtime.footprint import MemoryUse
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Measurement:
         step: Collectives of one optimizer step.
     """
 
-    memory: EngineMemory
+    memory: MemoryUse
     optimizer_bytes: int
-    step: Counters
+    step: Traffic
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,6 @@ from megatron_fsdp.train.readings import (
     exchanges_pairwise,
     optimizer_bytes,
     peak_bytes,
-    read_footprints,
-    read_memory,
 )
 from megatron_fsdp.train.recorder import Recorder
 from megatron_fsdp.train.vocabulary import Vocabulary
@@ -123,9 +121,9 @@ def conclude(run: Run, vocabulary: Vocabulary, outcome: Outcome) -> Results:
             temperature=TEMPERATURE,
             seed=arguments.seed,
         )
-    measured = Measurement(read_memory(run.model), optimizer_bytes(run.optimizer), outcome.step_counters)
+    measured = Measurement(run.model.memory(), optimizer_bytes(run.optimizer), outcome.step_counters)
     plan = Plan(
-        read_footprints(run.model),
+        run.model.footprints(),
         run.settings.strategy,
         microbatches=arguments.grad_accumulation,
         exchanges_pairwise=exchanges_pairwise(run.model),

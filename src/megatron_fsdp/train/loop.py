@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.train.arguments import Settings
 from megatron_fsdp.train.data import Batch, Share, TokenSets, held_out_batches, training_batch
 from megatron_fsdp.train.metrics import Evaluation, StepRecord
 from megatron_fsdp.train.model import next_token_loss
 from megatron_fsdp.train.ranks import Rank, reduce_values
-from megatron_fsdp.train.readings import Counters, peak_bytes, read_counters
+from megatron_fsdp.train.readings import peak_bytes
 from megatron_fsdp.train.schedule import learning_rate_at
 
 QUICK_SAMPLES = 16  # held-out samples of the measurements on the way
@@ -76,7 +77,7 @@ class Outcome:
 
     steps: int
     elapsed_s: float
-    step_counters: Counters
+    step_counters: Traffic
 
 
 def train(run: Run, watcher: Watcher) -> Outcome:
@@ -85,12 +86,12 @@ def train(run: Run, watcher: Watcher) -> Outcome:
     evaluations = run.settings.arguments.evaluations
     evaluate_at = {total * (i + 1) // evaluations for i in range(evaluations)}
     pending: list[tuple[int, Tensor, Tensor]] = []
-    elapsed_s, started, counters = 0.0, time.perf_counter(), read_counters(run.model)
+    elapsed_s, started, counters = 0.0, time.perf_counter(), run.model.traffic()
     for step in range(1, total + 1):
         run.rank.require_launcher()
-        before = read_counters(run.model)
+        before = run.model.traffic()
         pending.append((step, *train_step(run, step - 1)))
-        counters = read_counters(run.model) - before
+        counters = run.model.traffic().since(before)
         is_check = step in evaluate_at
         if is_check or step % run.settings.arguments.log_every == 0:
             records, is_over = flush(run, pending, (elapsed_s, started), limit_s)

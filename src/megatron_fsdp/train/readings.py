@@ -1,70 +1,12 @@
-"""What the engine can be asked about itself: the one file that knows the names of its counters."""
+"""Memory of a rank as the trainer reports it, put together from what engine, optimizer and allocator say."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.accounting import GroupFootprint
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Collectives of one rank and the bytes it sent in them.
-
-    Attributes:
-        gathers: Parameter all-gathers.
-        reductions: Gradient reductions.
-        gather_bytes: Bytes sent in gathers.
-        reduce_bytes: Bytes sent in reductions.
-    """
-
-    gathers: int
-    reductions: int
-    gather_bytes: int
-    reduce_bytes: int
-
-    def __sub__(self, earlier: "Counters") -> "Counters":
-        """Return what came in between."""
-        return Counters(
-            self.gathers - earlier.gathers,
-            self.reductions - earlier.reductions,
-            self.gather_bytes - earlier.gather_bytes,
-            self.reduce_bytes - earlier.reduce_bytes,
-        )
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """Bytes that the engine holds on one rank.
-
-    Attributes:
-        persistent_bytes: Weights and gradients, held all the time.
-        transient_peak_bytes: The most that was gathered or in reduction at one time.
-    """
-
-    persistent_bytes: int
-    transient_peak_bytes: int
-
-
-def read_counters(model: MegatronFSDP) -> Counters:
-    """Return the engine's counters since it was built."""
-    traffic = model.traffic()
-    return Counters(traffic.gathers, traffic.reductions, traffic.gather_bytes, traffic.reduce_bytes)
-
-
-def read_memory(model: MegatronFSDP) -> EngineMemory:
-    """Return the engine's own live bytes, as measured from its storages."""
-    memory = model.memory()
-    return EngineMemory(memory.persistent_bytes, memory.transient_peak_bytes)
-
-
-def read_footprints(model: MegatronFSDP) -> tuple[GroupFootprint, ...]:
-    """Return what the formulas need to know of each parameter group."""
-    return model.footprints()
 
 
 def exchanges_pairwise(model: MegatronFSDP) -> bool:
@@ -79,7 +21,7 @@ def peak_bytes(model: MegatronFSDP, optimizer: torch.optim.Optimizer, device: to
     """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
-    memory = read_memory(model)
+    memory = model.memory()
     return memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(optimizer)
 
 
