@@ -8,8 +8,8 @@ from statistics import mean, median, quantiles
 
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
 
-TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
-"""Largest relative difference of losses by dtype: six digits in float32."""
+TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-4}
+"""Largest relative difference of losses by dtype, well below the 1e-3 by which ranks that do not communicate differ."""
 
 _FLOOR = "floor"
 _MEBIBYTE = 2**20

@@ -134,7 +134,7 @@ def test_an_exchange_receives_into_one_more_of_the_largest_bucket() -> None:
 def test_sums_are_taken_in_float32_and_cast_gradients_are_in_the_main_dtype() -> None:
     assert passing_bytes(MODEL, OPTIM) == PassingBytes(local_sum=4 * 1200 // N, cast_grads=4 * P // N)
     assert passing_bytes(MODEL, NO_SHARD) == PassingBytes(local_sum=0, cast_grads=4 * P)
-    assert passing_bytes([plain(0, 400)], OPTIM) == PassingBytes(local_sum=400, cast_grads=0)
+    assert passing_bytes([plain(0, 400)], OPTIM) == PassingBytes(local_sum=0, cast_grads=0)
 
 
 def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:

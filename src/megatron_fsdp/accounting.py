@@ -9,6 +9,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import Placement, Placements, ShardingStrategy, placements_for
 
 ROOT_UNIT = 0
+_SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
 BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
 
 
@@ -218,15 +219,15 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
     """Bound what is allocated anew in every backward, apart from autograd's own tensors.
 
-    A local sum of 16-bit gradients is taken in float32. With the native reduce-scatter of other back ends the output of
+    A local sum of 16-bit gradients is taken in float32; wider ones are summed where they were received. With the native reduce-scatter of other back ends the output of
     each reduction in flight takes its place.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
     """
-    exchanged = [group for group in groups if _is_exchanged(group, strategy)]
-    sums = [g.shard_numel * torch.promote_types(g.grad_comm, torch.float32).itemsize for g in exchanged]
+    narrow = [group for group in groups if _is_exchanged(group, strategy) and group.grad_comm.itemsize < _SUM_ITEMSIZE]
+    sums = [group.shard_numel * _SUM_ITEMSIZE for group in narrow]
     cast = [group for group in groups if group.requires_grad and group.main_grads != group.main_params]
     cast_grads = sum(_held_bytes(group, strategy, _main_grad, group.main_params) for group in cast)
     return PassingBytes(max(sums, default=0), cast_grads)
