@@ -219,8 +219,8 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
     """Bound what is allocated anew in every backward, apart from autograd's own tensors.
 
-    A local sum of 16-bit gradients is taken in float32; wider ones are summed where they were received. With the native reduce-scatter of other back ends the output of
-    each reduction in flight takes its place.
+    A local sum of 16-bit gradients is taken in float32; wider ones are summed where they were received. With the
+    native reduce-scatter of other back ends the output of each reduction in flight takes its place.
 
     Args:
         groups: All parameter groups.

@@ -8,18 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # These move no bytes of a model.
-_SILENT_OPS = (
-    "view",
-    "select",
-    "unbind",
-    "slice",
-    "detach",
-    "t",
-    "transpose",
-    "expand",
-    "promote_types",
-    "lift_fresh",
-    "empty",
+_SILENT_OPS = frozenset(
+    ["view", "select", "unbind", "slice", "detach", "t", "transpose", "expand", "promote_types", "lift_fresh", "empty"]
 )
 
 
