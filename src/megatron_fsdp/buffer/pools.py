@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _ALIGNMENT_BYTES = 128
 
@@ -20,6 +21,12 @@ class Block:
     def num_bytes(self) -> int:
         """Bytes held."""
         return self._bytes.numel()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of this memory."""
+        if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
+            return False
+        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor."""

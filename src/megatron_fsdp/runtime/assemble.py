@@ -201,6 +201,12 @@ def check_module(module: nn.Module) -> None:
             f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
             "model once"
         )
+    hooked = [name for name, param in params.items() if param._post_accumulate_grad_hooks]
+    if hooked:
+        raise ConfigurationError(
+            f"{len(hooked)} parameters have post-accumulate-grad hooks (such as {hooked[0]}), which would see "
+            "gradients before they are reduced; remove them, and act on .grad after backward"
+        )
     tensor_parallel = [name for name, param in params.items() if isinstance(param, DTensor)]
     if tensor_parallel:
         raise NotSupportedYetError(

@@ -96,7 +96,7 @@ class Engine:
         if self.stepped or any(unit.main_changed for unit in self.units):
             self.install_main_weights()
         for group in self.groups():
-            group.check_requires_grad()
+            group.check_parameters()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
@@ -229,7 +229,7 @@ class Engine:
         used_here = [flag for group in trainable if group.gradients is not None for flag in group.gradients.arrived]
         if not used_here:
             return
-        used = self._usage.agree(used_here)
+        used = self._usage.agree(used_here, self.executor.fingerprint)
         first = 0
         for group in trainable:
             if group.gradients is not None:

@@ -14,6 +14,7 @@ from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.unit.unit import Unit
 
+_FINGERPRINT_LIMIT = 2**61 - 1
 _BUCKETS = 2  # one fills while the other is being reduced
 
 
@@ -47,6 +48,7 @@ class Executor:
         self._slots = SlotPool(max((unit.gathered_bytes for unit in others), default=0), device)
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
+        self.fingerprint = 0
         self._in_flight: deque[_Reduction] = deque()
 
     def make_bucket_pools(self) -> None:
@@ -66,6 +68,7 @@ class Executor:
         """
         for action, index, slot in operations:
             unit = self._units[index]
+            self._fold(action, index)
             if action is Action.GATHER:
                 unit.gather(self._gather_lane, self._block_for(unit, slot))
             elif action is Action.WAIT:
@@ -77,6 +80,13 @@ class Executor:
             elif action is Action.FINALISE:
                 self.retire_all()
                 self._finalise()
+
+    def _fold(self, action: Action, index: int) -> None:
+        """Fold what is about to be communicated into a number that ranks can compare."""
+        if action in (Action.GATHER, Action.REDUCE):
+            self.fingerprint = (
+                self.fingerprint * 1_000_003 + 2 * index + (action is Action.REDUCE)
+            ) % _FINGERPRINT_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.groups or not any(group.weights_in_slots for group in unit.groups):

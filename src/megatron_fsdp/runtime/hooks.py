@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
+from megatron_fsdp.unit.unit import Unit
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """What cannot hide a tensor."""
@@ -92,10 +93,11 @@ def _before_forward(reference: weakref.ref[Engine], index: int, _module: nn.Modu
     _live(reference).before_forward(index)
 
 
-def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> Any:
     engine = reference()
     if engine is None:
-        return  # reported before the forward; this is called although that raised
+        return output  # reported before the forward; this is called although that raised
+    output = _copy_weights(engine.units[index], output)
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -103,7 +105,21 @@ def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Modul
     if torch.is_grad_enabled() and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
+        if tensor.is_leaf:
+            continue  # nothing of this forward leads to it, and its hooks would outlive the call
         tensor.register_hook(partial(_before_backward, reference, call))
+    return output
+
+
+def _copy_weights(unit: Unit, output: Any) -> Any:
+    """Copy results that are views of gathered weights, which will be overwritten before they are used."""
+    if not any(unit.holds(tensor) for tensor in tensors_in(output)):
+        return output
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.holds(leaf) else leaf
+
+    return tree_map(copy, output)
 
 
 def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:

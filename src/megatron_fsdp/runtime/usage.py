@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.errors import ScheduleError
+
 
 class UsageAgreement:
     """Agrees over one group of ranks which parameters were used.
@@ -27,18 +29,29 @@ class UsageAgreement:
         self._device = device
         self._all_used = False
 
-    def agree(self, used_here: Sequence[bool]) -> list[bool]:
+    def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
         """Whether any rank used each parameter.
 
         Args:
             used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
+            fingerprint: Of the communication so far; has to be the same on every rank. Below 2 ** 62.
+
+        Raises:
+            ScheduleError: On every rank, where ranks gathered or reduced different units.
         """
         if self._all_used:
             return [True] * len(used_here)
-        flags = torch.tensor(used_here, dtype=torch.uint8, device=self._device)
+        flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
         if self._group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        used = [bool(flag) for flag in flags.tolist()]
+        *found, highest, minus_lowest = flags.tolist()
+        if highest != -minus_lowest:
+            raise ScheduleError(
+                "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
+                "every rank has to call the same units in the same order (modules chosen by data, such as experts, "
+                "must not be units of their own: name other fsdp_unit_modules)"
+            )
+        used = [bool(flag) for flag in found]
         # A single rank knows without asking, so it never has to settle for zeros.
         self._all_used = all(used) and self._group is not None
         return used

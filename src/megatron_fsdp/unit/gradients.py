@@ -199,16 +199,31 @@ class GradientBuffers:
         self._live = [True] * len(self._live)
 
     def _reconcile(self, params: Sequence[nn.Parameter]) -> None:
-        """See what the user did to the gradients that were attached: cleared, changed, replaced or left alone."""
+        """Take in what `.grad` of the sharded parameters holds by now, and leave None where it was not our own view.
+
+        The user may have cleared, changed or replaced what was attached, and autograd may have put gradients there
+        that do not come through a unit, such as those of a penalty on `model.parameters()`.
+        """
         for index, attached in enumerate(self._attached):
-            if attached is None:
-                continue
             self._attached[index] = None
             grad = params[index].grad
             if grad is None:
-                self._live[index] = False
-            elif grad is not self._views[index] and not attached.is_untouched(grad):
-                self.main.piece(index).copy_(_local(grad))
+                self._live[index] = self._live[index] and attached is None
+            elif grad is not self._views[index]:
+                if attached is None:
+                    self._add_foreign(index, grad)
+                elif not attached.is_untouched(grad):
+                    self.main.piece(index).copy_(_local(grad))
+                params[index].grad = None
+
+    def _add_foreign(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of the sharded parameter itself, which is final on this rank."""
+        piece = self.main.piece(index)
+        if self._live[index]:
+            piece.add_(_local(grad))
+        else:
+            piece.copy_(_local(grad))
+        self._live[index] = True
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
@@ -220,6 +235,15 @@ class GradientBuffers:
             used: Whether any rank had a gradient for the parameter; one that nobody used and that had none keeps None.
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
+        for index, param in enumerate(params):
+            grad = param.grad
+            if grad is None or grad is self._views[index]:
+                continue
+            attached = self._attached[index]
+            if attached is None or not attached.is_untouched(grad):
+                if attached is not None:
+                    self._live[index] = False  # what was attached has been changed, and holds everything
+                self._add_foreign(index, grad)
         same = self.precision.main_grads == self.precision.main_params
         cast = None if same else self.main.local.to(self.precision.main_params)
         for index, param in enumerate(params):

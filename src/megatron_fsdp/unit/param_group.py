@@ -115,8 +115,8 @@ class ParameterGroup:
         self.weights.install()
         self.note_installed()
 
-    def check_requires_grad(self) -> None:
-        """Refuse parameters that were frozen or unfrozen after wrapping.
+    def check_parameters(self) -> None:
+        """Refuse parameters that were frozen, unfrozen or given hooks after wrapping.
 
         Raises:
             ConfigurationError: Names the first one.
@@ -127,6 +127,11 @@ class ParameterGroup:
                 raise ConfigurationError(
                     f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} "
                     "now; buffers for gradients are made once, so set requires_grad before sharding"
+                )
+            if param._post_accumulate_grad_hooks:
+                raise ConfigurationError(
+                    f"{name} was given a post-accumulate-grad hook after the model was sharded; autograd never "
+                    "reaches the sharded parameter, so it would not run: act on .grad after backward"
                 )
 
     @property
@@ -204,6 +209,8 @@ class ParameterGroup:
         hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(original.shape)
         param = nn.Parameter(hollow, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
+        for hook in (original._backward_hooks or {}).values():
+            param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
 
     @property

@@ -78,6 +78,10 @@ class Unit:
         if tickets:
             self._mark(0)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of this unit's gathered weights that live in a slot."""
+        return self._placed_in is not None and self._placed_in.holds(tensor)
+
     def invalidate(self) -> None:
         """The gathered weights are about to be overwritten, or out of date.
 
@@ -106,7 +110,7 @@ class Unit:
         for group, sites in zip(self.groups, self._sites, strict=True):
             for param, places in zip(group.full, sites, strict=True):
                 for module, attribute in places:
-                    module._parameters[attribute] = param
+                    _set_parameter(module, attribute, param)
 
     def install_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
@@ -114,7 +118,7 @@ class Unit:
         for group, sites in zip(self.groups, self._sites, strict=True):
             for param, places in zip(group.sharded, sites, strict=True):
                 for module, attribute in places:
-                    module._parameters[attribute] = param
+                    _set_parameter(module, attribute, param)
 
     @property
     def main_changed(self) -> bool:
@@ -137,3 +141,11 @@ class Unit:
     def is_complete(self) -> bool:
         """Whether every trainable parameter has its gradient."""
         return all(group.gradients is None or group.gradients.is_complete for group in self.groups)
+
+
+def _set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
+    """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[attribute] = param
+    else:
+        setattr(module, attribute, param)
