@@ -287,6 +287,18 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         """This object itself, also when called through a weak proxy."""
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
+        """Refuse; the shards, hooks and process groups of a model belong to it alone."""
+        raise ConfigurationError(
+            "a sharded model cannot be deep-copied; copy the model before sharding, and shard both"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse; process groups cannot be pickled."""
+        raise ConfigurationError(
+            "a sharded model cannot be pickled; save model.state_dict() with torch.distributed.checkpoint instead"
+        )
+
     def _stamp_parameters(self) -> None:
         """The one attribute on parameters: a weak reference back to this object."""
         for group in self._engine.groups():

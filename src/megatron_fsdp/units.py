@@ -185,9 +185,11 @@ def _no_split_class_names(module: nn.Module) -> set[str]:
 def _repeated_blocks(module: nn.Module) -> set[int]:
     """Ids of the callable children of lists and sequences that hold parameters and have a sibling of their class."""
     blocks: set[int] = set()
-    for container in module.modules():
+    for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
+        if "expert" in name.rpartition(".")[2]:
+            continue  # chosen by data: ranks would call different ones, and all must call the same units
         # children() names a child that was put in twice once: one block called twice repeats nothing.
         children = [child for child in container.children() if _holds_parameters(child) and _has_forward(child)]
         counts = Counter(type(child) for child in children)

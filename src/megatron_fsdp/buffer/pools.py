@@ -26,7 +26,10 @@ class Block:
         """Whether a tensor is a view of this memory."""
         if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
             return False
-        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+        try:
+            return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
+            return False
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.buffer.collectives import Axis
@@ -148,7 +149,7 @@ def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPla
         plan = find_units(module, switches.unit_modules)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
-    agree(axis.group, problem, _facts(module, plan, switches))
+    agree(axis.group, problem, _facts(module, plan, switches) if problem is None else ())
     assert plan is not None
     return plan
 
@@ -200,6 +201,12 @@ def check_module(module: nn.Module) -> None:
         raise ConfigurationError(
             f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
             "model once"
+        )
+    lazy = [name for name, param in params.items() if isinstance(param, UninitializedParameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
+            "that lazy modules know their shapes"
         )
     hooked = [name for name, param in params.items() if param._post_accumulate_grad_hooks]
     if hooked:

@@ -89,6 +89,7 @@ class Engine:
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
+            self.units[index].check_untouched()
         return ForwardCall(index, epoch)
 
     def refresh_weights(self) -> None:
@@ -153,6 +154,14 @@ class Engine:
         grad, param.grad = param.grad, None
         if grad is None:
             return
+        if grad.requires_grad:
+            raise ScheduleError(
+                f"the gradient of {self.units[index].groups[position].names[parameter]} has a graph of its own "
+                "(create_graph=True); differentiating twice through a sharded model is not supported, use "
+                "torch.autograd.grad on inputs under zero_dp_strategy 0 to 2"
+            )
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
         self._begin_backward()
         unit = self.units[index]
         gradients = unit.groups[position].gradients

@@ -119,7 +119,13 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
     def copy(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.holds(leaf) else leaf
 
-    return tree_map(copy, output)
+    copied = tree_map(copy, output)
+    if any(unit.holds(tensor) for tensor in tensors_in(copied)):
+        raise ScheduleError(
+            f"unit {unit.label} returned its own weight inside a {type(output).__name__}, where it cannot be "
+            "replaced by a copy; the weight will be released, so return weight.clone(), or use a tuple, list or dict"
+        )
+    return copied
 
 
 def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:

@@ -161,11 +161,12 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups
         for param in group["params"]
     )
-    if sharded and isinstance(optimizer, _NOT_ELEMENTWISE):
+    fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
+    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot update sharded parameters: it works on whole tensors, or on "
-            "operations that torch does not offer for shards; use an elementwise optimizer (SGD, AdamW, ...) or "
-            "zero_dp_strategy=0"
+            f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
+            "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
+            "optimizer (SGD, AdamW, ...) or zero_dp_strategy=0"
         )
 
 

@@ -40,13 +40,30 @@ class _LocalChunks:
         ]
 
     def shard_at(self, local: torch.Tensor | None, index: MetadataIndex) -> torch.Tensor:
-        assert local is not None  # it is the caller
+        if local is None:
+            raise ValueError(
+                f"{index.fqn} was unpickled, and only sharded tensors of a live model can be read by chunk"
+            )
         first = 0
         for box in self._boxes:
             if index.offset is None or tuple(index.offset) == box.offsets:
                 return local.view(-1)[first : first + box.numel].view(box.lengths)
             first += box.numel
         raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank; it has {self.chunk_list()}")
+
+
+class _ShardReader:
+    """Finds a chunk in one local tensor, held weakly; a pickled copy keeps the description only."""
+
+    def __init__(self, chunks: _LocalChunks, local: torch.Tensor | None) -> None:
+        self._chunks = chunks
+        self._local = None if local is None else weakref.ref(local)
+
+    def __call__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks.shard_at(self._local() if self._local is not None else None, index)
+
+    def __reduce__(self) -> tuple[type[_ShardReader], tuple[_LocalChunks, None]]:
+        return _ShardReader, (self._chunks, None)
 
 
 def describe_chunks(tensor: DTensor, start: int, stop: int) -> DTensor:
@@ -64,8 +81,7 @@ def describe_chunks(tensor: DTensor, start: int, stop: int) -> DTensor:
     chunks = _LocalChunks(
         tensor.shape, boxes_of_range(tensor.shape, start, stop), TensorProperties.create_from_tensor(local)
     )
-    reference = weakref.ref(local)
     local.__create_chunk_list__ = chunks.chunk_list  # type: ignore[attr-defined]
     local.__create_write_items__ = chunks.write_items  # type: ignore[attr-defined]
-    local.__get_tensor_shard__ = lambda index: chunks.shard_at(reference(), index)  # type: ignore[attr-defined]
+    local.__get_tensor_shard__ = _ShardReader(chunks, local)  # type: ignore[attr-defined]
     return tensor

@@ -89,6 +89,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(original) for original in originals)
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
+        self._pointers = tuple(local_of(param).data_ptr() for param in self.sharded)
         self._seen_versions = -1
         self.note_installed()
 
@@ -101,14 +102,18 @@ class ParameterGroup:
     def main_changed(self) -> bool:
         """Whether anyone wrote into the main weights since they were last installed.
 
-        In-place operations on a DTensor count on the DTensor, those on its local tensor on the memory behind it.
+        In-place operations count on the DTensor, on its local tensor, or on the memory behind them. Operations through
+        `param.data` and torch's private ones on lists of DTensors count nowhere; optimizers are watched instead.
         """
-        return self.weights.main_changed or sum(p._version for p in self.sharded) != self._seen_versions
+        return self.weights.main_changed or self._versions() != self._seen_versions
 
     def note_installed(self) -> None:
         """Compute weights agree with main weights now."""
         self.weights.note_seen()
-        self._seen_versions = sum(p._version for p in self.sharded)
+        self._seen_versions = self._versions()
+
+    def _versions(self) -> int:
+        return sum(param._version + local_of(param)._version for param in self.sharded)
 
     def install(self) -> None:
         """Copy main weights into compute weights."""
@@ -122,11 +127,16 @@ class ParameterGroup:
             ConfigurationError: Names the first one.
         """
         wanted = self.gradients is not None
-        for name, param in zip(self.names, self.sharded, strict=True):
+        for index, (name, param) in enumerate(zip(self.names, self.sharded, strict=True)):
             if param.requires_grad is not wanted:
                 raise ConfigurationError(
                     f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} "
                     "now; buffers for gradients are made once, so set requires_grad before sharding"
+                )
+            if local_of(param).data_ptr() != self._pointers[index]:
+                raise ConfigurationError(
+                    f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
+                    "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
                 )
             if param._post_accumulate_grad_hooks:
                 raise ConfigurationError(
@@ -223,3 +233,9 @@ class ParameterGroup:
             if start < stop and bool(self.weights.main.local[start - first : stop - first].any()):
                 return False
         return True
+
+
+def local_of(param: nn.Parameter) -> torch.Tensor:
+    """The local tensor of a sharded parameter itself, not a view of it as `to_local` returns."""
+    assert isinstance(param, DTensor)
+    return param._local_tensor

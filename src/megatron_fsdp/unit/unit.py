@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.buffer.pools import Block, pack_bytes
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 ParameterSites = tuple[tuple[nn.Module, str], ...]
@@ -105,12 +106,39 @@ class Unit:
             group.place(full)
 
     def install_full(self) -> None:
-        """Put the full parameters into the module tree."""
+        """Put the full parameters into the module tree.
+
+        Raises:
+            ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
+        """
         self.shows_full = True
         for group, sites in zip(self.groups, self._sites, strict=True):
-            for param, places in zip(group.full, sites, strict=True):
+            for param, sharded, places in zip(group.full, group.sharded, sites, strict=True):
                 for module, attribute in places:
+                    found = module._parameters.get(attribute)
+                    if found is not sharded and found is not param:
+                        raise ConfigurationError(
+                            f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded "
+                            "parameter any more (functional_call, or assigned after sharding); sharded models use "
+                            "their own weights"
+                        )
                     _set_parameter(module, attribute, param)
+
+    def check_untouched(self) -> None:
+        """Refuse writes into gathered weights, which would be lost when these are released.
+
+        Raises:
+            ScheduleError: Names the parameter.
+        """
+        for group in self.groups:
+            if not group.weights_in_slots:
+                continue
+            for name, param in zip(group.names, group.full, strict=True):
+                if param._version:
+                    raise ScheduleError(
+                        f"{name} was modified in place inside the forward of unit {self.label}, and the change would "
+                        "be lost when its gathered weights are released; modify parameters between forwards instead"
+                    )
 
     def install_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
