@@ -18,6 +18,21 @@ class HandDriven:
     _engine: Engine
     _mode: SyncMode
 
+    @property
+    def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
+        """Elements gathered ahead of their use: those of the largest unit besides the root; 0: no prefetching."""
+        return self._engine.scheduler.config.prefetch_forward * self._engine.largest_unit_numel
+
+    @suggested_AG_prefetch_size.setter
+    def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802
+        """0 turns prefetching off, any other size turns it on; there is room for one unit ahead."""
+        self._engine.set_prefetch(numel > 0)
+
+    @property
+    def suggested_RS_queue_capacity(self) -> int:  # noqa: N802
+        """Elements that may wait for their reduction: those of the two buckets, one filling and one on its way."""
+        return 2 * self._engine.largest_unit_numel
+
     def start_grad_sync(self, *_unused: Any) -> None:
         """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
         self._engine.flush_deferred()

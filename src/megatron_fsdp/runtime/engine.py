@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,17 @@ class Engine:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
                 unit.wait()
+
+    @property
+    def largest_unit_numel(self) -> int:
+        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
+        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
+        return max(sizes[1:], default=sizes[0])
+
+    def set_prefetch(self, on: bool) -> None:
+        """Gather one unit ahead, or none."""
+        config = self.scheduler.config
+        self.scheduler.config = replace(config, prefetch_forward=int(on), prefetch_backward=int(on))
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""
