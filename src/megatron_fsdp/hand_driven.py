@@ -79,6 +79,22 @@ class HandDriven:
         """
         self._engine.gather_units_of(params, wait=wait_bucket_ready)
 
+    def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
+        """Let go of the gathered weights of a module's units, unless they are in use; never the root's."""
+        self._engine.release_units_of(module.parameters())
+
+    def post_backward_release_module(self, module: nn.Module, *_unused: Any) -> None:
+        """As `post_forward_release_module`."""
+        self._engine.release_units_of(module.parameters())
+
+    def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
+        """Gather the weights of a module's units ahead of their backward and wait for them."""
+        self._engine.gather_units_of(module.parameters(), wait=True)
+
+    def post_backward(self, module: nn.Module, *_unused: Any) -> None:
+        """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
+        self._engine.reduce_units_of(module.parameters())
+
     def broadcast_params(self) -> None:
         """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).
 

@@ -134,12 +134,29 @@ class Engine:
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""
+        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+        for unit in self.units_of(params):
+            self.executor.run(event(unit.index))
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units that own some parameters, sharded or full ones, in unit order."""
         wanted = {id(param) for param in params}
-        for unit in self.units:
-            owned = (param for group in unit.groups for param in (*group.sharded, *group.full))
-            if any(id(param) in wanted for param in owned):
-                event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
-                self.executor.run(event(unit.index))
+        return [
+            unit
+            for unit in self.units
+            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
+        ]
+
+    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
+        for unit in self.units_of(params):
+            self.executor.run(self.scheduler.weights_unwanted(unit.index))
+
+    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
+        for unit in self.units_of(params):
+            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
+                self._run_backward(self.scheduler.gradients_ready(unit.index))
 
     def broadcast_whole_weights(self) -> None:
         """Send main weights of which every rank holds a whole copy from the first rank to the others."""

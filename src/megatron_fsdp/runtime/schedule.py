@@ -232,6 +232,11 @@ class Scheduler:
             self._units[unit].residence = Residence.READY
         return tuple(operations)
 
+    def weights_unwanted(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody lets go of a unit's weights; nothing happens while they are in use, or to the root."""
+        in_use = unit in (ROOT, self._backward_unit) or unit in self._forward_stack
+        return () if in_use or not self.config.shares_slots else tuple(self._release(unit))
+
     def weights_changed(self) -> tuple[Operation, ...]:
         """The main weights are newer than what is gathered: everything has to be gathered again before its next use."""
         if self._forward_stack:
