@@ -156,11 +156,7 @@ def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPla
 
 def _warn_of_narrowing(units: Sequence[Unit]) -> None:
     narrowed = [
-        group
-        for unit in units
-        for group in unit.groups
-        if group.gradients is not None
-        and group.plan.precision.main_params.itemsize < group.plan.precision.compute.itemsize
+        group for unit in units for group in unit.groups if group.gradients is not None and group.plan.precision.narrows
     ]
     if narrowed:
         precision = narrowed[0].plan.precision

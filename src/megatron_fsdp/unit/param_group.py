@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.buffer.flat_buffer import padding_ranges
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.grouping import ParameterGroupSpec
@@ -222,17 +221,6 @@ class ParameterGroup:
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
-
-    @property
-    def padding_is_zero(self) -> bool:
-        """Whether the padding of the local main weights is untouched (a check for tests and `describe`)."""
-        full = self.weights.main.placement is not Placement.SHARD
-        first, last = (0, self.plan.layout.numel) if full else self.plan.layout.shard_range(self.plan.axis.rank)
-        for start, stop in padding_ranges(self.plan.layout):
-            start, stop = max(start, first), min(stop, last)
-            if start < stop and bool(self.weights.main.local[start - first : stop - first].any()):
-                return False
-        return True
 
 
 def local_of(param: nn.Parameter) -> torch.Tensor:
