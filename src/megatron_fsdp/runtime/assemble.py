@@ -18,11 +18,13 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
 from megatron_fsdp.runtime.agreement import agree
-from megatron_fsdp.runtime.build import Sharding, build_units, match_ranks
+from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
+from megatron_fsdp.runtime.match_ranks import match_ranks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
+from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.unit import Unit
