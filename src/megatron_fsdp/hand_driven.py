@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.participation import calls_of, take_part
 from megatron_fsdp.runtime.sync import SyncMode
 
 
@@ -17,6 +19,8 @@ class HandDriven:
 
     _engine: Engine
     _mode: SyncMode
+    module: nn.Module
+    device: torch.device
 
     @property
     def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
@@ -101,6 +105,38 @@ class HandDriven:
         Under the other strategies each part of the main weights exists once, so there is nothing to send.
         """
         self._engine.broadcast_whole_weights()
+
+    # ---- ranks without data -----------------------------------------------------------------------------------------
+
+    def take_part(
+        self,
+        module: nn.Module | None = None,
+        hidden: torch.Tensor | None = None,
+        order: Sequence[nn.Module] | None = None,
+    ) -> torch.Tensor:
+        """Take part in the communication of a module's units without calling it, on a rank that has no data for it.
+
+        Call it where the other ranks call the module: it gathers what they gather, and when the gradient of the result
+        comes, it gathers and reduces as their backward does, with gradients of zero.
+
+            hidden = hidden + expert(hidden) if chosen else model.take_part(expert, hidden)
+            loss = loss_of(model(batch)) if batch is not None else model.take_part()
+
+        Args:
+            module: Part of the model, or None for a whole forward (the model itself).
+            hidden: What the module would be called on, or any floating-point tensor on which the loss depends; None: a
+                new zero, to be added to the loss. A frozen module has a backward only where `hidden` requires grad.
+            order: Modules within it in the order that their forward calls them; None: the order of registration.
+
+        Returns:
+            `hidden`, unchanged in value; without it a scalar zero.
+
+        Raises:
+            ConfigurationError: A module is not part of the model.
+            ScheduleError: `hidden` cannot carry a gradient.
+        """
+        calls = calls_of(self._engine, self.module, module, order)
+        return take_part(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 

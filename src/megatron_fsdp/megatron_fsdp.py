@@ -26,6 +26,7 @@ from megatron_fsdp.runtime.assemble import Switches, assemble
 from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
 
 logger = logging.getLogger("megatron_fsdp")
 
@@ -50,7 +51,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         init_model_with_meta_device: Not supported yet.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
-        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last.
+        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last two.
         nccl_ub: See above.
         fsdp_double_buffer: See above.
         fsdp_db_use_persist_buf_on_alloc_fail: See above.
@@ -59,6 +60,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         enable_fine_grained_param_gather_backward_hook: See above.
         fine_grained_recurse_module_types: See above.
         report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
+        verify_ranks: Compare ranks before everything that is communicated, as in `fully_shard_model`.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -86,6 +88,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
         report_nan_in_param_grad: bool = False,
+        verify_ranks: bool | float | None = None,
     ) -> None:
         refuse_unsupported(locals(), CLASS_DEFAULTS)
         super().__init__()
@@ -118,6 +121,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             average_in_collective=config.average_in_collective,
             calculate_per_token_loss=calculate_per_token_loss,
             check_finite=self.report_nan_in_param_grad,
+            verify_ranks_s=resolve_verify_ranks(verify_ranks),
         )
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, mesh, self.device, self._mode, _weakly(finished))

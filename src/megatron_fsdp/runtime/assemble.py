@@ -27,6 +27,7 @@ from megatron_fsdp.runtime.schedule import ScheduleConfig
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.runtime.verify_ranks import RankVerifier
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, find_units, plan_lines
 
@@ -44,6 +45,7 @@ class Switches:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
+        verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
     """
 
     strategy: ShardingStrategy
@@ -54,6 +56,7 @@ class Switches:
     average_in_collective: bool
     calculate_per_token_loss: bool
     check_finite: bool
+    verify_ranks_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,9 @@ def assemble(
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
         engine.finite_check = FiniteCheck(names, axis.group, device)
+    if switches.verify_ranks_s and axis.group is not None:
+        labels = [unit.label for unit in units]
+        engine.executor.verifier = RankVerifier(axis.group, labels, switches.verify_ranks_s)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
     return Assembly(
         engine,

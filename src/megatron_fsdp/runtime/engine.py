@@ -16,7 +16,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precisio
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
-from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.schedule import Action, Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -82,15 +82,23 @@ class Engine:
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
                 "call reset() on the model after an exception and go on with the next batch"
             )
+        if self.executor.is_broken:
+            raise ScheduleError(
+                "communication of an earlier forward or backward failed, so its weights are not what they should be; "
+                "call reset() on the model on every rank and go on with the next batch"
+            )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].install_full()
 
-    def after_forward(self, index: int, needs_backward: bool) -> ForwardCall:
+    def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
-            self.units[index].check_untouched()
+            if not self.executor.is_broken:
+                self.units[index].check_untouched()
+        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.executor.end_forward(failed)
         return ForwardCall(index, epoch)
 
     def refresh_weights(self) -> None:
@@ -258,7 +266,7 @@ class Engine:
         """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would."""
         for unit in reversed(self.units):
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
-                self.executor.reduce(unit, defer=False)
+                self.executor.run((Operation(Action.REDUCE, unit.index),))
         self.executor.retire_all()
 
     def attach_gradients(self) -> None:

@@ -11,10 +11,13 @@ import torch
 
 from megatron_fsdp.buffer.lanes import Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
+from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
+from megatron_fsdp.runtime.verify_ranks import RankVerifier
 from megatron_fsdp.unit.unit import Unit
 
 _FINGERPRINT_LIMIT = 2**61 - 1
+_HANG_ADVICE = "if a rank is missing, MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (docs/ranks.md)"
 _BUCKETS = 2  # one fills while the other is being reduced
 
 
@@ -49,6 +52,8 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
+        self.verifier: RankVerifier | None = None
+        self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._in_flight: deque[_Reduction] = deque()
 
     def make_bucket_pools(self) -> None:
@@ -69,17 +74,47 @@ class Executor:
         for action, index, slot in operations:
             unit = self._units[index]
             self._fold(action, index)
-            if action is Action.GATHER:
-                unit.gather(self._gather_lane, self._block_for(unit, slot))
-            elif action is Action.WAIT:
-                unit.wait()
-            elif action is Action.RELEASE:
-                unit.invalidate()
-            elif action is Action.REDUCE:
-                self.reduce(unit, defer)
-            elif action is Action.FINALISE:
-                self.retire_all()
-                self._finalise()
+            before, self.is_broken = self.is_broken, True
+            try:
+                if self.verifier is not None:
+                    self._verify(self.verifier, action, unit, defer)
+                self._carry_out(action, unit, slot, defer)
+                self.is_broken = before
+            except MegatronFSDPError:
+                raise
+            except RuntimeError as error:  # such as a collective that timed out
+                error.add_note(f"during {action.value!r} of unit {unit.label}; {_HANG_ADVICE}")
+                raise
+
+    def _carry_out(self, action: Action, unit: Unit, slot: int | None, defer: bool) -> None:
+        if action is Action.GATHER:
+            unit.gather(self._gather_lane, self._block_for(unit, slot))
+        elif action is Action.WAIT:
+            unit.wait()
+        elif action is Action.RELEASE:
+            unit.invalidate()
+        elif action is Action.REDUCE:
+            self.reduce(unit, defer)
+        elif action is Action.FINALISE:
+            self.retire_all()
+            self._finalise()
+
+    def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, defer: bool) -> None:
+        """Compare with the other ranks before anything is sent; what stays local is not compared."""
+        if action is Action.GATHER:
+            plans = [group.plan for group in unit.groups if group.is_gathered]
+            num_bytes = sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
+            if num_bytes:
+                verifier.gather(unit.index, num_bytes)
+        elif action is Action.REDUCE and not defer:
+            verifier.reduce(unit.index, unit.bucket_bytes)
+        elif action is Action.FINALISE and not defer:
+            verifier.end_backward()
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over, perhaps by an exception."""
+        if self.verifier is not None and not self.is_broken:
+            self.verifier.end_forward(failed)
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold what is about to be communicated into a number that ranks can compare."""
@@ -104,9 +139,7 @@ class Executor:
     def reduce(self, unit: Unit, defer: bool) -> None:
         """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
         if defer:
-            for group in unit.groups:
-                if group.gradients is not None:
-                    group.gradients.keep()
+            self._keep(unit)
             return
         bucket = self._bucket(unit)
         pairwise = any(group.plan.axis.exchanges_pairwise and group.grads_sharded for group in unit.groups)
@@ -124,6 +157,15 @@ class Executor:
             )
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(tickets, bucket, self._pool(unit), scratch))
+
+    def _keep(self, unit: Unit) -> None:
+        """Keep local sums, zero where nothing came: ranks must agree on what there is to reduce later."""
+        for position, group in enumerate(unit.groups):
+            if group.gradients is None:
+                continue
+            if not group.gradients.is_filling and not group.gradients.has_deferred:
+                self.begin_filling(unit, position, defer=True)
+            group.gradients.keep()
 
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT else self._buckets
@@ -154,6 +196,8 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop gradients on their way and take all borrowed memory back."""
+        self.is_broken = False
+        self.fingerprint = 0  # ranks may have been stopped at different points
         self.retire_all()
         for unit in self._units:
             unit.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -101,7 +102,8 @@ def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Modul
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    call = engine.after_forward(index, bool(outputs))
+    failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
+    call = engine.after_forward(index, bool(outputs), failed)
     if torch.is_grad_enabled() and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:

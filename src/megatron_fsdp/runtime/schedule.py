@@ -247,16 +247,23 @@ class Scheduler:
         return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
 
     def reset(self) -> tuple[Operation, ...]:
-        """Forget passes that were broken off; every unit is sharded afterwards."""
+        """Forget passes that were broken off; every unit is sharded afterwards.
+
+        So is what was learnt (order of units, slots): ranks may have been stopped at different points, and have to
+        decide alike from here on.
+        """
         self._forward_stack.clear()
         self._backward_unit = None
         self._unsettled.clear()
         self._in_backward = False
-        self._forward_order.begin()
-        self._backward_order.begin()
+        self._forward_order, self._backward_order = RecordedOrder(), RecordedOrder()
         for state in self._units:
-            state.open_forwards, state.in_backward, state.reduced = 0, False, True
-        return self.weights_changed()
+            state.in_backward, state.reduced = False, True
+        operations = self.weights_changed()
+        for state in self._units:
+            state.home = None
+        self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
+        return operations
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
