@@ -25,6 +25,7 @@ from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, reg
 from megatron_fsdp.runtime.match_ranks import match_ranks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
 from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
@@ -132,6 +133,7 @@ def assemble(
         pending_is_sharded=placements_for(switches.strategy).pending_grad[-1] is Placement.SHARD,
         backward_finished=backward_finished,
     )
+    engine.structure = StructureCheck(module, units)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
         engine.finite_check = FiniteCheck(names, axis.group, device)

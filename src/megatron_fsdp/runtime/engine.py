@@ -17,6 +17,7 @@ from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.schedule import Action, Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -62,6 +63,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.executor = Executor(units, device, backward_finished)
         self.finite_check: FiniteCheck | None = None
+        self.structure: StructureCheck | None = None
         self._usage = usage
         self._pending_is_sharded = pending_is_sharded
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
@@ -107,6 +109,8 @@ class Engine:
             self.install_main_weights()
         for group in self.groups():
             group.check_parameters()
+        if self.structure is not None:
+            self.structure.check()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""

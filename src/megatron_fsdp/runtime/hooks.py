@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
+from megatron_fsdp.runtime.schedule import ROOT
+from megatron_fsdp.runtime.side_outputs import SideOutputs
 from megatron_fsdp.unit.unit import Unit
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
@@ -35,9 +37,15 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
     """
     reference = weakref.ref(engine)
     handles: list[RemovableHandle] = []
+    unit_modules = {id(module) for module in modules.values()}
     for index, module in modules.items():
-        handles.append(module.register_forward_pre_hook(partial(_before_forward, reference, index), prepend=True))
-        handles.append(module.register_forward_hook(partial(_after_forward, reference, index), always_call=True))
+        watch = None
+        if index != ROOT and engine.units[index].lives_in_slots:
+            watch = SideOutputs(module, unit_modules)
+        handles.append(
+            module.register_forward_pre_hook(partial(_before_forward, reference, index, watch), prepend=True)
+        )
+        handles.append(module.register_forward_hook(partial(_after_forward, reference, index, watch), always_call=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
@@ -90,18 +98,25 @@ def _live(reference: weakref.ref[Engine]) -> Engine:
     return engine
 
 
-def _before_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any) -> None:
+def _before_forward(
+    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any
+) -> None:
+    if watch is not None:
+        watch.begin()
     _live(reference).before_forward(index)
 
 
-def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+def _after_forward(
+    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any, output: Any
+) -> Any:
     engine = reference()
+    left_behind = watch.end() if watch is not None else []
     if engine is None:
         return output  # reported before the forward; this is called although that raised
     output = _copy_weights(engine.units[index], output)
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in (*tensors_in(output), *left_behind) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
     call = engine.after_forward(index, bool(outputs), failed)
     if torch.is_grad_enabled() and not outputs:
