@@ -20,6 +20,7 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.runtime.agreement import agree
+from megatron_fsdp.runtime.compiled import compiled_in_place
 from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, integrate, move_to_sharded
 
 __all__ = [
@@ -270,6 +271,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
+    module = compiled_in_place(module)
     arguments = dict(locals())
     del arguments["optimizer"]
     _check_arguments(arguments)

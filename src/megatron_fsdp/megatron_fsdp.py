@@ -23,6 +23,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import resolve_strategy
 from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
+from megatron_fsdp.runtime.compiled import compiled_in_place
 from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
@@ -96,7 +97,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
         )
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
-        self.module = module
+        self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
         self.ddp_config = config
         self.mp_policy = mixed_precision_policy

@@ -133,7 +133,6 @@ def assemble(
         pending_is_sharded=placements_for(switches.strategy).pending_grad[-1] is Placement.SHARD,
         backward_finished=backward_finished,
     )
-    engine.structure = StructureCheck(module, units)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
         engine.finite_check = FiniteCheck(names, axis.group, device)
@@ -141,11 +140,13 @@ def assemble(
         labels = [unit.label for unit in units]
         engine.executor.verifier = RankVerifier(axis.group, labels, switches.verify_ranks_s)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
+    handles = (*register_hooks(engine, modules), *register_load_hooks(engine, module))
+    engine.structure = StructureCheck(module, units)
     return Assembly(
         engine,
         plan,
         lines,
-        (*register_hooks(engine, modules), *register_load_hooks(engine, module)),
+        handles,
         tuple(register_state_dict_hooks(engine, module)),
         device,
     )

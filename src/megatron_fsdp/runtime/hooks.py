@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.compiled import is_compiled_in_place, surround, uncompiled
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.side_outputs import SideOutputs
@@ -42,10 +43,13 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
             watch = SideOutputs(module, unit_modules)
-        handles.append(
-            module.register_forward_pre_hook(partial(_before_forward, reference, index, watch), prepend=True)
-        )
-        handles.append(module.register_forward_hook(partial(_after_forward, reference, index, watch), always_call=True))
+        before = partial(_before_forward, reference, index, watch)
+        after = partial(_after_forward, reference, index, watch)
+        if is_compiled_in_place(module):
+            surround(module, before, after)
+            continue
+        handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
+        handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
             if group.gradients is None:

@@ -16,11 +16,17 @@ class StructureCheck:
     Modules around known ones (wrappers) and modules without trainable parameters may come and go.
 
     Args:
-        module: The sharded model.
+        module: The sharded model, with its hooks.
         units: Its units.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units}
+        self._compiled = [
+            (label, unit_module, unit_module._compiled_call_impl)
+            for label, unit_module in unit_modules.items()
+            if unit_module._compiled_call_impl is not None
+        ]
         self._modules = tuple(module.named_modules())
         self._known_modules = {id(part) for _, part in self._modules}
         self._known_params = {
@@ -31,8 +37,13 @@ class StructureCheck:
         """Look at every module once.
 
         Raises:
-            ConfigurationError: Names the first module or parameter that is new.
+            ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
         """
+        for label, unit_module, call in self._compiled:
+            if unit_module._compiled_call_impl is not call:
+                raise ConfigurationError(
+                    f"unit {label} was compiled before and after the model was sharded; compile it once, before"
+                )
         known_modules, known_params = self._known_modules, self._known_params
         for name, module in self._modules:
             for attribute, child in module._modules.items():
