@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.pipelines import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.participation import calls_of, take_part
 from megatron_fsdp.runtime.sync import SyncMode
@@ -21,6 +22,21 @@ class HandDriven:
     _mode: SyncMode
     module: nn.Module
     device: torch.device
+
+    @property
+    def param_and_grad_buffer(self) -> ParamAndGradBuffer:
+        """The flat buffers."""
+        return ParamAndGradBuffer(self._engine)
+
+    @property
+    def all_gather_pipeline(self) -> AllGatherPipeline:
+        """Gathers by hand."""
+        return AllGatherPipeline(self._engine)
+
+    @property
+    def grad_reduce_pipeline(self) -> GradReducePipeline:
+        """Reductions by hand."""
+        return GradReducePipeline(self._engine)
 
     @property
     def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
