@@ -53,7 +53,7 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
             raise
         return after(None, args, output)
 
-    module._compiled_call_impl = torch.compiler.disable(call, recursive=False)  # type: ignore[assignment]
+    module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
