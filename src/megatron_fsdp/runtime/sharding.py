@@ -95,9 +95,9 @@ class Sharding:
             part_of(info.name, param, domain.tensor_parallel)
             for info, param in zip(spec.parameters, originals, strict=True)
         )
-        has_parts = any(part is not None for part in parts)
-        mesh = domain.mesh_with_tensor_parallel if has_parts else domain.mesh
-        return GroupPlan(spec, layout, precision, reduction, placements, domain.axes, mesh, self.device, parts)
+        return GroupPlan(
+            spec, layout, precision, reduction, placements, domain.axes, domain.described_mesh, self.device, parts
+        )
 
     def _placements(self, spec: ParameterGroupSpec) -> Placements:
         strategy, outer = self.strategy, self.outer_strategy

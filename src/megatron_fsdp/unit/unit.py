@@ -180,11 +180,6 @@ class Unit:
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every trainable parameter has its gradient."""
-        return all(group.gradients is None or group.gradients.is_complete for group in self.groups)
-
 
 def _set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
