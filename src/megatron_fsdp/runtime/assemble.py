@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
 from megatron_fsdp.runtime.agreement import agree
+from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
@@ -44,6 +45,7 @@ class Switches:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
+        init_meta: Initialise what is on the meta device.
     """
 
     strategy: ShardingStrategy
@@ -54,6 +56,7 @@ class Switches:
     average_in_collective: bool
     calculate_per_token_loss: bool
     check_finite: bool
+    init_meta: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPla
     """Check the model and find its units; every rank gets the same answer or the same error."""
     plan, problem = None, None
     try:
-        check_module(module)
+        check_module(module, switches.init_meta)
         plan = find_units(module, switches.unit_modules)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
@@ -184,8 +187,12 @@ def _schedule_config(switches: Switches, axis: Axis, trainable: tuple[bool, ...]
     )
 
 
-def check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module, init_meta: bool = False) -> None:
     """Refuse models that cannot be sharded; no communication.
+
+    Args:
+        module: The model.
+        init_meta: Whether what is on the meta device will be initialised.
 
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
@@ -218,13 +225,8 @@ def check_module(module: nn.Module) -> None:
             f"{len(tensor_parallel)} parameters are DTensors already (such as {tensor_parallel[0]}); not supported "
             "yet: shard a model of plain tensors"
         )
-    meta = [name for name, param in params.items() if param.is_meta]
-    if meta:
-        raise ConfigurationError(
-            f"{len(meta)} of {len(params)} parameters are on the meta device (such as {meta[0]}) and "
-            "init_model_with_meta_device is False; materialise the model first"
-        )
-    devices = sorted({str(param.device) for param in params.values()})
+    _check_meta(module, params, init_meta)
+    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
     if len(devices) > 1:
         examples = ", ".join(
             f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
@@ -235,20 +237,41 @@ def check_module(module: nn.Module) -> None:
         )
 
 
+def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool) -> None:
+    if init_meta:
+        check_can_initialise(module)
+        return
+    for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
+        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if meta:
+            raise ConfigurationError(
+                f"{len(meta)} of {len(tensors)} {kind} are on the meta device (such as {meta[0]}) and "
+                "init_model_with_meta_device is False; set it to let modules initialise themselves, or materialise "
+                "the model first"
+            )
+
+
 def _facts(module: nn.Module, plan: UnitPlan | None, switches: Switches) -> list[str]:
     """What every rank must have in common."""
     chosen = [f"{name}={value}" for name, value in vars(switches).items() if name != "unit_modules"]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units] if plan is not None else []
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
+        for name, p in module.named_parameters()
     ]
-    buffers = [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+    buffers = [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}" for name, buffer in module.named_buffers()
+    ]
     return [*chosen, *params, *buffers, *units]
+
+
+def _place(tensor: torch.Tensor) -> str:
+    return " on the meta device" if tensor.is_meta else ""
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     """Module buffers are not sharded; they follow the parameters to their device."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)

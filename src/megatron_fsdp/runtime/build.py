@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.grouping import ParameterInfo, group_parameters
+from megatron_fsdp.runtime.agreement import agree
+from megatron_fsdp.runtime.blueprint import Blueprint, draw_blueprint
+from megatron_fsdp.runtime.materialise import materialise
+from megatron_fsdp.runtime.random_state import same_random_numbers
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import ParameterSites, Unit
@@ -21,7 +28,11 @@ def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[
 
     Returns:
         The units, root first.
+
+    Raises:
+        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
     """
+    blueprint = draw_blueprint(module)
     originals = dict(module.named_parameters())
     sites = parameter_sites(module)
     units = []
@@ -37,7 +48,20 @@ def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[
         unit = Unit(index, spec.name, groups, group_sites)
         unit.install_sharded()
         units.append(unit)
+    if blueprint.unfinished:
+        _initialise(module, blueprint, units, sharding)
     return tuple(units)
+
+
+def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
+    group = sharding.axis.group
+    problem = None
+    try:
+        with same_random_numbers(() if group is None else (group,), sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    except ConfigurationError as error:
+        problem = error
+    agree(group, problem)
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:

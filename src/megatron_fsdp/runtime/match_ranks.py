@@ -16,7 +16,7 @@ def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torc
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
 
     Args:
-        module: The model with its full parameters and buffers.
+        module: The model with its full parameters and buffers; those on the meta device are left out.
         group: The data-parallel ranks; None for a single one.
         device: Where the hashes travel.
 
@@ -28,7 +28,7 @@ def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torc
     tensors: Mapping[str, torch.Tensor] = {
         name: tensor.detach()
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if tensor.numel()
+        if tensor.numel() and not tensor.is_meta
     }
     if not tensors:
         return ()

@@ -83,7 +83,8 @@ class ParameterGroup:
                 plan.device,
             )
         for index, original in enumerate(originals):
-            self.weights.store(index, original)
+            if not original.is_meta:
+                self.store(index, original)
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(original) for original in originals)
         if not self.weights_in_slots:
@@ -91,6 +92,10 @@ class ParameterGroup:
         self._pointers = tuple(local_of(param).data_ptr() for param in self.sharded)
         self._seen_versions = -1
         self.note_installed()
+
+    def store(self, index: int, full: torch.Tensor) -> None:
+        """Take the initial value of parameter `index`, full and in any dtype; after the last, call `note_installed`."""
+        self.weights.store(index, full)
 
     @property
     def names(self) -> tuple[str, ...]:
