@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.runtime.fingerprint import fingerprint
+
 
 def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
     """Give every rank the weights of the group's first rank, and report what had to be sent.
@@ -32,7 +34,7 @@ def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torc
     }
     if not tensors:
         return ()
-    hashes = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
+    hashes = torch.stack([fingerprint(tensor).to(device) for tensor in tensors.values()])
     lowest, highest = hashes.clone(), hashes.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -42,9 +44,3 @@ def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torc
         dist.broadcast(value, group_src=0, group=group)
         tensors[name].copy_(value)
     return differing
-
-
-def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with the bits of a tensor, as an int64 scalar."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return torch.hash_tensor(real).view(torch.int64)

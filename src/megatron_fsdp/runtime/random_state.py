@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.runtime.fingerprint import fingerprint
 
 RandomState = tuple[torch.Tensor, ...]
 """States of the CPU's generator and, where that is another, of the device's."""
@@ -59,7 +60,7 @@ def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Take the random state of the group's first rank; whether any rank had another."""
     mine = random_state(device)
     states = [state.to(device) for state in mine]
-    hashes = torch.stack([torch.hash_tensor(state).view(torch.int64) for state in states])
+    hashes = torch.stack([fingerprint(state) for state in states])
     lowest, highest = hashes.clone(), hashes.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
