@@ -118,6 +118,48 @@ class TiedBlocks(nn.Module):
         return self.blocks(x)
 
 
+class SharedLayer(nn.Module):
+    """Two units that hold the same layer, each with a method that writes only what is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(Shifted(layer) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Shifted(nn.Module):
+    """A layer and a shift."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shift = nn.Parameter(torch.empty(7))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.shift
+
+
+class AppliedSharedLayer(SharedLayer):
+    """The same in a model that draws every matrix anew, that of the shared layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+
 class Recurrent(nn.Module):
     """A recurrent network, which keeps a second list of its parameters."""
 
@@ -182,6 +224,8 @@ META_CASES: dict[str, MetaCase] = {
     "root_reset": MetaCase(RootResetGPT, tokens, (Block,)),
     "applied": MetaCase(AppliedGPT, tokens, (Block,)),
     "tied_across_units": MetaCase(TiedBlocks, lambda: _vectors(4, 7), None),
+    "shared_layer": MetaCase(SharedLayer, lambda: _vectors(4, 7), None),
+    "applied_shared_layer": MetaCase(AppliedSharedLayer, lambda: _vectors(4, 7), None),
     "recurrent": MetaCase(Recurrent, lambda: _vectors(2, 3, 5), None),
     "attention": MetaCase(build_attention, lambda: _vectors(2, 3, 8), None),
     "batch_norm": MetaCase(build_batch_norm, lambda: _vectors(4, 5, 6), ()),

@@ -22,6 +22,11 @@ class Blank:
     version: int
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was written to it."""
+        return self.tensor._version == self.version and self.is_unset
+
+    @property
     def is_unset(self) -> bool:
         """Whether some element never got a value; for integers, whether none did."""
         return is_unset(self.tensor, self.version)

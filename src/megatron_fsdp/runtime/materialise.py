@@ -86,6 +86,7 @@ class _Walk:
         self._replays: dict[int, _Replay] = {}
         self._buffers: dict[int, tuple[torch.Tensor, Blank]] = {}
         self._ties_are_shared = False
+        self._stored: set[str] = set()
 
     def run(self) -> None:
         self._construct(self._root, _Scope(), held=False, model=None)
@@ -148,8 +149,8 @@ class _Walk:
         """Let a model initialise each module below it, and itself last."""
         if not is_model and model_method(module) is not None:
             return  # a model of its own, which has done so
-        if not self._enters("initialise", module):
-            return
+        if not self._enters("initialise", module, again=self._ties_are_shared):
+            return  # `nn.Module.apply` comes to a module again for each place that it has; transformers does not
         is_unit = not is_model and id(module) in self._unit_tops
         inner = _Scope() if is_unit else scope
         if is_unit:
@@ -268,6 +269,9 @@ class _Walk:
     def _release(self, scope: _Scope) -> None:
         """Store what was drawn and free it."""
         self._put_back(scope)
+        for name in self._stored & scope.live.keys():
+            if scope.live[name].is_untouched:  # made for a second unit that holds it, and has its value from the first
+                del scope.live[name]
         unset = [name for name, blank in scope.live.items() if blank.is_unset]
         unset += [
             f"buffer {attribute} of {self._blueprint.label(module)}"
@@ -278,19 +282,20 @@ class _Walk:
             raise ConfigurationError(
                 f"{len(unset)} tensors got no value, or NaN, from the methods that initialise their modules: "
                 f"{', '.join(unset)}; let reset_parameters() (or reset_buffers(), or {MODEL_METHOD}(module) of the "
-                "model) set every element"
+                "model) set every element, or put real tensors there before sharding"
             )
         for name, blank in scope.live.items():
             original = self._blueprint.shapes[name]
             assert isinstance(blank.tensor, nn.Parameter)
             self._store[name](own_part(blank.tensor, original))
+            self._stored.add(name)
         scope.live.clear()
         scope.buffers.clear()
 
-    def _enters(self, phase: str, module: nn.Module) -> bool:
-        """Whether there is something to do that was not done."""
+    def _enters(self, phase: str, module: nn.Module, again: bool = False) -> bool:
+        """Whether there is something to do that was not done, or may be done again."""
         key = (phase, id(module))
-        if key in self._visited or id(module) not in self._blueprint.unfinished:
+        if (key in self._visited and not again) or id(module) not in self._blueprint.unfinished:
             return False
         self._visited[key] = None
         return True
