@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
@@ -60,6 +61,11 @@ class Sharding:
                 f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
             )
         return self.experts is not None and (is_marked or EXPERT_NAME in f".{name}")
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
+        return self.dense.group, self.dense.tensor_parallel_group
 
     def domain(self, is_expert: bool) -> Domain:
         """The ranks of parameters of one kind."""
