@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.grouping import ParameterGroupSpec
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
-from megatron_fsdp.unit.chunks import describe_chunks
+from megatron_fsdp.shard_description import BufferCut, MeshUse, ShardDescription, described_as_whole
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.weights import WeightBuffers
 
@@ -50,12 +54,22 @@ class GroupPlan:
         """A placement as it matters for memory: on a single rank everything is whole."""
         return Placement.REPLICATE if self.axis.num_ranks == 1 else placement
 
+    def frame(self, index: int) -> ShardFrame:
+        """Which elements of tensor `index` every rank holds, for DTensors of its main weight, gradient and state."""
+        layout, coordinate = self.layout, (self.axis.rank,)
+        shape, sizes = layout.shapes[index], (self.axis.num_ranks,)
+        if self.placements.main_weight[-1] is not Placement.SHARD:
+            return ShardFrame(self.mesh, described_as_whole(shape, sizes, coordinate))
+        cut = BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))
+        return ShardFrame(self.mesh, ShardDescription(shape, MeshUse(sizes, shard_dims=(0,)), coordinate, cut))
+
 
 class ParameterGroup:
     """Buffers and parameter objects of one group.
 
     Attributes:
         plan: What was decided.
+        frames: For each parameter, who holds which of its elements.
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a frozen group.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
@@ -84,6 +98,8 @@ class ParameterGroup:
             )
         for index, original in enumerate(originals):
             self.weights.store(index, original)
+        introduce_to_torch()
+        self.frames = tuple(plan.frame(index) for index in range(len(originals)))
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(original) for original in originals)
         if not self.weights_in_slots:
@@ -179,17 +195,12 @@ class ParameterGroup:
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
-        shape = torch.Size(self.plan.layout.shapes[index])
-        sharded = self.plan.placements.main_weight[-1] is Placement.SHARD
-        stride = tuple(torch.empty(shape, device="meta").stride())
-        return DTensor.from_local(
-            piece, self.plan.mesh, [Shard(0) if sharded else Replicate()], run_check=False, shape=shape, stride=stride
-        )
+        return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
-        """Let torch.distributed.checkpoint know what part of parameter `index` (or of its state) a DTensor holds."""
+        """Let tools that look at the local tensor of parameter `index`, or of its state, know what part it holds."""
         if self.plan.placements.main_weight[-1] is Placement.SHARD:
-            describe_chunks(tensor, *self.plan.layout.local_range(index, self.plan.axis.rank))
+            describe_chunks(tensor, self.frames[index].description.boxes())
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
@@ -211,6 +222,8 @@ class ParameterGroup:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
+        if original.requires_grad:  # reductions of whole parameters hand back gradients of the global shape
+            param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
         return param
 
     def _make_full(self, original: nn.Parameter) -> nn.Parameter:
