@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -42,7 +43,7 @@ class ShardFrame:
     def __hash__(self) -> int:
         return hash(self.description)
 
-    @property
+    @functools.cached_property
     def shape(self) -> torch.Size:
         """Of the global tensor."""
         return torch.Size(self.description.shape)
@@ -52,6 +53,7 @@ class ShardFrame:
         """Whether every rank holds all elements."""
         return self.description.is_whole
 
+    @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups that a reduction over all elements has to cross, one after another."""
         return tuple(self.mesh.get_group(dim) for dim in self.description.spread_dims)

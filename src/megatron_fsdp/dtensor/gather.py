@@ -40,7 +40,7 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
 
 
 def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    """The whole tensor from every rank's elements; a new tensor on every rank, collective over `frame.groups()`.
+    """The whole tensor from every rank's elements; a new tensor on every rank, collective over `frame.groups`.
 
     Args:
         local: This rank's elements, of shape `frame.description.local_shape`.

@@ -80,7 +80,7 @@ def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         group.group_name: group
         for each in grads
         if isinstance(each, UnevenDTensor)
-        for group in each.shard_frame.groups()
+        for group in each.shard_frame.groups
     }
     for name in sorted(groups):
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=groups[name])

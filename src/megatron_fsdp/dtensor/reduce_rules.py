@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,10 +27,15 @@ Kwargs = Mapping[str, Any]
 
 def bound(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Arguments by name, defaults filled in."""
-    schema = func._schema.arguments
-    named = {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return {**defaults, **named, **kwargs}
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return tuple(argument.name for argument in arguments), defaults
 
 
 def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -62,7 +68,7 @@ def _sum(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> R
     dtype = named.get("dtype") or (
         tensor.dtype if tensor.dtype.is_floating_point or tensor.dtype.is_complex else torch.int64
     )
-    return Reduction(local.sum(dtype=wide(dtype)), Combine.SUM, tensor.shard_frame.groups(), dtype)
+    return Reduction(local.sum(dtype=wide(dtype)), Combine.SUM, tensor.shard_frame.groups, dtype)
 
 
 def _nansum(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
@@ -74,11 +80,11 @@ def _mean(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> 
     part = local.sum(dtype=wide(dtype))
     if not tensor.numel():
         part = part + math.nan
-    return Reduction(part, Combine.SUM, tensor.shard_frame.groups(), dtype, divisor=max(tensor.numel(), 1))
+    return Reduction(part, Combine.SUM, tensor.shard_frame.groups, dtype, divisor=max(tensor.numel(), 1))
 
 
 def _count(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    return Reduction(torch.count_nonzero(local), Combine.SUM, tensor.shard_frame.groups(), torch.int64)
+    return Reduction(torch.count_nonzero(local), Combine.SUM, tensor.shard_frame.groups, torch.int64)
 
 
 def _lowest(dtype: torch.dtype) -> float:
@@ -89,14 +95,14 @@ def _max(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> 
     _check_not_empty(tensor)
     values = local.to(wide(tensor.dtype))
     part = values.max() if local.numel() else values.new_full((), _lowest(values.dtype))
-    return Reduction(part, Combine.MAX, tensor.shard_frame.groups(), tensor.dtype)
+    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype)
 
 
 def _min(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
     _check_not_empty(tensor)
     values = local.to(wide(tensor.dtype))
     part = -values.min() if local.numel() else values.new_full((), _lowest(values.dtype))
-    return Reduction(part, Combine.MAX, tensor.shard_frame.groups(), tensor.dtype, negate=True)
+    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype, negate=True)
 
 
 def _check_not_empty(tensor: UnevenDTensor) -> None:
@@ -105,11 +111,11 @@ def _check_not_empty(tensor: UnevenDTensor) -> None:
 
 
 def _any(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    return Reduction(local.any().to(torch.int64), Combine.MAX, tensor.shard_frame.groups(), torch.bool)
+    return Reduction(local.any().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool)
 
 
 def _all(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    return Reduction(-local.all().to(torch.int64), Combine.MAX, tensor.shard_frame.groups(), torch.bool, negate=True)
+    return Reduction(-local.all().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool, negate=True)
 
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
@@ -143,7 +149,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
 
 
 def _groups(tensor: torch.Tensor) -> Any:
-    return tensor.shard_frame.groups() if isinstance(tensor, UnevenDTensor) else ()
+    return tensor.shard_frame.groups if isinstance(tensor, UnevenDTensor) else ()
 
 
 def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:

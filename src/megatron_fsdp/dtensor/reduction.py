@@ -50,7 +50,7 @@ class Reduction:
     def key(self) -> tuple[Any, ...]:
         """What has to agree for two reductions to share a collective."""
         names = tuple(group.group_name for group in self.groups)
-        return self.combine, names, self.part.dtype, self.part.device, self.power
+        return self.combine.value, names, self.part.dtype, self.part.device, self.power
 
     def finish(self, total: torch.Tensor) -> None:
         """Take the combined parts, ()."""
@@ -146,8 +146,10 @@ class ReducedScalar(torch.Tensor):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls.of(args[0].reduction)
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar)]
-        resolve(leaf.reduction for leaf in found)
+        if func is torch.ops.aten.stack.default:  # of a thousand norms: no need to search further
+            resolve(each.reduction for each in args[0] if isinstance(each, ReducedScalar))
+            return func([plain(each) for each in args[0]], *args[1:], **kwargs)
+        resolve(leaf.reduction for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar))
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
