@@ -18,7 +18,7 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
     """Gather differing numbers of elements by one padded collective per group.
 
     Args:
-        flat: (n,) this rank's elements, n <= padded_numel; contiguous.
+        flat: (n,) this rank's elements, n <= padded_numel.
         padded_numel: The same on every rank of all groups.
         groups: Gathered over one after another; the last one is the most significant in the result.
 
@@ -30,7 +30,7 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
     if flat.numel() != padded_numel:
         sent = flat.new_empty(padded_numel)
         sent[: flat.numel()].copy_(flat)
-    sent = sent.view(torch.uint8)  # every back end moves bytes, not every one each dtype
+    sent = sent.contiguous().view(torch.uint8)  # every back end moves bytes, not every one each dtype
     for group in groups:
         received = sent.new_empty(sent.numel() * dist.get_world_size(group))
         if sent.numel():

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from megatron_fsdp.dtensor.chunks import LocalChunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.gather import gather_full
+from megatron_fsdp.dtensor.reduction import plain
 from megatron_fsdp.errors import ShardOperationError
 from megatron_fsdp.shard_description import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
 
@@ -136,7 +137,8 @@ class UnevenDTensor(DTensor):
     def norm(self, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
         """As `torch.Tensor.norm`, reduced over the ranks at once (`torch.linalg.vector_norm` waits to be used)."""
         result = super().norm(p, dim, keepdim, dtype)
-        return result.clone() if result.dim() == 0 else result
+        plain(result)
+        return result
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 
