@@ -247,8 +247,17 @@ class ShardDescription:
     @functools.cached_property
     def has_whole_rows(self) -> bool:
         """Whether every shard of this part is whole rows of its dim 0 (the same answer on all its shards)."""
-        row_numel = math.prod(self.part_shape()[1:])
-        return len(self.shape) > 0 and row_numel > 0 and self.cut.is_multiple_of(row_numel)
+        return self._has_whole_rows(self.part, self.cut)
+
+    @functools.cached_property
+    def is_cut_inside_rows(self) -> bool:
+        """Whether any shard of any part that is described begins or ends inside a row."""
+        cuts = enumerate(self.other_cuts) if self.other_cuts else [(self.part, self.cut)]
+        return any(cut.num_shards > 1 and not self._has_whole_rows(part, cut) for part, cut in cuts)
+
+    def _has_whole_rows(self, part: int, cut: Cut) -> bool:
+        row_numel = math.prod(self.part_shape(part)[1:])
+        return len(self.shape) > 0 and row_numel > 0 and cut.is_multiple_of(row_numel)
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:

@@ -52,19 +52,17 @@ def _own_piece(tensor: UnevenDTensor, dim: int, start: int, stop: int, describes
     new = narrow_description(old, dim, start, stop)
     first, last = kept_in_part(old, dim, (start, stop))
     local = tensor._local_tensor
-    if old.num_shards == 1 or (old.has_whole_rows and dim):
-        piece = local.narrow(dim, first, last - first)
-    elif dim == 0:
-        begin, before = old.local_range[0], elements_before(old.local_range[0], old.part_shape(), 0, (first, last))
-        row_numel = torch.Size(old.part_shape()[1:]).numel()
-        skipped = max(first * row_numel - begin, 0)
-        count = new.local_range[1] - before
-        piece = local.reshape(-1)[skipped : skipped + count] if count else local.reshape(-1)[:0]
-    else:
+    if dim and old.is_cut_inside_rows:
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} whose shards are cut inside rows can be split along dim 0 only, "
             f"not along dim {dim}; gather it by uneven_dtensor_to_full_tensor and split that"
         )
+    if dim or old.num_shards == 1:
+        piece = local.narrow(dim, first, last - first)
+    else:
+        begin, before = old.local_range[0], elements_before(old.local_range[0], old.part_shape(), 0, (first, last))
+        skipped = max(first * torch.Size(old.part_shape()[1:]).numel() - begin, 0)
+        piece = local.reshape(-1).narrow(0, skipped if new.local_range[1] > before else 0, new.local_range[1] - before)
     made = UnevenDTensor.wrap(piece.view(new.local_shape), ShardFrame(tensor.device_mesh, new))
     return describe_chunks(made, new.boxes()) if describes else made
 
