@@ -50,7 +50,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         init_model_with_meta_device: Not supported yet.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
-        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last.
+        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last two.
         nccl_ub: See above.
         fsdp_double_buffer: See above.
         fsdp_db_use_persist_buf_on_alloc_fail: See above.
@@ -59,6 +59,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         enable_fine_grained_param_gather_backward_hook: See above.
         fine_grained_recurse_module_types: See above.
         report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype and add them up locally, in float32
+            and in rank order, on every back end; also taken from `ddp_config`. gloo does so anyway. Strategies 1 to 3.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -86,6 +88,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
         report_nan_in_param_grad: bool = False,
+        reduce_scatter_with_fp32_accumulation: bool = False,
     ) -> None:
         refuse_unsupported(locals(), CLASS_DEFAULTS)
         super().__init__()
@@ -118,6 +121,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             average_in_collective=config.average_in_collective,
             calculate_per_token_loss=calculate_per_token_loss,
             check_finite=self.report_nan_in_param_grad,
+            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
+            or config.reduce_scatter_with_fp32_accumulation,
         )
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, mesh, self.device, self._mode, _weakly(finished))

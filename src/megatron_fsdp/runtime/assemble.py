@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.agreement import agree
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.match_ranks import match_ranks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
@@ -44,6 +45,7 @@ class Switches:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
     """
 
     strategy: ShardingStrategy
@@ -54,6 +56,7 @@ class Switches:
     average_in_collective: bool
     calculate_per_token_loss: bool
     check_finite: bool
+    reduce_scatter_with_fp32_accumulation: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,12 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     num_ranks = mesh.size()
-    axis = Axis(mesh.get_group() if num_ranks > 1 else None, mesh.get_local_rank(), num_ranks)
+    axis = Axis(
+        mesh.get_group() if num_ranks > 1 else None,
+        mesh.get_local_rank(),
+        num_ranks,
+        sums_locally=switches.reduce_scatter_with_fp32_accumulation,
+    )
     plan = _plan_together(module, switches, axis)
     _move_buffers(module, device)
     differing = match_ranks(module, axis.group, device)
@@ -120,6 +128,8 @@ def assemble(
     )
     units = build_units(module, plan, sharding)
     _warn_of_narrowing(units)
+    if axis.sums_locally and num_ranks > 1:
+        warn_without_16_bits([group.plan.precision for unit in units for group in unit.groups if group.gradients is not None])
     engine = Engine(
         units,
         _schedule_config(switches, axis, tuple(unit.trainable for unit in units)),
@@ -147,6 +157,8 @@ def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPla
     """Check the model and find its units; every rank gets the same answer or the same error."""
     plan, problem = None, None
     try:
+        if switches.reduce_scatter_with_fp32_accumulation:
+            refuse_without_reduce_scatter(switches.strategy)
         check_module(module)
         plan = find_units(module, switches.unit_modules)
     except (MegatronFSDPError, TypeError) as error:
