@@ -221,7 +221,9 @@ def _largest_gradient(run: Run, factor: float) -> float:
     return max(value.abs().max().item() for value in gradients.values() if value is not None)
 
 
-def test_float16_communication_averages_before_the_sum(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("in_collective", [False, True])
+def test_float16_communication_averages_before_the_sum(run_ranks: RunRanks, in_collective: bool) -> None:
     policy, band = SAME_LOOP["fp16 communication"]
     scenario = Scenario(large_gradients, MODEL_CASES["odd_shapes"])
-    check_strategies(run_ranks, 3, scenario, [Setting(strategy, policy) for strategy in range(4)], band)
+    settings = [Setting(strategy, policy, average_in_collective=in_collective) for strategy in range(4)]
+    check_strategies(run_ranks, 3, scenario, settings, band)
