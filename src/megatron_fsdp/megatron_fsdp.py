@@ -100,6 +100,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self.dist_index = dist_index
         self.ddp_config = config
         self.mp_policy = mixed_precision_policy
+        self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.fsdp_unit_modules = fsdp_unit_modules
         self.calculate_per_token_loss = calculate_per_token_loss
         self.report_nan_in_param_grad = report_nan_in_param_grad or config.check_for_nan_in_grad
@@ -206,13 +207,23 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Use the `grad_comm_dtype` of another policy inside a block."""
+        """Use the `grad_comm_dtype` of another policy inside a block.
+
+        After an error in a backward inside the block, `reset` brings the policy of before back.
+
+        Raises:
+            ConfigurationError: As `reset_mixed_precision_policy`, on entry and on exit.
+        """
         before = self.mp_policy
         self.reset_mixed_precision_policy(mixed_precision_policy)
         try:
             yield
-        finally:
-            self.reset_mixed_precision_policy(before)
+        except BaseException:
+            self._policy_after_reset = before
+            if not self._engine.has_gradients_on_their_way:
+                self._restore_policy()
+            raise
+        self.reset_mixed_precision_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Change the dtype in which gradients travel, from the next backward on.
@@ -264,7 +275,14 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         Gradients of the failed backward may have been added in part, as on one process; call `zero_grad` to drop them.
         """
         self._engine.reset()
+        self._restore_policy()
         self.microbatch_count = 0
+
+    def _restore_policy(self) -> None:
+        """Return to the policy that a failed block has left to be restored."""
+        before, self._policy_after_reset = self._policy_after_reset, None
+        if before is not None:
+            self.reset_mixed_precision_policy(before)
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 

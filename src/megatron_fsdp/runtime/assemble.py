@@ -129,7 +129,9 @@ def assemble(
     units = build_units(module, plan, sharding)
     _warn_of_narrowing(units)
     if axis.sums_locally and num_ranks > 1:
-        warn_without_16_bits([group.plan.precision for unit in units for group in unit.groups if group.gradients is not None])
+        warn_without_16_bits(
+            [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
+        )
     engine = Engine(
         units,
         _schedule_config(switches, axis, tuple(unit.trainable for unit in units)),

@@ -282,11 +282,16 @@ class Engine:
             if group.gradients is not None:
                 group.gradients.forget_pending(index)
 
+    @property
+    def has_gradients_on_their_way(self) -> bool:
+        """Whether a backward is under way (or has failed), or deferred gradients wait for their reduction."""
+        pending = [group.gradients for group in self.groups() if group.gradients is not None]
+        return self.scheduler.in_backward or any(grads.has_deferred or grads.is_filling for grads in pending)
+
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
         """Let gradients travel in the policy's dtype from the next backward on."""
         groups = [group for group in self.groups() if group.gradients is not None]
-        busy = any(group.gradients and (group.gradients.has_deferred or group.gradients.is_filling) for group in groups)
-        if busy or self.scheduler.in_backward:
+        if self.has_gradients_on_their_way:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )

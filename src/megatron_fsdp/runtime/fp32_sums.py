@@ -20,7 +20,7 @@ def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
     """
     if strategy == ShardingStrategy.no_shard:
         raise ConfigurationError(
-            f"{NAME}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces gradients by an all-reduce; "
+            f"{NAME}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
             "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
         )
 
