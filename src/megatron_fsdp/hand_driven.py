@@ -104,11 +104,16 @@ class HandDriven:
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
+        return any(group.gradients is not None and group.gradients.has_deferred for group in self._engine.groups())
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
 
-        Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
+        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
         """
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
             yield
