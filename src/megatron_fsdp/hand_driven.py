@@ -113,7 +113,8 @@ class HandDriven:
     def no_sync(self) -> Iterator[None]:
         """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
 
-        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
+        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is
+        restored on exit.
         """
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
             yield

@@ -15,6 +15,7 @@ from tests.support.parity import fixed_seed
 DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
 FEATURES, BLOCKS, MICROBATCHES = 32, 3, 4
 NUMEL = (BLOCKS + 1) * FEATURES * FEATURES  # P: three blocks and the root, nothing padded
+SENT = ("gathers", "sent in gathers", "reductions", "sent in them")
 MODES = {
     "reduce every microbatch": "each",
     "`set_model_auto_sync(False)`, `is_last_microbatch`": "last",
@@ -91,7 +92,7 @@ def _accumulate(model: MegatronFSDP, data: torch.Tensor, mode: str) -> int:
 def table(costs: dict[tuple[int, str], Cost], num_ranks: int) -> str:
     """In units of P parameters, as the document has it."""
     lines = [
-        "| strategy | mode | held besides, between microbatches | gathers | sent in gathers | reductions | sent in them |",
+        f"| strategy | mode | held besides, between microbatches {''.join(f'| {name} ' for name in SENT)}|",
         "|---:|---|---:|---:|---:|---:|---:|",
     ]
     for strategy in range(4):

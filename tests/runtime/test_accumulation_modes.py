@@ -68,9 +68,10 @@ def sequences() -> list[tuple[str, ...]]:
     start, ways = 0, walk()
     for length in itertools.cycle((2, 3, 4)):
         if start == len(ways) - 1:
-            return pieces
+            break
         pieces.append(tuple(ways[start : start + length]))
         start += length - 1  # the next piece begins with the last of this one, so no pair is lost
+    return pieces
 
 
 def test_every_way_follows_every_way_in_some_accumulation() -> None:

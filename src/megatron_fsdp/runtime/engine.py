@@ -16,6 +16,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precisio
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
@@ -66,6 +67,7 @@ class Engine:
         self._pending_is_sharded = pending_is_sharded
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
+        self.handed_out = HandedOut()
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
@@ -95,7 +97,7 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
-        if self.stepped or any(unit.main_changed for unit in self.units):
+        if self.handed_out.changed() or self.stepped or any(unit.main_changed for unit in self.units):
             self.install_main_weights()
         for group in self.groups():
             group.check_parameters()
