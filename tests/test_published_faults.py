@@ -272,3 +272,25 @@ def test_a_model_without_units_trains_whatever_its_shapes(
     for found in run_ranks(2, train_whole, kind, strategy):
         scale = max(weight.abs().max().item() for weight in weights(alone).values())
         assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)
+
+
+def save_between_forwards() -> float:
+    """A state dict that is only read, between two forwards and their backwards, changes nothing."""
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
+    alone = build()
+    for each in (model, alone):
+        losses = []
+        for inputs, targets in batches(2):
+            if each is model:
+                inputs, targets = own_part(inputs), own_part(targets)
+            losses.append(nn.functional.mse_loss(each(inputs), targets))
+            each.state_dict()
+        for loss in losses:
+            loss.backward()
+    expected = {name: param.grad for name, param in alone.named_parameters() if param.grad is not None}
+    found = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+    return largest_difference(found, expected)
+
+
+def test_reading_a_state_dict_between_forwards_changes_nothing(run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, save_between_forwards)) <= 2 * TOLERANCE
