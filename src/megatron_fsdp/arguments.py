@@ -35,7 +35,6 @@ FUNCTION_DEFAULTS: Mapping[str, Any] = {
     "expt_fsdp_group_ag": None,
     "outer_dp_sharding_strategy": 0,
     "enable_fine_grained_param_gather": False,
-    "use_decoupled_grad": False,
     "cuda_graph_mode": False,
     "maxpool_double_buffer": False,
 }
@@ -67,7 +66,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
     "delay_wgrad_compute": False,
-    "megatron_fsdp_use_decoupled_grad": False,
     "megatron_fsdp_cuda_graph_mode": False,
     "megatron_fsdp_enable_fine_grained_param_gather": False,
     "megatron_fsdp_max_pool_double_buffer": False,

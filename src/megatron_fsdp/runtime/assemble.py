@@ -206,12 +206,6 @@ def check_module(module: nn.Module) -> None:
             f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
             "that lazy modules know their shapes"
         )
-    hooked = [name for name, param in params.items() if param._post_accumulate_grad_hooks]
-    if hooked:
-        raise ConfigurationError(
-            f"{len(hooked)} parameters have post-accumulate-grad hooks (such as {hooked[0]}), which would see "
-            "gradients before they are reduced; remove them, and act on .grad after backward"
-        )
     tensor_parallel = [name for name, param in params.items() if isinstance(param, DTensor)]
     if tensor_parallel:
         raise NotSupportedYetError(

@@ -16,6 +16,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precisio
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
@@ -66,6 +67,7 @@ class Engine:
         self._pending_is_sharded = pending_is_sharded
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
+        self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
@@ -75,6 +77,12 @@ class Engine:
 
     def before_forward(self, index: int) -> None:
         """The unit's forward is about to run: its parameters become full."""
+        if self.opened and torch.is_grad_enabled():
+            raise ScheduleError(
+                f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
+                "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
+                "full_parameters_context, or open the whole model"
+            )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.refresh_weights()
         elif self.scheduler.in_backward and not _inside_backward():
@@ -269,11 +277,15 @@ class Engine:
             return
         used = self._usage.agree(used_here, self.executor.fingerprint)
         first = 0
+        renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for group in trainable:
             if group.gradients is not None:
                 last = first + len(group.sharded)
+                if group.gradients.renewed:
+                    renewed.append((group, used[first:last]))
                 group.gradients.attach(group.sharded, used[first:last], group.describe_piece)
                 first = last
+        run_gradient_hooks(renewed)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
@@ -301,8 +313,7 @@ class Engine:
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.clear()
-            for param in group.sharded:
-                param.grad = None
+            group.hide_grads()
 
     def reset(self) -> None:
         """Bring every unit back to rest after an exception.

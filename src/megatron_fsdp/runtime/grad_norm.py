@@ -8,29 +8,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.runtime.engine import Engine
 
 
-def clip_gradients(engine: Engine, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         engine: Whose gradients.
         max_norm: The largest norm allowed; infinity only measures.
         norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
 
     Returns:
         The norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank.
 
     Raises:
         ConfigurationError: `norm_type` is not positive.
+        NonFiniteNormError: The norm is not finite, on every rank; gradients are as they were.
     """
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
-    grads = [param.grad for group in engine.groups() for param in group.sharded if param.grad is not None]
+    grads = [grad for group in engine.groups() for grad in group.grads() if grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     norm = _total_norm(engine, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteNormError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+        )
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(local, factor.to(local[0].device))
@@ -45,9 +52,9 @@ def _total_norm(engine: Engine, norm_type: float) -> torch.Tensor:
     axis = None
     for group in engine.groups():
         device, axis = group.plan.device, group.plan.axis
-        for param in group.sharded:
-            if param.grad is not None:
-                piece = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        for grad in group.grads():
+            if grad is not None:
+                piece = grad.to_local() if isinstance(grad, DTensor) else grad
                 (sharded if group.grads_sharded else whole).append(piece)
     is_max = math.isinf(norm_type)
     part = _power(sharded, norm_type, device)

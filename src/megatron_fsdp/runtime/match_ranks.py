@@ -32,16 +32,29 @@ def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torc
     }
     if not tensors:
         return ()
-    hashes = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
-    lowest, highest = hashes.clone(), hashes.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    differing = tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
+    differing = differing_tensors(tensors, group, device)
     for name in differing:
         value = tensors[name].to(device).contiguous()
         dist.broadcast(value, group_src=0, group=group)
         tensors[name].copy_(value)
     return differing
+
+
+def differing_tensors(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, ...]:
+    """Names of the tensors that are not the same bits on every rank; sends one number per tensor, twice.
+
+    Args:
+        tensors: The same names in the same order on every rank; at least one, none of them empty.
+        group: The ranks.
+        device: Where the hashes travel.
+    """
+    hashes = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
+    lowest, highest = hashes.clone(), hashes.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:

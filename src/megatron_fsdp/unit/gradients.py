@@ -24,6 +24,7 @@ from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.unit.grad_slot import GRAD, get_grad, set_grad
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
 
@@ -56,6 +57,7 @@ class GradientBuffers:
         self.axis = axis
         self.precision = precision
         self.reduction = reduction
+        self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.main = FlatBuffer(layout, axis, placement, precision.main_grads, device)
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
@@ -68,6 +70,7 @@ class GradientBuffers:
         self._filled = [False] * count
         self._missing = count
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
+        self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
@@ -197,6 +200,7 @@ class GradientBuffers:
                         self.main.piece(index).zero_()
             main.add_(reduced, alpha=factor)
         self._live = [True] * len(self._live)
+        self.renewed = True
 
     def _reconcile(self, params: Sequence[nn.Parameter]) -> None:
         """Take in what `.grad` of the sharded parameters holds by now, and leave None where it was not our own view.
@@ -206,7 +210,7 @@ class GradientBuffers:
         """
         for index, attached in enumerate(self._attached):
             self._attached[index] = None
-            grad = params[index].grad
+            grad = get_grad(params[index], self.grad_attribute)
             if grad is None:
                 self._live[index] = self._live[index] and attached is None
             elif grad is not self._views[index]:
@@ -214,7 +218,7 @@ class GradientBuffers:
                     self._add_foreign(index, grad)
                 elif not attached.is_untouched(grad):
                     self.main.piece(index).copy_(_local(grad))
-                params[index].grad = None
+                set_grad(params[index], self.grad_attribute, None)
 
     def _add_foreign(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient of the sharded parameter itself, which is final on this rank."""
@@ -236,18 +240,20 @@ class GradientBuffers:
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
         for index, param in enumerate(params):
-            grad = param.grad
+            grad, attached = get_grad(param, self.grad_attribute), self._attached[index]
+            if grad is None and attached is not None:
+                self._live[index], self._attached[index] = False, None  # cleared, and nothing was reduced since
             if grad is None or grad is self._views[index]:
                 continue
-            attached = self._attached[index]
             if attached is None or not attached.is_untouched(grad):
                 if attached is not None:
                     self._live[index] = False  # what was attached has been changed, and holds everything
                 self._add_foreign(index, grad)
-        same = self.precision.main_grads == self.precision.main_params
-        cast = None if same else self.main.local.to(self.precision.main_params)
+        if self.grad_attribute != GRAD:
+            self._take_plain(params)
+        cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, param in enumerate(params):
-            if not self._live[index] or not (used[index] or param.grad is not None):
+            if not self._live[index] or not (used[index] or get_grad(param, self.grad_attribute) is not None):
                 self._live[index] = False
                 continue
             if cast is None:
@@ -256,9 +262,22 @@ class GradientBuffers:
                     grad = self._views[index] = describe(index, self.main.piece(index))
             else:
                 grad = describe(index, self._piece_of(cast, index))
-            param.grad = grad
+            set_grad(param, self.grad_attribute, grad)
             self._attached[index] = Attached(weakref.ref(grad), _version_of(grad))
         self.arrived = [False] * len(self.arrived)
+        self.renewed = False
+
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """Dtype of the gradients that the sharded parameters show: their own, or not cast where decoupled."""
+        return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
+
+    def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
+        """Add what autograd itself put into `.grad` of sharded parameters that show their gradient elsewhere."""
+        for index, param in enumerate(params):
+            if param.grad is not None:
+                self._add_foreign(index, param.grad)
+                param.grad = None
 
     def _piece_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's piece of tensor `index` in a tensor laid out as the main gradient."""
@@ -270,8 +289,9 @@ class GradientBuffers:
         """Multiply what has been accumulated, visible or not, reduced or not."""
         self.main.local.mul_(factor)
         for view, param in zip(self._views, params, strict=True):
-            if param.grad is not None and param.grad is not view:
-                param.grad.mul_(factor)  # a copy in another dtype, or what the user put there
+            grad = get_grad(param, self.grad_attribute)
+            if grad is not None and grad is not view:
+                grad.mul_(factor)  # a copy in another dtype, or what the user put there
         if self._partial is not None:
             self._partial.mul_(factor)
 

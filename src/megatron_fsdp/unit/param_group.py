@@ -18,6 +18,7 @@ from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
 from megatron_fsdp.unit.chunks import describe_chunks
+from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.weights import WeightBuffers
 
@@ -120,7 +121,7 @@ class ParameterGroup:
         self.note_installed()
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were frozen, unfrozen or given hooks after wrapping.
+        """Refuse parameters that were frozen, unfrozen or replaced after wrapping.
 
         Raises:
             ConfigurationError: Names the first one.
@@ -137,11 +138,6 @@ class ParameterGroup:
                     f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
                     "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
                 )
-            if param._post_accumulate_grad_hooks:
-                raise ConfigurationError(
-                    f"{name} was given a post-accumulate-grad hook after the model was sharded; autograd never "
-                    "reaches the sharded parameter, so it would not run: act on .grad after backward"
-                )
 
     @property
     def is_gathered(self) -> bool:
@@ -157,6 +153,27 @@ class ParameterGroup:
     def grads_sharded(self) -> bool:
         """Whether reduced gradients are this rank's part only."""
         return self.gradients is not None and self.gradients.main.placement is Placement.SHARD
+
+    @property
+    def grad_attribute(self) -> GradAttribute:
+        """The attribute of the sharded parameters that holds their gradient."""
+        return GRAD if self.gradients is None else self.gradients.grad_attribute
+
+    def decouple_gradients(self) -> None:
+        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        if self.gradients is not None:
+            self.gradients.grad_attribute = DECOUPLED
+            self.hide_grads()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What each sharded parameter shows as its gradient."""
+        return [get_grad(param, self.grad_attribute) for param in self.sharded]
+
+    def hide_grads(self) -> None:
+        """Let no sharded parameter show a gradient."""
+        for param in self.sharded:
+            param.grad = None
+            set_grad(param, self.grad_attribute, None)
 
     @property
     def gathered_bytes(self) -> int:
@@ -211,6 +228,9 @@ class ParameterGroup:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
+        if param.requires_grad:
+            for hook in (original._post_accumulate_grad_hooks or {}).values():
+                param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
 
     def _make_full(self, original: nn.Parameter) -> nn.Parameter:
