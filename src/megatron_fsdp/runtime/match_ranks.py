@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HASHED_AT_ONCE = 2**20
+_MULTIPLIER = 0x1E3779B97F4A7C15  # odd, with its bits well mixed
+
 
 def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
     """Give every rank the weights of the group's first rank, and report what had to be sent.
@@ -58,6 +62,17 @@ def differing_tensors(
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with the bits of a tensor, as an int64 scalar."""
+    """A number that changes with the bits of a tensor and with their order, as an int64 scalar.
+
+    The sum, modulo 2^64, of all elements' bits times pseudo-random odd weights: one changed element always shows, and
+    so do equal numbers of equal elements, which an exclusive or of all elements (`torch.hash_tensor`) takes for alike.
+    """
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return torch.hash_tensor(real).view(torch.int64)
+    bits = real.detach().contiguous().view(_SAME_SIZE[real.element_size()]).view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _HASHED_AT_ONCE):
+        part = bits[start : start + _HASHED_AT_ONCE].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + part.numel(), device=bits.device) * _MULTIPLIER
+        weights = (weights ^ (weights >> 29)) * _MULTIPLIER | 1
+        total += (part * weights).sum()
+    return total
