@@ -129,7 +129,7 @@ def nonfinite(strategy: int) -> list[object]:
     good = sharded.clip_grad_norm_(math.inf, error_if_nonfinite=True).item()
     grad = dict(sharded.module.named_parameters())["temperature"].grad
     assert isinstance(grad, DTensor)
-    grad.to_local().fill_(math.inf)  # the scalar is there on one rank only, where it is sharded
+    grad.to_local().fill_(math.inf)
     before = sharded.full_gradients()
     with pytest.raises(RuntimeError) as raised:
         sharded.clip_grad_norm_(SMALL, error_if_nonfinite=True)
