@@ -38,7 +38,6 @@ LATER_ARGUMENTS: list[dict[str, Any]] = [
     {"fsdp_db_use_persist_buf_on_alloc_fail": True},
     {"disable_symmetric_registration": True},
     {"enable_fine_grained_param_gather": True},
-    {"use_decoupled_grad": True},
     {"cuda_graph_mode": True},
     {"maxpool_double_buffer": True},
 ]
@@ -74,7 +73,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"disable_symmetric_registration": True},
     {"fsdp_manual_registration": True},
     {"delay_wgrad_compute": True},
-    {"megatron_fsdp_use_decoupled_grad": True},
     {"megatron_fsdp_cuda_graph_mode": True},
     {"megatron_fsdp_enable_fine_grained_param_gather": True},
 ]

@@ -27,7 +27,6 @@ CLASS_DEFAULTS: Mapping[str, Any] = {
 FUNCTION_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
     "enable_fine_grained_param_gather": False,
-    "use_decoupled_grad": False,
     "cuda_graph_mode": False,
     "maxpool_double_buffer": False,
 }
@@ -57,7 +56,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
     "delay_wgrad_compute": False,
-    "megatron_fsdp_use_decoupled_grad": False,
     "megatron_fsdp_cuda_graph_mode": False,
     "megatron_fsdp_enable_fine_grained_param_gather": False,
     "megatron_fsdp_max_pool_double_buffer": False,

@@ -21,7 +21,13 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.runtime.agreement import agree
-from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, integrate, move_to_sharded
+from megatron_fsdp.runtime.optimizer import (
+    check_kind,
+    check_parameters,
+    check_reads_decoupled,
+    integrate,
+    move_to_sharded,
+)
 
 __all__ = [
     "DistributedDataParallelConfig",
@@ -122,7 +128,8 @@ def fully_shard_model(
         fsdp_db_use_persist_buf_on_alloc_fail: Not supported yet.
         disable_symmetric_registration: Not supported yet.
         enable_fine_grained_param_gather: Not supported yet.
-        use_decoupled_grad: Not supported yet.
+        use_decoupled_grad: Show gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
+            `.grad` None; for optimizers that read them there.
         cuda_graph_mode: Not supported yet.
         maxpool_double_buffer: Not supported yet.
         grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
@@ -161,6 +168,7 @@ def fully_shard_model(
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
         check_for_nan_in_grad=current.report_nan_in_param_grad,
+        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
         megatron_fsdp_main_params_dtype=current.mixed_precision_policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
@@ -220,6 +228,7 @@ def fully_shard_optimizer(
         ) from None
     check_parameters(optimizer, names)
     check_kind(optimizer)
+    check_reads_decoupled(optimizer, model.ddp_config.megatron_fsdp_use_decoupled_grad)
     if model.adopt(optimizer):
         integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer

@@ -20,6 +20,7 @@ from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hand_driven import HandDriven
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.parameters_access import ParametersAccess
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
@@ -30,7 +31,7 @@ from megatron_fsdp.runtime.sync import SyncMode
 logger = logging.getLogger("megatron_fsdp")
 
 
-class MegatronFSDP(HandDriven, Reports, nn.Module):
+class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
@@ -136,6 +137,9 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
+        if config.megatron_fsdp_use_decoupled_grad:
+            for group in self._engine.groups():
+                group.decouple_gradients()
         watch_optimizers(self._engine)
         self._stamp_parameters()
         for line in self._assembly.plan_lines:
@@ -261,15 +265,20 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as `torch.nn.Module.zero_grad` does, and forget deferred ones."""
         super().zero_grad(set_to_none)
-        self.forget_pending_gradients(param for group in self._engine.groups() for param in group.sharded)
+        params = [param for group in self._engine.groups() for param in group.sharded]
+        self.clear_decoupled_gradients(params, set_to_none)
+        self.forget_pending_gradients(params)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip the norm of all gradients together, with one small all-reduce; returns the norm before clipping.
 
         Takes any positive p, infinity included. `torch.nn.utils.clip_grad_norm_` works on the parameters too, but torch
-        refuses infinity for ranks that own no element of some parameter.
+        refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is NaN
+        or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
         """
-        return clip_gradients(self._engine, max_norm, norm_type)
+        return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, visible and deferred, by a factor."""

@@ -242,12 +242,6 @@ def check_module(module: nn.Module, init_meta: bool = False) -> None:
             f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
             "that lazy modules know their shapes"
         )
-    hooked = [name for name, param in params.items() if param._post_accumulate_grad_hooks]
-    if hooked:
-        raise ConfigurationError(
-            f"{len(hooked)} parameters have post-accumulate-grad hooks (such as {hooked[0]}), which would see "
-            "gradients before they are reduced; remove them, and act on .grad after backward"
-        )
     _check_meta(module, params, init_meta)
     devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
     if len(devices) > 1:

@@ -18,6 +18,7 @@ from megatron_fsdp.placement import Placement, placements_for
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
@@ -73,6 +74,7 @@ class Engine:
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self.handed_out = HandedOut()
+        self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
@@ -82,6 +84,12 @@ class Engine:
 
     def before_forward(self, index: int) -> None:
         """The unit's forward is about to run: its parameters become full."""
+        if self.opened and torch.is_grad_enabled():
+            raise ScheduleError(
+                f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
+                "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
+                "full_parameters_context, or open the whole model"
+            )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.refresh_weights()
         elif self.scheduler.in_backward and not _inside_backward():
@@ -222,6 +230,11 @@ class Engine:
         dense = self._sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
 
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model."""
+        return self._sharding.reaching_all
+
     def domain_of(self, group: ParameterGroup) -> Domain:
         """The ranks that share the parameters of a group."""
         return self._sharding.domain(group.plan.spec.key.is_expert)
@@ -282,6 +295,7 @@ class Engine:
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
+        renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
                 (group, group.gradients)
@@ -295,8 +309,11 @@ class Engine:
             first = 0
             for group, gradients in trainable:
                 last = first + len(group.sharded)
+                if gradients.renewed:
+                    renewed.append((group, used[first:last]))
                 gradients.attach(group.sharded, used[first:last], group.describe_piece)
                 first = last
+        run_gradient_hooks(renewed)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
@@ -329,8 +346,7 @@ class Engine:
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.clear()
-            for param in group.sharded:
-                param.grad = None
+            group.hide_grads()
 
     def reset(self) -> None:
         """Bring every unit back to rest after an exception.

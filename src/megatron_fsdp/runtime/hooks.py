@@ -98,13 +98,17 @@ def _live(reference: weakref.ref[Engine]) -> Engine:
 
 
 def _before_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any) -> None:
-    _live(reference).before_forward(index)
+    engine = _live(reference)
+    if index not in engine.opened:
+        engine.before_forward(index)
 
 
 def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> Any:
     engine = reference()
     if engine is None:
         return output  # reported before the forward; this is called although that raised
+    if index in engine.opened:
+        return output
     output = _copy_weights(engine.units[index], output)
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
@@ -165,7 +169,7 @@ def _describe_state_dict(
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = _live(reference)
-    if not engine.scheduler.in_forward:
+    if not engine.scheduler.in_forward and not engine.opened:
         engine.install_sharded()
 
 

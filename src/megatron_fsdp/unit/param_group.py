@@ -23,6 +23,7 @@ from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
 from megatron_fsdp.region import shard_count
 from megatron_fsdp.shard_description import BufferCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, local_part
 from megatron_fsdp.unit.weights import WeightBuffers
@@ -124,6 +125,7 @@ class ParameterGroup:
                 self.store(index, local_part(original))
         introduce_to_torch()
         self.frames = tuple(plan.frame(index) for index in range(len(originals)))
+        self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
@@ -164,7 +166,7 @@ class ParameterGroup:
         self.note_installed()
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were frozen, unfrozen or given hooks after wrapping.
+        """Refuse parameters that were frozen, unfrozen or replaced after wrapping.
 
         Raises:
             ConfigurationError: Names the first one.
@@ -180,11 +182,6 @@ class ParameterGroup:
                 raise ConfigurationError(
                     f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
                     "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
-                )
-            if param._post_accumulate_grad_hooks:
-                raise ConfigurationError(
-                    f"{name} was given a post-accumulate-grad hook after the model was sharded; autograd never "
-                    "reaches the sharded parameter, so it would not run: act on .grad after backward"
                 )
 
     @property
@@ -211,6 +208,27 @@ class ParameterGroup:
     def main_is_sharded(self) -> bool:
         """Whether main weights are placed as shards; also on a single rank, which then holds the only one."""
         return Placement.SHARD in self.plan.placements.main_weight
+
+    @property
+    def grad_attribute(self) -> GradAttribute:
+        """The attribute of the sharded parameters that holds their gradient."""
+        return GRAD if self.gradients is None else self.gradients.grad_attribute
+
+    def decouple_gradients(self) -> None:
+        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        if self.gradients is not None:
+            self.gradients.grad_attribute = DECOUPLED
+            self.hide_grads()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What each sharded parameter shows as its gradient."""
+        return [get_grad(param, self.grad_attribute) for param in self.sharded]
+
+    def hide_grads(self) -> None:
+        """Let no sharded parameter show a gradient."""
+        for param in self.sharded:
+            param.grad = None
+            set_grad(param, self.grad_attribute, None)
 
     @property
     def gathered_bytes(self) -> int:
@@ -266,8 +284,12 @@ class ParameterGroup:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
-        if original.requires_grad:  # reductions of whole parameters hand back gradients of the global shape
-            param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
+        if original.requires_grad:
+            # Reductions of whole parameters hand back gradients of the global shape.
+            handle = param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
+            self.own_hooks.add(handle.id)
+            for hook in (original._post_accumulate_grad_hooks or {}).values():
+                param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:

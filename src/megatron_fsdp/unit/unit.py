@@ -163,6 +163,17 @@ class Unit:
                 for module, attribute in places:
                     set_parameter(module, attribute, param)
 
+    def install_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Put parameters of somebody else's into the module tree, one per parameter of each group."""
+        for params, sites in zip(copies, self._sites, strict=True):
+            for param, places in zip(params, sites, strict=True):
+                for module, attribute in places:
+                    set_parameter(module, attribute, param)
+
+    def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
+        """Whether parameter `index` of a group is `copy` in every place of the module tree."""
+        return all(module._parameters.get(name) is copy for module, name in self._sites[position][index])
+
     @property
     def main_changed(self) -> bool:
         """Whether main weights were written to since they were last installed."""
