@@ -75,6 +75,10 @@ def fully_shard_model(
     preserve_fp32_weights: bool | None = None,
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -105,21 +109,28 @@ def fully_shard_model(
             the global tensor they hold. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Let the collective average in place of a sum and a factor.
-        disable_bucketing: Not supported yet.
+        disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Not supported yet.
         nccl_ub: Not supported yet.
-        fsdp_double_buffer: Not supported yet.
-        fsdp_db_use_persist_buf_on_alloc_fail: Not supported yet.
+        fsdp_double_buffer: Gather into two buffers of the most common unit's size, taken here and kept; other units
+            take memory when they are gathered. Needs strategy 3.
+        fsdp_db_use_persist_buf_on_alloc_fail: Give those other units a buffer of their own that is kept.
         disable_symmetric_registration: Not supported yet.
-        enable_fine_grained_param_gather: Not supported yet.
+        enable_fine_grained_param_gather: Gather the modules inside units one by one.
         use_decoupled_grad: Not supported yet.
         cuda_graph_mode: Not supported yet.
-        maxpool_double_buffer: Not supported yet.
+        maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
         grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
         check_for_nan_in_grad: Deprecated; now `report_nan_in_param_grad`.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated; now `keep_fp8_transpose_cache`.
+        weight_allocator: "slots": gathered units share a few buffers that are kept. "resize": each has memory of its
+            own, given back when it is released. Not part of the published API, nor are those that follow.
+        max_gathered_units: How many units besides the root may be gathered at a time, 1 or more (strategy 3); None: 2,
+            or what prefetching needs.
+        forward_prefetch_units: How many units to gather ahead in forward; None: 1.
+        backward_prefetch_units: The same in backward.
 
     Returns:
         The wrapped model.
@@ -151,6 +162,10 @@ def fully_shard_model(
         megatron_fsdp_main_params_dtype=current.mixed_precision_policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
     )
     model = MegatronFSDP(
         module,
@@ -158,10 +173,15 @@ def fully_shard_model(
         config,
         current.mixed_precision_policy,
         fsdp_unit_modules,
+        disable_bucketing=disable_bucketing,
         device=device,
         calculate_per_token_loss=calculate_per_token_loss,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=current.report_nan_in_param_grad,
+        weight_allocator=weight_allocator,
+        max_gathered_units=max_gathered_units,
+        forward_prefetch_units=forward_prefetch_units,
+        backward_prefetch_units=backward_prefetch_units,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
@@ -249,6 +269,10 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     preserve_fp32_weights: bool | None = None,
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 

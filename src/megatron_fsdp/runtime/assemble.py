@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSupportedYetError
+from megatron_fsdp.fine_grained import refine_units
+from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
@@ -23,7 +25,7 @@ from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.match_ranks import match_ranks
-from megatron_fsdp.runtime.schedule import ScheduleConfig
+from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
@@ -44,6 +46,7 @@ class Switches:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
+        memory: How memory is borrowed and how far to gather ahead.
     """
 
     strategy: ShardingStrategy
@@ -54,6 +57,7 @@ class Switches:
     average_in_collective: bool
     calculate_per_token_loss: bool
     check_finite: bool
+    memory: MemoryOptions
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,17 @@ def assemble(
         switches.average_in_collective,
         switches.calculate_per_token_loss,
     )
-    units = build_units(module, plan, sharding)
+    units = build_units(module, plan, sharding, switches.memory.bucket_numel_on(num_ranks))
     _warn_of_narrowing(units)
     engine = Engine(
         units,
-        _schedule_config(switches, axis, tuple(unit.trainable for unit in units)),
+        plan_memory(
+            switches.memory,
+            switches.strategy,
+            num_ranks,
+            switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads,
+            units,
+        ),
         mode,
         UsageAgreement(axis.group, device),
         device,
@@ -149,6 +159,9 @@ def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPla
     try:
         check_module(module)
         plan = find_units(module, switches.unit_modules)
+        switches.memory.check_plan(len(plan.units) - 1)
+        if switches.memory.fine_grained:
+            plan = refine_units(module, plan, switches.memory.whole_types)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree(axis.group, problem, _facts(module, plan, switches) if problem is None else ())
@@ -168,20 +181,6 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
             "MixedPrecisionPolicy(main_params_dtype=None) to "
             "optimise them as they are",
         )
-
-
-def _schedule_config(switches: Switches, axis: Axis, trainable: tuple[bool, ...]) -> ScheduleConfig:
-    strategy = switches.strategy
-    communicates = axis.num_ranks > 1
-    prefetches = switches.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
-    return ScheduleConfig(
-        trainable=trainable,
-        gathers=communicates and strategy != ShardingStrategy.no_shard,
-        shares_slots=communicates and strategy == ShardingStrategy.optim_grads_params,
-        prefetch_forward=int(prefetches),
-        prefetch_backward=int(prefetches),
-        reduces_early=switches.overlap_grad_reduce or strategy >= ShardingStrategy.optim_grads,
-    )
 
 
 def check_module(module: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,13 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precisio
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
-from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.runtime.schedule import Scheduler
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import prefetch_depth
 
 
 class ForwardCall:
@@ -39,7 +40,7 @@ class Engine:
 
     Args:
         units: All units, root first.
-        config: For the scheduler.
+        memory: How memory is borrowed, and what the scheduler is told.
         mode: When gradients are reduced; shared with the wrapper.
         usage: Agrees on unused parameters.
         device: Where the units live.
@@ -50,7 +51,7 @@ class Engine:
     def __init__(
         self,
         units: Sequence[Unit],
-        config: ScheduleConfig,
+        memory: MemoryPlan,
         mode: SyncMode,
         usage: UsageAgreement,
         device: torch.device,
@@ -59,8 +60,9 @@ class Engine:
     ) -> None:
         self.units = tuple(units)
         self.mode = mode
-        self.scheduler = Scheduler(config)
-        self.executor = Executor(units, device, backward_finished)
+        self.memory = memory
+        self.scheduler = Scheduler(memory.schedule)
+        self.executor = Executor(units, device, backward_finished, memory.weights, memory.buckets)
         self.finite_check: FiniteCheck | None = None
         self._usage = usage
         self._pending_is_sharded = pending_is_sharded
@@ -127,10 +129,22 @@ class Engine:
         sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
         return max(sizes[1:], default=sizes[0])
 
-    def set_prefetch(self, on: bool) -> None:
-        """Gather one unit ahead, or none."""
-        config = self.scheduler.config
-        self.scheduler.config = replace(config, prefetch_forward=int(on), prefetch_backward=int(on))
+    def set_prefetch(self, numel: int) -> None:
+        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
+        self.scheduler.look_ahead(prefetch_depth(numel, unit_numels(self.units)), self.memory.may_grow)
+
+    def set_reduce_capacity(self, numel: int) -> None:
+        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
+
+        Raises:
+            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
+        """
+        if not self.scheduler.config.reduces_early:
+            raise ConfigurationError(
+                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
+                "wait for the end of backward; leave it alone or turn the overlap on"
+            )
+        self.executor.set_bucket_count(bucket_count(numel, self.units))
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""

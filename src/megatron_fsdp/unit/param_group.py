@@ -207,6 +207,16 @@ class ParameterGroup:
             for index, param in enumerate(self.full):
                 param.data = self.weights.full_view(full, index)
 
+    def hide(self) -> None:
+        """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
+        with torch.inference_mode(False):
+            for param in self.full:
+                param.data = self._hollow(param.shape)
+
+    def _hollow(self, shape: torch.Size) -> torch.Tensor:
+        """The right shape without memory."""
+        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(shape)
+
     def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
@@ -214,9 +224,7 @@ class ParameterGroup:
         return param
 
     def _make_full(self, original: nn.Parameter) -> nn.Parameter:
-        # The right shape without memory, until `place`.
-        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(original.shape)
-        param = nn.Parameter(hollow, requires_grad=original.requires_grad)
+        param = nn.Parameter(self._hollow(original.shape), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
