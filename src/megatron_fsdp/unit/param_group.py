@@ -82,6 +82,7 @@ class ParameterGroup:
                 plan.reduction,
                 plan.device,
             )
+        self._stand_in: torch.Tensor | None = None
         for index, original in enumerate(originals):
             self.weights.store(index, original)
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
@@ -210,12 +211,14 @@ class ParameterGroup:
     def hide(self) -> None:
         """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
         with torch.inference_mode(False):
+            if self._stand_in is None:
+                self._stand_in = self._one_element()
             for param in self.full:
-                param.data = self._hollow(param.shape)
+                param.data = self._stand_in.expand(param.shape)
 
-    def _hollow(self, shape: torch.Size) -> torch.Tensor:
-        """The right shape without memory."""
-        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(shape)
+    def _one_element(self) -> torch.Tensor:
+        """What a parameter without memory points to; expanded, it has the right shape."""
+        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
 
     def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
         piece = self.describe_piece(index, self.weights.main.piece(index))
@@ -224,7 +227,7 @@ class ParameterGroup:
         return param
 
     def _make_full(self, original: nn.Parameter) -> nn.Parameter:
-        param = nn.Parameter(self._hollow(original.shape), requires_grad=original.requires_grad)
+        param = nn.Parameter(self._one_element().expand(original.shape), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
