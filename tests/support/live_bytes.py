@@ -58,9 +58,10 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, dies)
 
 
-def held_bytes() -> int:
-    """Bytes of all storages that some tensor object of this process refers to."""
-    gc.collect()
+def held_bytes(collect: bool = True) -> int:
+    """Bytes of all storages that some tensor object of this process refers to; `collect`: garbage does not count."""
+    if collect:
+        gc.collect()
     found = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]  # proxies lie to isinstance
     return sum({_key(storage): storage.nbytes() for storage in _storages(found)}.values())
 

@@ -23,6 +23,8 @@ from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.weight_plan import prefetch_depth
 
+_NEVER = -1  # the epoch of a forward that used no weights
+
 
 class ForwardCall:
     """One forward of a unit, as its backward will refer to it."""
@@ -89,6 +91,8 @@ class Engine:
 
     def after_forward(self, index: int, needs_backward: bool) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        if not self.scheduler.forward_depth(index):
+            return ForwardCall(index, _NEVER)  # another hook failed before the forward began
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
