@@ -204,18 +204,19 @@ def transient_bytes(
     return TransientBytes(gathered, _root_and_largest(_bucket_bytes(groups), buckets), scratch_bytes)
 
 
-def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> int:
-    """Bytes of the block into which a pairwise exchange receives gradients, where the back end needs one (gloo).
+def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
+    """Bytes of the blocks into which pairwise exchanges receive gradients, where the back end needs them (gloo).
 
-    It is as large as the largest bucket, the root's included; units use it one after another. Nothing is exchanged
-    under ``no_shard`` or on one rank.
+    Each is as large as the largest bucket, the root's included; there is one for each bucket but the one that fills,
+    and units take turns. Nothing is exchanged under ``no_shard`` or on one rank.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
     """
     exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
-    return max(_bucket_bytes(groups).values(), default=0) if exchanged else 0
+    return min(max(1, buckets - 1), len(exchanged)) * max(_bucket_bytes(groups).values(), default=0)
 
 
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:

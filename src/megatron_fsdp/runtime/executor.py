@@ -70,13 +70,19 @@ class Executor:
         make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
         self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
-        self._scratch = BucketPool(1, max(sizes), self._device, make_room)
+        self._scratch = BucketPool(self._scratch_count, max(sizes), self._device, make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Let another number of units fill a bucket or have one in reduction at a time."""
         self.retire_all()
         self.bucket_count = count
         self._buckets.set_count(count)
+        self._scratch.set_count(self._scratch_count)
+
+    @property
+    def _scratch_count(self) -> int:
+        """One for each reduction that may be under way while another bucket fills."""
+        return max(1, self.bucket_count - 1)
 
     def run(self, operations: Iterable[Operation], defer: bool = False) -> None:
         """Carry out operations in order.
