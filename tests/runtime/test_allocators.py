@@ -20,6 +20,7 @@ from megatron_fsdp.accounting import (
     step_traffic,
     transient_bytes,
 )
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.weight_plan import WeightAllocator
 from tests.conftest import RunRanks
@@ -376,3 +377,19 @@ def test_released_weights_can_neither_be_read_nor_differentiated(run_ranks: RunR
     for shape, total, message in run_ranks(2, read_a_released_weight):
         assert (shape, total) == ((32, FEATURES), 0.0)
         assert "modified by an inplace operation" in message
+
+
+def refusal_of(options: dict[str, Any]) -> str:
+    model = torch.nn.Linear(4, 4)
+    try:
+        fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[], **options)
+    except ConfigurationError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", ["fsdp_double_buffer", "maxpool_double_buffer", "enable_fine_grained_param_gather"])
+def test_models_without_units_are_refused_alike_on_all_ranks(run_ranks: RunRanks, name: str) -> None:
+    first, second = run_ranks(2, refusal_of, {name: True})
+    assert first == second
+    assert "=True has no effect on a model without units besides the root; name the classes of its units" in first
