@@ -32,6 +32,7 @@ _API_MODULES = {
     "hand_driven",
     "reports",
     "uneven_dtensor",
+    "mesh_arguments",
     "parameters_access",
     "ema",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,16 @@ from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
-from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.runtime.schedule import Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import Reach, SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import prefetch_depth
+
+_NEVER = -1  # the epoch of a forward that used no weights
 
 
 class ForwardCall:
@@ -44,7 +47,7 @@ class Engine:
 
     Args:
         units: All units, root first.
-        config: For the scheduler.
+        memory: How memory is borrowed, and what the scheduler is told.
         mode: When gradients are reduced; shared with the wrapper.
         sharding: Which ranks share what.
         backward_finished: Called at the end of each backward, after reductions are in.
@@ -53,7 +56,7 @@ class Engine:
     def __init__(
         self,
         units: Sequence[Unit],
-        config: ScheduleConfig,
+        memory: MemoryPlan,
         mode: SyncMode,
         sharding: Sharding,
         backward_finished: Callable[[], None],
@@ -61,8 +64,9 @@ class Engine:
         self.units = tuple(units)
         self.mode = mode
         self.device = sharding.device
-        self.scheduler = Scheduler(config)
-        self.executor = Executor(units, sharding.device, backward_finished)
+        self.memory = memory
+        self.scheduler = Scheduler(memory.schedule)
+        self.executor = Executor(units, sharding.device, backward_finished, memory.weights, memory.buckets)
         self.finite_check: FiniteCheck | None = None
         self._sharding = sharding
         self._usage = {
@@ -102,6 +106,8 @@ class Engine:
 
     def after_forward(self, index: int, needs_backward: bool) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        if not self.scheduler.forward_depth(index):
+            return ForwardCall(index, _NEVER)  # another hook failed before the forward began
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
@@ -143,10 +149,22 @@ class Engine:
         sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
         return max(sizes[1:], default=sizes[0])
 
-    def set_prefetch(self, on: bool) -> None:
-        """Gather one unit ahead, or none."""
-        config = self.scheduler.config
-        self.scheduler.config = replace(config, prefetch_forward=int(on), prefetch_backward=int(on))
+    def set_prefetch(self, numel: int) -> None:
+        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
+        self.scheduler.look_ahead(prefetch_depth(numel, unit_numels(self.units)), self.memory.may_grow)
+
+    def set_reduce_capacity(self, numel: int) -> None:
+        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
+
+        Raises:
+            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
+        """
+        if not self.scheduler.config.reduces_early:
+            raise ConfigurationError(
+                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
+                "wait for the end of backward; leave it alone or turn the overlap on"
+            )
+        self.executor.set_bucket_count(bucket_count(numel, self.units))
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""
@@ -229,6 +247,11 @@ class Engine:
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
         dense = self._sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+
+    @property
+    def num_ranks(self) -> int:
+        """Dense data-parallel ranks, all axes together."""
+        return self._sharding.dense.num_ranks
 
     @property
     def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:

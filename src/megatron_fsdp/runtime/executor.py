@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.buffer.lanes import Ticket, make_lane
-from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
+from megatron_fsdp.buffer.pools import Block, BucketPool
+from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import WeightPlan
 
 _FINGERPRINT_LIMIT = 2**61 - 1
-_BUCKETS = 2  # one fills while the other is being reduced
 _UNITS_CROSSING = 2  # how many units' gradients travel between outer ranks at a time
 
 
@@ -39,18 +40,30 @@ class Executor:
         units: All units, root first.
         device: Where they live.
         finalise: What the end of a backward asks for once all reductions are in.
+        weights: Where gathered weights live.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+
+    Attributes:
+        weight_memory: The memory of gathered weights.
+        bucket_count: As given, or as set since.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, finalise: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        finalise: Callable[[], None],
+        weights: WeightPlan,
+        buckets: int,
+    ) -> None:
         self._units = units
         self._finalise = finalise
         self._gather_lane = make_lane(device)
         self._reduce_lane = make_lane(device)
         self._outer_lane = make_lane(device)
         self._device = device
-        others = [unit for unit in units if unit.index != ROOT]
-        self._root_slot = SlotPool(units[ROOT].gathered_bytes, device)
-        self._slots = SlotPool(max((unit.gathered_bytes for unit in others), default=0), device)
+        self.weight_memory = WeightMemory(weights, device)
+        self.bucket_count = buckets
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
@@ -62,8 +75,20 @@ class Executor:
         sizes = [unit.bucket_bytes for unit in self._units]
         make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
-        self._buckets = BucketPool(_BUCKETS, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
-        self._scratch = BucketPool(1, max(sizes), self._device, make_room)
+        self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
+        self._scratch = BucketPool(self._scratch_count, max(sizes), self._device, make_room)
+
+    def set_bucket_count(self, count: int) -> None:
+        """Let another number of units fill a bucket or have one in reduction at a time."""
+        self.retire_all()
+        self.bucket_count = count
+        self._buckets.set_count(count)
+        self._scratch.set_count(self._scratch_count)
+
+    @property
+    def _scratch_count(self) -> int:
+        """One for each reduction that may be under way while another bucket fills."""
+        return max(1, self.bucket_count - 1)
 
     def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
         """Carry out operations in order.
@@ -81,6 +106,8 @@ class Executor:
                 unit.wait()
             elif action is Action.RELEASE:
                 unit.invalidate()
+                if self.weight_memory.give_back(index):
+                    unit.hide()
             elif action is Action.REDUCE:
                 self.reduce(unit, reach)
             elif action is Action.FINALISE:
@@ -97,7 +124,7 @@ class Executor:
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.groups or not any(group.weights_in_slots for group in unit.groups):
             return None
-        return self._root_slot.block(0) if slot is None else self._slots.block(slot)
+        return self.weight_memory.take(unit.index, slot)
 
     def gather_across(self) -> None:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
@@ -199,9 +226,9 @@ class Executor:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of slots, buckets and scratch taken so far; none of it is given back while the model lives."""
-        pools = (self._root_slot, self._slots, self._root_bucket, self._buckets, self._scratch)
-        return sum(pool.held_bytes for pool in pools)
+        """The most that gathered weights have taken at a time, and buckets and scratch as far as taken."""
+        pools = (self._root_bucket, self._buckets, self._scratch)
+        return self.weight_memory.peak_bytes + sum(pool.held_bytes for pool in pools)
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

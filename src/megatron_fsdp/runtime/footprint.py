@@ -16,13 +16,16 @@ class MemoryUse:
         compute_weight_bytes: Compute weights at rest.
         main_weight_bytes: Main weights that are memory of their own.
         main_grad_bytes: Main gradients.
-        transient_peak_bytes: Slots for gathered weights, communication buckets and scratch, as far as taken.
+        transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
+            as taken.
+        gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
     """
 
     compute_weight_bytes: int
     main_weight_bytes: int
     main_grad_bytes: int
     transient_peak_bytes: int
+    gathered_bytes: int
 
     @property
     def persistent_bytes(self) -> int:
@@ -38,6 +41,7 @@ def memory_of(engine: Engine) -> MemoryUse:
         sum(group.weights.main.local.nbytes for group in groups if not group.weights.shares_memory),
         sum(group.gradients.main.local.nbytes for group in groups if group.gradients is not None),
         engine.executor.transient_bytes,
+        engine.executor.weight_memory.held_bytes,
     )
 
 

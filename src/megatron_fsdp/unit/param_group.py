@@ -120,6 +120,7 @@ class ParameterGroup:
             self.gradients = GradientBuffers(
                 plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
             )
+        self._stand_in: torch.Tensor | None = None
         for index, original in enumerate(originals):
             if not original.is_meta:
                 self.store(index, local_part(original))
@@ -268,17 +269,32 @@ class ParameterGroup:
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):
-            for index, param in enumerate(self.full):
-                view = self.weights.full_view(full, index)
-                if isinstance(param, DTensor):
-                    param._local_tensor = view
-                else:
-                    param.data = view
+            for index in range(len(self.full)):
+                self._point(index, self.weights.full_view(full, index))
+
+    def _point(self, index: int, memory: torch.Tensor) -> None:
+        param = self.full[index]
+        if isinstance(param, DTensor):
+            param._local_tensor = memory
+        else:
+            param.data = memory
 
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
         part = self.plan.parts[index]
         return grad if part is None else part.local_gradient(grad)
+
+    def hide(self) -> None:
+        """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
+        with torch.inference_mode(False):
+            if self._stand_in is None:
+                self._stand_in = self._one_element()
+            for index in range(len(self.full)):
+                self._point(index, self._stand_in.expand(self.plan.layout.shapes[index]))
+
+    def _one_element(self) -> torch.Tensor:
+        """What a parameter without memory points to; expanded, it has the right shape."""
+        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
 
     def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
         piece = self.describe_piece(index, self.weights.main.piece(index))
@@ -293,9 +309,7 @@ class ParameterGroup:
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        # The right shape without memory, until `place`.
-        shape = self.plan.layout.shapes[index]
-        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(shape)
+        hollow = self._one_element().expand(self.plan.layout.shapes[index])
         part = self.plan.parts[index]
         param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)

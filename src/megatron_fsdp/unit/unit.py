@@ -106,6 +106,13 @@ class Unit:
         """
         self._mark(1)
 
+    def hide(self) -> None:
+        """The memory of the gathered weights is gone: the full parameters lie nowhere until the next gather."""
+        self._placed_in = None
+        for group in self.groups:
+            if group.weights_in_slots:
+                group.hide()
+
     def _mark(self, version: int) -> None:
         """Set the version counters of full parameters that live in a slot; saved views of them share these."""
         if self._slotted:
