@@ -8,36 +8,19 @@ from typing import Any
 from megatron_fsdp.errors import NotSupportedYetError
 
 _SHARED: Mapping[str, Any] = {
-    "disable_bucketing": False,
-    "init_model_with_meta_device": False,
     "keep_fp8_transpose_cache": False,
     "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "disable_symmetric_registration": False,
 }
 
 CLASS_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
-    "enable_fine_grained_param_gather_hook": False,
-    "enable_fine_grained_param_gather_backward_hook": False,
-    "fine_grained_recurse_module_types": None,
 }
 """Of `MegatronFSDP`."""
 
 FUNCTION_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
-    "dp_outer_dim": None,
-    "hybrid_fsdp_group": None,
-    "hybrid_fsdp_expt_group": None,
-    "expt_device_mesh": None,
-    "fsdp_group_ag": None,
-    "expt_fsdp_group_ag": None,
-    "outer_dp_sharding_strategy": 0,
-    "enable_fine_grained_param_gather": False,
-    "use_decoupled_grad": False,
     "cuda_graph_mode": False,
-    "maxpool_double_buffer": False,
 }
 """Of `fully_shard` and `fully_shard_model`."""
 
@@ -50,31 +33,20 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
     "check_for_large_grads": False,
-    "bucket_size": None,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
-    "reduce_scatter_with_fp32_accumulation": False,
     "param_name_patterns_for_fp32_local_accumulation": (),
     "fp8_param_gather": False,
     "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "suggested_communication_unit_size": None,
     "keep_fp8_transpose_cache": False,
     "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "outer_dp_sharding_strategy": "no_shard",
     "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
     "delay_wgrad_compute": False,
-    "megatron_fsdp_use_decoupled_grad": False,
     "megatron_fsdp_cuda_graph_mode": False,
-    "megatron_fsdp_enable_fine_grained_param_gather": False,
-    "megatron_fsdp_max_pool_double_buffer": False,
 }
 """Fields of `DistributedDataParallelConfig` when it configures `MegatronFSDP`."""
-
-_EQUIVALENTS: Mapping[str, tuple[Any, ...]] = {"outer_dp_sharding_strategy": (0, "no_shard")}
 
 
 def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -90,7 +62,7 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) ->
     at_fault = [
         f"{name}={given[name]!r} (default {default!r})"
         for name, default in defaults.items()
-        if name in given and not _is_default(name, given[name], default)
+        if name in given and not _is_default(given[name], default)
     ]
     if at_fault:
         raise NotSupportedYetError(
@@ -98,7 +70,5 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) ->
         )
 
 
-def _is_default(name: str, value: Any, default: Any) -> bool:
-    if name in _EQUIVALENTS:
-        return value in _EQUIVALENTS[name] and not isinstance(value, bool)
+def _is_default(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)

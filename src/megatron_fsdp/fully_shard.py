@@ -8,20 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.arguments import FUNCTION_DEFAULTS, refuse_unsupported
-from megatron_fsdp.buffer.lanes import default_device
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_arguments
-from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.mesh_arguments import index_of
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.runtime.agreement import agree
 from megatron_fsdp.runtime.compiled import compiled_in_place
-from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, integrate, move_to_sharded
+from megatron_fsdp.runtime.optimizer import (
+    check_kind,
+    check_parameters,
+    check_reads_decoupled,
+    integrate,
+    move_to_sharded,
+)
 
 __all__ = [
     "DistributedDataParallelConfig",
@@ -76,6 +82,11 @@ def fully_shard_model(
     preserve_fp32_weights: bool | None = None,
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
@@ -86,19 +97,26 @@ def fully_shard_model(
         device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
         dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only
         one.
-        dp_outer_dim: Not supported yet: the outer dimension of hybrid sharding.
-        tp_dim: The tensor-parallel dimension; not supported yet where it has more than one rank.
-        hybrid_fsdp_group: Not supported yet: the group that goes with `dp_outer_dim`.
-        hybrid_fsdp_expt_group: Not supported yet.
-        expt_device_mesh: Not supported yet.
-        fsdp_group_ag: Not supported yet.
-        expt_fsdp_group_ag: Not supported yet.
+        dp_outer_dim: The outer dimension of hybrid sharding: parameters are sharded over `dp_shard_dim` and replicated
+            over this one, and gradients cross it once per sync.
+        tp_dim: The tensor-parallel dimension. Parameters that `parallelize_module` made DTensors over it are sharded
+            further; without it, the dimension that they name is looked for in the mesh.
+        hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; goes with `dp_outer_dim`.
+        hybrid_fsdp_expt_group: The same for experts.
+        expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
+            parameter), with the same dimension names and further ones over which experts differ.
+        fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
+        expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
             the model declares in `_no_split_modules`, else repeated blocks.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
-        outer_dp_sharding_strategy: Not supported yet.
+        outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": share main
+            weights and optimizer state out over it too (HFSDP).
         device: Where the shards live; None: this process's device of the mesh's type.
-        init_model_with_meta_device: Not supported yet.
+        init_model_with_meta_device: Initialise parameters and buffers that are on the meta device, module by module by
+            `reset_parameters()`, `_reset_parameters()`, `reset_buffers()` or the model's `_init_weights(module)`,
+            without the whole model in memory: bit for bit what building the model on `device` under the same seed
+            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
@@ -107,21 +125,31 @@ def fully_shard_model(
             the global tensor they hold. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Let the collective average in place of a sum and a factor.
-        disable_bucketing: Not supported yet.
+        disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Not supported yet.
         nccl_ub: Not supported yet.
-        fsdp_double_buffer: Not supported yet.
-        fsdp_db_use_persist_buf_on_alloc_fail: Not supported yet.
+        fsdp_double_buffer: Gather into two buffers of the most common unit's size, taken here and kept; other units
+            take memory when they are gathered. Needs strategy 3.
+        fsdp_db_use_persist_buf_on_alloc_fail: Give those other units a buffer of their own that is kept.
         disable_symmetric_registration: Not supported yet.
-        enable_fine_grained_param_gather: Not supported yet.
-        use_decoupled_grad: Not supported yet.
+        enable_fine_grained_param_gather: Gather the modules inside units one by one.
+        use_decoupled_grad: Show gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
+            `.grad` None; for optimizers that read them there.
         cuda_graph_mode: Not supported yet.
-        maxpool_double_buffer: Not supported yet.
+        maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
         grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
         check_for_nan_in_grad: Deprecated; now `report_nan_in_param_grad`.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated; now `keep_fp8_transpose_cache`.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype (`grad_comm_dtype`) and add them up
+            locally, in float32 and in rank order, on every back end. gloo does so anyway. Strategies 1 to 3.
+        weight_allocator: "slots": gathered units share a few buffers that are kept. "resize": each has memory of its
+            own, given back when it is released. Not part of the published API, nor are those that follow.
+        max_gathered_units: How many units besides the root may be gathered at a time, 1 or more (strategy 3); None: 2,
+            or what prefetching needs.
+        forward_prefetch_units: How many units to gather ahead in forward; None: 1.
+        backward_prefetch_units: The same in backward.
         verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
             differ. True; or seconds to wait for a rank (300); None: what MFSDP_VERIFY_RANKS says, else off.
 
@@ -133,7 +161,8 @@ def fully_shard_model(
         NotSupportedYetError: An argument that this version does not implement is not at its default.
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
-    _check_arguments(locals())
+    arguments = dict(locals())
+    _check_arguments(arguments)
     current = resolve_legacy_arguments(
         LegacyArguments(
             grad_reduce_in_fp32,
@@ -148,24 +177,37 @@ def fully_shard_model(
     refuse_unsupported({"keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
+        outer_dp_sharding_strategy=resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy").name,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
         check_for_nan_in_grad=current.report_nan_in_param_grad,
+        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
         megatron_fsdp_main_params_dtype=current.mixed_precision_policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
     )
     model = MegatronFSDP(
         module,
-        _index(device_mesh, dp_shard_dim, tp_dim),
+        index_of(arguments),
         config,
         current.mixed_precision_policy,
         fsdp_unit_modules,
+        disable_bucketing=disable_bucketing,
         device=device,
         calculate_per_token_loss=calculate_per_token_loss,
+        init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=current.report_nan_in_param_grad,
+        reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+        weight_allocator=weight_allocator,
+        max_gathered_units=max_gathered_units,
+        forward_prefetch_units=forward_prefetch_units,
+        backward_prefetch_units=backward_prefetch_units,
         verify_ranks=verify_ranks,
     )
     if not preproc_state_dict_for_dcp_ckpt:
@@ -210,6 +252,7 @@ def fully_shard_optimizer(
         ) from None
     check_parameters(optimizer, names)
     check_kind(optimizer)
+    check_reads_decoupled(optimizer, model.ddp_config.megatron_fsdp_use_decoupled_grad)
     if model.adopt(optimizer):
         integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer
@@ -254,6 +297,11 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     preserve_fp32_weights: bool | None = None,
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | None = None,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
@@ -275,15 +323,15 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     arguments = dict(locals())
     del arguments["optimizer"]
     _check_arguments(arguments)
-    index = _index(device_mesh, dp_shard_dim, tp_dim)
-    arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim)
+    index = index_of(arguments)
+    arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
     problem = None
     try:
         check_parameters(optimizer, names)
     except ConfigurationError as error:
         problem = error
-    agree(index.get_fsdp_group(), problem)
+    agree(index.get_dp_group(), problem)
     model = fully_shard_model(**arguments)
     sharded = {
         name: param
@@ -316,26 +364,3 @@ def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup
         raise ConfigurationError(
             f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither"
         )
-
-
-def _index(device_mesh: DeviceMesh | None, dp_shard_dim: str | None, tp_dim: str | None) -> FSDPDistributedIndex:
-    """Find or build the mesh, and check its dimensions."""
-    if not is_distributed_ready():
-        raise ConfigurationError(
-            "torch.distributed is not initialised; start the program with torchrun and call "
-            "torch.distributed.init_process_group() before sharding"
-        )
-    if device_mesh is None:
-        dp_shard_dim = dp_shard_dim or "fsdp"
-        names = (dp_shard_dim,) if tp_dim is None else (dp_shard_dim, tp_dim)
-        shape = (dist.get_world_size(), *(1 for _ in names[1:]))
-        device_mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=names)
-    elif dp_shard_dim is None and device_mesh.ndim == 1 and device_mesh.mesh_dim_names:
-        dp_shard_dim = device_mesh.mesh_dim_names[0]
-    index = FSDPDistributedIndex(device_mesh, dp_shard_dim, tp_dim=tp_dim)
-    if tp_dim is not None and index.get_submesh((tp_dim,)).size() > 1:
-        raise NotSupportedYetError(
-            f"tp_dim={tp_dim!r} has {index.get_submesh((tp_dim,)).size()} ranks; tensor parallelism is not supported "
-            "yet, so use a tensor-parallel size of 1"
-        )
-    return index

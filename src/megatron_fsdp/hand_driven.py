@@ -40,18 +40,34 @@ class HandDriven:
 
     @property
     def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
-        """Elements gathered ahead of their use: those of the largest unit besides the root; 0: no prefetching."""
+        """Elements gathered ahead of their use: units ahead, times the largest unit; 0: no prefetching.
+
+        Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
+        of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
+        """
         return self._engine.scheduler.config.prefetch_forward * self._engine.largest_unit_numel
 
     @suggested_AG_prefetch_size.setter
     def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802
-        """0 turns prefetching off, any other size turns it on; there is room for one unit ahead."""
-        self._engine.set_prefetch(numel > 0)
+        self._engine.set_prefetch(numel)
 
     @property
     def suggested_RS_queue_capacity(self) -> int:  # noqa: N802
-        """Elements that may wait for their reduction: those of the two buckets, one filling and one on its way."""
-        return 2 * self._engine.largest_unit_numel
+        """Elements that may fill buckets or be in reduction at a time: buckets, times the largest unit.
+
+        Setting it changes the number of buckets: as many as fit, at least one (then every reduction is waited for
+        before the next unit's gradients come).
+        """
+        return self._engine.executor.bucket_count * self._engine.largest_unit_numel
+
+    @suggested_RS_queue_capacity.setter
+    def suggested_RS_queue_capacity(self, numel: int) -> None:  # noqa: N802
+        self._engine.set_reduce_capacity(numel)
+
+    @property
+    def max_gathered_units(self) -> int:
+        """How many units besides the root are gathered at a time, as of now (strategy 3)."""
+        return self._engine.scheduler.config.slots
 
     def start_grad_sync(self, *_unused: Any) -> None:
         """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
@@ -156,11 +172,18 @@ class HandDriven:
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
+        gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
+        return any(found.has_deferred or found.has_pending for found in gradients)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
 
-        Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
+        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is
+        restored on exit.
         """
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
             yield

@@ -113,6 +113,11 @@ def penalised_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y) + 0.1 * sum((piece**2).sum() for piece in local)
 
 
+def globally_penalised_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The same by reductions over the ranks: every rank adds the whole penalty, as one process does."""
+    return F.mse_loss(model(x), y) + 0.1 * sum((param**2).sum() for param in model.parameters())
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module]
@@ -123,6 +128,7 @@ class Case:
 CASES = {
     "recurrent": Case(Recurrent, (nn.LSTM,)),
     "penalty": Case(Layers, (nn.Linear,), penalised_loss),
+    "global penalty": Case(Layers, (nn.Linear,), globally_penalised_loss),
     "returned view": Case(UsesReturned, (ReturnsWeight,)),
     "returned parameter": Case(Prompted, (Prompt, nn.Linear)),
     "gradient hook": Case(Masked, (nn.Linear,)),
@@ -161,9 +167,8 @@ def train(name: str, strategy: int) -> list[tuple[dict[str, Tensor], dict[str, T
     return pairs
 
 
-# On 3 ranks shards are cut inside rows, and torch cannot lead a penalty's gradient back through their to_local().
+# On 3 ranks shards are cut inside rows.
 RUNS = [(name, *setting) for name in CASES for setting in [(2, 0), (2, 1), (2, 3), (3, 3)]]
-RUNS.remove(("penalty", 3, 3))
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "strategy"), RUNS)
@@ -190,28 +195,6 @@ def test_ranks_that_call_different_units_are_found(run_ranks: RunRanks, strategy
     first, second = run_ranks(2, mix_units, strategy)
     assert first == second
     assert first.startswith("ranks gathered or reduced different units")
-
-
-def hook_after_wrapping() -> str:
-    model, _ = _wrap(Layers(), (nn.Linear,), 3)
-    next(model.parameters()).register_post_accumulate_grad_hook(print)
-    with pytest.raises(ConfigurationError) as raised:
-        model(torch.ones(2, WIDTH))
-    return str(raised.value)
-
-
-def hook_before_wrapping() -> str:
-    model = Layers()
-    model.layers[0].weight.register_post_accumulate_grad_hook(print)
-    with pytest.raises(ConfigurationError) as raised:
-        _wrap(model, (nn.Linear,), 3)
-    return str(raised.value)
-
-
-def test_hooks_that_could_not_work_are_refused_by_name(run_ranks: RunRanks) -> None:
-    (after,), (before,) = set(run_ranks(2, hook_after_wrapping)), set(run_ranks(2, hook_before_wrapping))
-    assert after.startswith("layers.0.weight was given a post-accumulate-grad hook after")
-    assert before.startswith("1 parameters have post-accumulate-grad hooks (such as layers.0.weight)")
 
 
 def _refusal(use: Callable[[MegatronFSDP, torch.optim.Optimizer], object], strategy: int = 3) -> str:

@@ -54,6 +54,7 @@ class Setting:
         one_call: shard model and optimizer by `fully_shard`, else each by its own function.
         average_in_collective: let the collective average.
         auto_sync: `sync_model_each_microbatch`.
+        options: further arguments of `fully_shard` and `fully_shard_model`, as (name, value).
     """
 
     strategy: int
@@ -61,6 +62,7 @@ class Setting:
     one_call: bool = True
     average_in_collective: bool = False
     auto_sync: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Run:
                 mixed_precision_policy=setting.policy,
                 average_in_collective=setting.average_in_collective,
                 sync_model_each_microbatch=setting.auto_sync,
+                **dict(setting.options),
             )
         else:
             self.sharded = fully_shard_model(
@@ -139,6 +142,7 @@ class Run:
                 mixed_precision_policy=setting.policy,
                 average_in_collective=setting.average_in_collective,
                 sync_model_each_microbatch=setting.auto_sync,
+                **dict(setting.options),
             )
             self.optimizer = fully_shard_optimizer(scenario.optimizer(self.sharded))
         self.model = self.sharded

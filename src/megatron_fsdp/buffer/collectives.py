@@ -31,6 +31,15 @@ class Traffic:
         """A snapshot that later traffic does not change."""
         return Traffic(self.gathers, self.reductions, self.gather_bytes, self.reduce_bytes)
 
+    def plus(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(
+            self.gathers + other.gathers,
+            self.reductions + other.reductions,
+            self.gather_bytes + other.gather_bytes,
+            self.reduce_bytes + other.reduce_bytes,
+        )
+
     def since(self, earlier: Traffic) -> Traffic:
         """What was sent after `earlier` was taken."""
         return Traffic(
@@ -49,22 +58,27 @@ class Axis:
         group: The process group; None stands for a single rank, which never communicates.
         rank: This rank's position, 0 <= rank < num_ranks.
         num_ranks: Ranks on the axis.
-        traffic: Counters, shared by everything that communicates on behalf of one model.
+        traffic: Counters, shared by everything that communicates along this axis on behalf of one model.
+        gather_group: A second group of the same ranks for gathers, which then need not queue behind reductions.
+        sums_locally: Reduce-scatter by an all-to-all and a local sum in float32 on any back end.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     num_ranks: int
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    gather_group: dist.ProcessGroup | None = None
+    sums_locally: bool = False
 
     @property
     def exchanges_pairwise(self) -> bool:
         """Whether reductions are built from an all-to-all and a local sum.
 
         gloo's own reduce-scatter moves all-reduce bytes, and its sum of bf16 values rounds at every hop; an
-        all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us.
+        all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us. Other back ends do so
+        where `sums_locally` asks for it.
         """
-        return self.group is not None and dist.get_backend(self.group) == "gloo"
+        return self.group is not None and (self.sums_locally or dist.get_backend(self.group) == "gloo")
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
         """Start gathering `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).
@@ -77,7 +91,7 @@ class Axis:
             return None
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
-        work: dist.Work = _all_gather_flat(full, shard, group=self.group, async_op=True)
+        work: dist.Work = _all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=True)
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False) -> dist.Work | None:

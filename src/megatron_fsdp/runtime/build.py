@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from megatron_fsdp.grouping import ParameterInfo, group_parameters
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.grouping import ParameterInfo, cut_groups, group_parameters
+from megatron_fsdp.runtime.agreement import agree_over
+from megatron_fsdp.runtime.blueprint import Blueprint, draw_blueprint
+from megatron_fsdp.runtime.materialise import materialise
+from megatron_fsdp.runtime.random_state import same_random_numbers
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.param_group import ParameterGroup
+from megatron_fsdp.unit.tensor_parallel import local_part
 from megatron_fsdp.unit.unit import ParameterSites, Unit
 from megatron_fsdp.units import UnitPlan
 
 
-def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[Unit, ...]:
+def build_units(
+    module: nn.Module, plan: UnitPlan, sharding: Sharding, bucket_numel: int | None = None
+) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
     Args:
         module: The model; afterwards its parameters are the sharded ones.
         plan: Its units.
         sharding: How to shard.
+        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
 
     Returns:
         The units, root first.
+
+    Raises:
+        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
     """
+    blueprint = draw_blueprint(module)
     originals = dict(module.named_parameters())
     sites = parameter_sites(module)
     units = []
     for index, spec in enumerate(plan.units):
-        infos = [_info(name, originals[name]) for name in spec.parameters]
+        infos = [_info(name, originals[name], sharding) for name in spec.parameters]
         groups = []
         group_sites = []
-        for group_spec in group_parameters(infos):
+        specs = group_parameters(infos)
+        for group_spec in specs if index else cut_groups(specs, bucket_numel):
             params = [originals.pop(info.name) for info in group_spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
-            groups.append(ParameterGroup(sharding.plan_group(group_spec), params))
+            groups.append(ParameterGroup(sharding.plan_group(group_spec, params), params))
             del params
         unit = Unit(index, spec.name, groups, group_sites)
         unit.install_sharded()
         units.append(unit)
+    if blueprint.unfinished:
+        _initialise(module, blueprint, units, sharding)
     return tuple(units)
+
+
+def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
+    inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
+    groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
+    problem = None
+    try:
+        with same_random_numbers(groups, sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    except ConfigurationError as error:
+        problem = error
+    agree_over(sharding.reaching_all, problem)
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
@@ -50,5 +80,11 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
     return {key: tuple(places) for key, places in sites.items()}
 
 
-def _info(name: str, param: nn.Parameter) -> ParameterInfo:
-    return ParameterInfo(name, tuple(param.shape), param.dtype, param.requires_grad)
+def _info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
+    return ParameterInfo(
+        name,
+        tuple(local_part(param).shape),
+        param.dtype,
+        param.requires_grad,
+        is_expert=sharding.is_expert(name, param),
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,23 @@ from torch import nn
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.placement import Placement, placements_for
+from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
-from megatron_fsdp.runtime.schedule import Action, Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
+from megatron_fsdp.runtime.handed_out import HandedOut
+from megatron_fsdp.runtime.memory_plan import MemoryPlan
+from megatron_fsdp.runtime.on_request import OnRequest
+from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
+from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.structure import StructureCheck
-from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.sync import Reach, SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
+
+_NEVER = -1  # the epoch of a forward that used no weights
 
 
 class ForwardCall:
@@ -35,39 +43,44 @@ class ForwardCall:
         self.last_backward = -1
 
 
-class Engine:
+class Engine(OnRequest):
     """Everything that happens between two optimizer steps.
 
     Args:
         units: All units, root first.
-        config: For the scheduler.
+        memory: How memory is borrowed, and what the scheduler is told.
         mode: When gradients are reduced; shared with the wrapper.
-        usage: Agrees on unused parameters.
-        device: Where the units live.
-        pending_is_sharded: Whether gradients between syncs are held as shards.
+        sharding: Which ranks share what.
         backward_finished: Called at the end of each backward, after reductions are in.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        config: ScheduleConfig,
+        memory: MemoryPlan,
         mode: SyncMode,
-        usage: UsageAgreement,
-        device: torch.device,
-        pending_is_sharded: bool,
+        sharding: Sharding,
         backward_finished: Callable[[], None],
     ) -> None:
         self.units = tuple(units)
         self.mode = mode
-        self.scheduler = Scheduler(config)
-        self.executor = Executor(units, device, backward_finished)
+        self.device = sharding.device
+        self.memory = memory
+        self.scheduler = Scheduler(memory.schedule)
+        self.executor = Executor(units, sharding.device, backward_finished, memory.weights, memory.buckets)
         self.finite_check: FiniteCheck | None = None
         self.structure: StructureCheck | None = None
-        self._usage = usage
-        self._pending_is_sharded = pending_is_sharded
+        self._sharding = sharding
+        self._usage = {
+            is_expert: UsageAgreement(domain.group, sharding.device)
+            for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
+            if domain is not None
+        }
+        self._pending_is_sharded = placements_for(sharding.strategy).pending_grad[-1] is Placement.SHARD
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
+        self.handed_out = HandedOut()
+        self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
@@ -77,6 +90,12 @@ class Engine:
 
     def before_forward(self, index: int) -> None:
         """The unit's forward is about to run: its parameters become full."""
+        if self.opened and torch.is_grad_enabled():
+            raise ScheduleError(
+                f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
+                "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
+                "full_parameters_context, or open the whole model"
+            )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.refresh_weights()
         elif self.scheduler.in_backward and not _inside_backward():
@@ -94,6 +113,8 @@ class Engine:
 
     def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        if not self.scheduler.forward_depth(index):
+            return ForwardCall(index, _NEVER)  # another hook failed before the forward began
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
@@ -105,7 +126,7 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
-        if self.stepped or any(unit.main_changed for unit in self.units):
+        if self.handed_out.changed() or self.stepped or any(unit.main_changed for unit in self.units):
             self.install_main_weights()
         for group in self.groups():
             group.check_parameters()
@@ -124,59 +145,8 @@ class Engine:
         self.executor.run(self.scheduler.weights_changed())
         for unit in self.units:
             unit.install_main_weights()
+        self.executor.gather_across()
         self.stepped = False
-
-    def prefetch_weights(self, wait: bool) -> None:
-        """Start gathering the units that there is room for, root first, ahead of the next forward."""
-        for unit in self.units:
-            self.executor.run(self.scheduler.weights_wanted(unit.index))
-            if wait:
-                unit.wait()
-
-    @property
-    def largest_unit_numel(self) -> int:
-        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
-        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
-        return max(sizes[1:], default=sizes[0])
-
-    def set_prefetch(self, on: bool) -> None:
-        """Gather one unit ahead, or none."""
-        config = self.scheduler.config
-        self.scheduler.config = replace(config, prefetch_forward=int(on), prefetch_backward=int(on))
-
-    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
-        """Gather the units that own some parameters, sharded or full ones."""
-        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
-        for unit in self.units_of(params):
-            self.executor.run(event(unit.index))
-
-    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        """The units that own some parameters, sharded or full ones, in unit order."""
-        wanted = {id(param) for param in params}
-        return [
-            unit
-            for unit in self.units
-            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
-        ]
-
-    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
-        for unit in self.units_of(params):
-            self.executor.run(self.scheduler.weights_unwanted(unit.index))
-
-    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
-        for unit in self.units_of(params):
-            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
-                self._run_backward(self.scheduler.gradients_ready(unit.index))
-
-    def broadcast_whole_weights(self) -> None:
-        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
-        for group in self.groups():
-            axis, main = group.plan.axis, group.weights.main
-            if axis.group is not None and main.placement is not Placement.SHARD:
-                dist.broadcast(main.local, group_src=0, group=axis.group)
-        self.install_main_weights()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -201,30 +171,49 @@ class Engine:
                 "(create_graph=True); differentiating twice through a sharded model is not supported, use "
                 "torch.autograd.grad on inputs under zero_dp_strategy 0 to 2"
             )
+        unit = self.units[index]
+        grad = unit.groups[position].local_gradient(parameter, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         self._begin_backward()
-        unit = self.units[index]
         gradients = unit.groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
-            self.executor.begin_filling(unit, position, self.defers)
+            self.executor.begin_filling(unit, position, self.reach)
         if self.finite_check is not None:
             self.finite_check.look_at(unit.groups[position].names[parameter], grad)
         gradients.add(parameter, grad)
-        if unit.is_complete:
-            self._run_backward(self.scheduler.gradients_ready(index))
 
     @property
     def traffic(self) -> Traffic:
-        """Counters of what this rank sent for the model; live."""
-        return next(group.plan.axis.traffic for group in self.groups())
+        """What this rank sent for the model so far, over all axes."""
+        return functools.reduce(Traffic.plus, self.traffic_by_axis.values())
 
     @property
-    def defers(self) -> bool:
-        """Whether gradients of this backward stay local."""
-        return not self.mode.reduces(self._pending_is_sharded)
+    def traffic_by_axis(self) -> dict[str, Traffic]:
+        """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
+        dense = self._sharding.dense
+        return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+
+    @property
+    def num_ranks(self) -> int:
+        """Dense data-parallel ranks, all axes together."""
+        return self._sharding.dense.num_ranks
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model."""
+        return self._sharding.reaching_all
+
+    def domain_of(self, group: ParameterGroup) -> Domain:
+        """The ranks that share the parameters of a group."""
+        return self._sharding.domain(group.plan.spec.key.is_expert)
+
+    @property
+    def reach(self) -> Reach:
+        """How far gradients of this backward travel."""
+        return self.mode.reach(self._pending_is_sharded)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
@@ -252,7 +241,7 @@ class Engine:
         self._installed.clear()
 
     def _run_backward(self, operations: Sequence[object]) -> None:
-        self.executor.run(operations, self.defers)  # type: ignore[arg-type]
+        self.executor.run(operations, self.reach)  # type: ignore[arg-type]
 
     def _name_unit(self, index: int, event: Callable[[], None]) -> None:
         try:
@@ -271,21 +260,31 @@ class Engine:
         for unit in reversed(self.units):
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
+            else:
+                self.executor.reduce_across(unit)
         self.executor.retire_all()
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
-        trainable = [group for group in self.groups() if group.gradients is not None]
-        used_here = [flag for group in trainable if group.gradients is not None for flag in group.gradients.arrived]
-        if not used_here:
-            return
-        used = self._usage.agree(used_here, self.executor.fingerprint)
-        first = 0
-        for group in trainable:
-            if group.gradients is not None:
+        renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
+        for is_expert, usage in self._usage.items():
+            trainable = [
+                (group, group.gradients)
+                for group in self.groups()
+                if group.gradients is not None and group.plan.spec.key.is_expert is is_expert
+            ]
+            used_here = [flag for _, gradients in trainable for flag in gradients.arrived]
+            if not used_here:
+                continue
+            used = usage.agree(used_here, self.executor.fingerprint)
+            first = 0
+            for group, gradients in trainable:
                 last = first + len(group.sharded)
-                group.gradients.attach(group.sharded, used[first:last], group.describe_piece)
+                if gradients.renewed:
+                    renewed.append((group, used[first:last]))
+                gradients.attach(group.sharded, used[first:last], group.describe_piece)
                 first = last
+        run_gradient_hooks(renewed)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
@@ -294,11 +293,16 @@ class Engine:
             if group.gradients is not None:
                 group.gradients.forget_pending(index)
 
+    @property
+    def has_gradients_on_their_way(self) -> bool:
+        """Whether a backward is under way (or has failed), or deferred gradients wait for their reduction."""
+        pending = [group.gradients for group in self.groups() if group.gradients is not None]
+        return self.scheduler.in_backward or any(grads.is_busy for grads in pending)
+
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
         """Let gradients travel in the policy's dtype from the next backward on."""
         groups = [group for group in self.groups() if group.gradients is not None]
-        busy = any(group.gradients and (group.gradients.has_deferred or group.gradients.is_filling) for group in groups)
-        if busy or self.scheduler.in_backward:
+        if self.has_gradients_on_their_way:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )
@@ -313,8 +317,7 @@ class Engine:
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.clear()
-            for param in group.sharded:
-                param.grad = None
+            group.hide_grads()
 
     def reset(self) -> None:
         """Bring every unit back to rest after an exception.

@@ -10,21 +10,26 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.buffer.lanes import Ticket, make_lane
-from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
+from megatron_fsdp.buffer.pools import Block, BucketPool
+from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
+from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
 from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import WeightPlan
 
 _FINGERPRINT_LIMIT = 2**61 - 1
 _HANG_ADVICE = "if a rank is missing, MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (docs/ranks.md)"
-_BUCKETS = 2  # one fills while the other is being reduced
+_UNITS_CROSSING = 2  # how many units' gradients travel between outer ranks at a time
 
 
 @dataclass
 class _Reduction:
-    """A unit's reduction on its way, and the memory it borrowed."""
+    """A unit's reduction over the inner ranks on its way, and the memory it borrowed."""
 
+    unit: Unit
+    reach: Reach
     tickets: list[Ticket]
     bucket: Block
     pool: BucketPool
@@ -38,38 +43,64 @@ class Executor:
         units: All units, root first.
         device: Where they live.
         finalise: What the end of a backward asks for once all reductions are in.
+        weights: Where gathered weights live.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+
+    Attributes:
+        weight_memory: The memory of gathered weights.
+        bucket_count: As given, or as set since.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, finalise: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        finalise: Callable[[], None],
+        weights: WeightPlan,
+        buckets: int,
+    ) -> None:
         self._units = units
         self._finalise = finalise
         self._gather_lane = make_lane(device)
         self._reduce_lane = make_lane(device)
+        self._outer_lane = make_lane(device)
         self._device = device
-        others = [unit for unit in units if unit.index != ROOT]
-        self._root_slot = SlotPool(units[ROOT].gathered_bytes, device)
-        self._slots = SlotPool(max((unit.gathered_bytes for unit in others), default=0), device)
+        self.weight_memory = WeightMemory(weights, device)
+        self.bucket_count = buckets
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
         self.verifier: RankVerifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._in_flight: deque[_Reduction] = deque()
+        self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
         sizes = [unit.bucket_bytes for unit in self._units]
         make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
-        self._buckets = BucketPool(_BUCKETS, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
-        self._scratch = BucketPool(1, max(sizes), self._device, make_room)
+        self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
+        self._scratch = BucketPool(self._scratch_count, max(sizes), self._device, make_room)
 
-    def run(self, operations: Iterable[Operation], defer: bool = False) -> None:
+    def set_bucket_count(self, count: int) -> None:
+        """Let another number of units fill a bucket or have one in reduction at a time."""
+        self.retire_all()
+        self.bucket_count = count
+        self._buckets.set_count(count)
+        self._scratch.set_count(self._scratch_count)
+
+    @property
+    def _scratch_count(self) -> int:
+        """One for each reduction that may be under way while another bucket fills."""
+        return max(1, self.bucket_count - 1)
+
+    def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
         """Carry out operations in order.
 
         Args:
             operations: From the scheduler.
-            defer: Keep gradients as local sums where they would be reduced.
+            reach: How far gradients that are ready travel.
         """
         for action, index, slot in operations:
             unit = self._units[index]
@@ -77,8 +108,8 @@ class Executor:
             before, self.is_broken = self.is_broken, True
             try:
                 if self.verifier is not None:
-                    self._verify(self.verifier, action, unit, defer)
-                self._carry_out(action, unit, slot, defer)
+                    self._verify(self.verifier, action, unit, reach)
+                self._carry_out(action, unit, slot, reach)
                 self.is_broken = before
             except MegatronFSDPError:
                 raise
@@ -86,29 +117,31 @@ class Executor:
                 error.add_note(f"during {action.value!r} of unit {unit.label}; {_HANG_ADVICE}")
                 raise
 
-    def _carry_out(self, action: Action, unit: Unit, slot: int | None, defer: bool) -> None:
+    def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is Action.GATHER:
             unit.gather(self._gather_lane, self._block_for(unit, slot))
         elif action is Action.WAIT:
             unit.wait()
         elif action is Action.RELEASE:
             unit.invalidate()
+            if self.weight_memory.give_back(unit.index):
+                unit.hide()
         elif action is Action.REDUCE:
-            self.reduce(unit, defer)
+            self.reduce(unit, reach)
         elif action is Action.FINALISE:
             self.retire_all()
             self._finalise()
 
-    def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, defer: bool) -> None:
+    def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, reach: Reach) -> None:
         """Compare with the other ranks before anything is sent; what stays local is not compared."""
         if action is Action.GATHER:
             plans = [group.plan for group in unit.groups if group.is_gathered]
             num_bytes = sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
             if num_bytes:
                 verifier.gather(unit.index, num_bytes)
-        elif action is Action.REDUCE and not defer:
+        elif action is Action.REDUCE and reach is not Reach.NOWHERE:
             verifier.reduce(unit.index, unit.bucket_bytes)
-        elif action is Action.FINALISE and not defer:
+        elif action is Action.FINALISE and reach is not Reach.NOWHERE:
             verifier.end_backward()
 
     def end_forward(self, failed: bool) -> None:
@@ -126,37 +159,60 @@ class Executor:
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.groups or not any(group.weights_in_slots for group in unit.groups):
             return None
-        return self._root_slot.block(0) if slot is None else self._slots.block(slot)
+        return self.weight_memory.take(unit.index, slot)
+
+    def gather_across(self) -> None:
+        """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
+        for unit in self._units:
+            unit.gather_across(self._outer_lane)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_filling(self, unit: Unit, position: int, defer: bool) -> None:
+    def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
         """Give group `position` of a unit memory for the gradients of this backward."""
         gradients = unit.groups[position].gradients
         assert gradients is not None
-        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if gradients.needs_bucket(defer) else None)
+        borrows = gradients.needs_bucket(reach is Reach.NOWHERE)
+        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if borrows else None)
 
-    def reduce(self, unit: Unit, defer: bool) -> None:
+    def reduce(self, unit: Unit, reach: Reach) -> None:
         """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
-        if defer:
+        if reach is Reach.NOWHERE:
             self._keep(unit)
             return
         bucket = self._bucket(unit)
-        pairwise = any(group.plan.axis.exchanges_pairwise and group.grads_sharded for group in unit.groups)
-        scratch = self._scratch.borrow() if pairwise else None
+        scratch = self._scratch.borrow() if any(group.exchanges_inside for group in unit.groups) else None
         tickets = []
         for position, group in enumerate(unit.groups):
             gradients = group.gradients
             if gradients is None:
                 continue
             if not gradients.is_filling and not gradients.has_deferred:
-                self.begin_filling(unit, position, defer=False)
-            received = unit.bucket_of(position, scratch) if scratch is not None and group.grads_sharded else None
+                self.begin_filling(unit, position, reach)
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inside else None
             tickets.append(
                 gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
             )
         del self._borrowed[unit.index]
-        self._in_flight.append(_Reduction(tickets, bucket, self._pool(unit), scratch))
+        self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
+
+    def reduce_across(self, unit: Unit) -> None:
+        """Start reducing over the outer ranks what the inner ones have summed."""
+        if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
+            return
+        while len(self._crossing) >= _UNITS_CROSSING:
+            self._finish_crossing()
+        self._crossing.append(
+            [
+                group.gradients.reduce_across(self._outer_lane, group.sharded)
+                for group in unit.groups
+                if group.gradients is not None and group.gradients.has_pending
+            ]
+        )
+
+    def _finish_crossing(self) -> None:
+        for ticket, _memory in self._crossing.popleft():
+            ticket.wait()
 
     def _keep(self, unit: Unit) -> None:
         """Keep local sums, zero where nothing came: ranks must agree on what there is to reduce later."""
@@ -164,7 +220,7 @@ class Executor:
             if group.gradients is None:
                 continue
             if not group.gradients.is_filling and not group.gradients.has_deferred:
-                self.begin_filling(unit, position, defer=True)
+                self.begin_filling(unit, position, Reach.NOWHERE)
             group.gradients.keep()
 
     def _pool(self, unit: Unit) -> BucketPool:
@@ -185,12 +241,16 @@ class Executor:
         reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
             self._scratch.give_back(reduction.scratch)
+        if reduction.reach is Reach.EVERYWHERE:
+            self.reduce_across(reduction.unit)
         return True
 
     def retire_all(self) -> None:
         """Wait for every reduction."""
         while self._retire_oldest():
             pass
+        while self._crossing:
+            self._finish_crossing()
 
     # ---- after an exception, and for reports --------------------------------------------------------------------
 
@@ -210,9 +270,9 @@ class Executor:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of slots, buckets and scratch taken so far; none of it is given back while the model lives."""
-        pools = (self._root_slot, self._slots, self._root_bucket, self._buckets, self._scratch)
-        return sum(pool.held_bytes for pool in pools)
+        """The most that gathered weights have taken at a time, and buckets and scratch as far as taken."""
+        pools = (self._root_bucket, self._buckets, self._scratch)
+        return self.weight_memory.peak_bytes + sum(pool.held_bytes for pool in pools)
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

@@ -1,36 +1,44 @@
-"""The norm of all gradients, and clipping by it: one small collective for the whole model."""
+"""The norm of all gradients, and clipping by it: one small collective per axis that gradients are shared out over."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.shared_out import Groups, shared_out_over
 
 
-def clip_gradients(engine: Engine, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         engine: Whose gradients.
         max_norm: The largest norm allowed; infinity only measures.
         norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
 
     Returns:
         The norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank.
 
     Raises:
         ConfigurationError: `norm_type` is not positive.
+        NonFiniteNormError: The norm is not finite, on every rank; gradients are as they were.
     """
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
-    grads = [param.grad for group in engine.groups() for param in group.sharded if param.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [_local(grad) for group in engine.groups() for grad in group.grads() if grad is not None]
     norm = _total_norm(engine, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteNormError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+        )
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(local, factor.to(local[0].device))
@@ -38,31 +46,43 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 
 
 def _total_norm(engine: Engine, norm_type: float) -> torch.Tensor:
-    """Sum what is sharded over ranks; count what every rank holds whole once."""
-    device = engine.units[0].groups[0].plan.device if engine.units[0].groups else torch.device("cpu")
-    sharded: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
-    axis = None
+    """Sum what is shared out over ranks; count what ranks hold copies of once."""
+    pieces: dict[Groups, list[torch.Tensor]] = {}
     for group in engine.groups():
-        device, axis = group.plan.device, group.plan.axis
-        for param in group.sharded:
-            if param.grad is not None:
-                piece = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-                (sharded if group.grads_sharded else whole).append(piece)
+        if group.gradients is None:
+            continue
+        for index, grad in enumerate(group.grads()):  # the keys are the same on all ranks, gradient or not
+            found = pieces.setdefault(shared_out_over(group, index, engine.domain_of(group)), [])
+            if grad is not None:
+                found.append(_local(grad))
+    if not pieces:
+        return torch.zeros((), dtype=torch.float32, device=engine.device)
+    powers = {groups: _power(tensors, norm_type, engine.device) for groups, tensors in pieces.items()}
+    return _combine(powers, norm_type)
+
+
+def _combine(powers: dict[Groups, torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Reduce each sum over its groups; sums that share a group travel together."""
     is_max = math.isinf(norm_type)
-    part = _power(sharded, norm_type, device)
-    if axis is not None and axis.group is not None:
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=axis.group)
-    rest = _power(whole, norm_type, device)
-    if is_max:
-        return torch.maximum(part, rest)
-    return (part + rest) ** (1.0 / norm_type)
+    wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32
+    powers = {groups: power.to(wide) for groups, power in powers.items()}
+    for over in dict.fromkeys(group for groups in powers for group in groups):
+        together = [groups for groups in powers if over in groups]
+        stacked = torch.stack([powers[groups] for groups in together])
+        dist.all_reduce(stacked, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=over)
+        powers.update(zip(together, stacked.unbind(), strict=True))
+    total = torch.stack(list(powers.values()))
+    return total.max() if is_max else total.sum() ** (1.0 / norm_type)
 
 
-def _power(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Sum of |x|^p over all tensors; the largest |x| for infinity; 0 for none."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in filled) else torch.float32
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     if not filled:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)])

@@ -77,7 +77,15 @@ def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHand
     return [
         module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
         *(owner.register_load_state_dict_pre_hook(_refuse_assignment) for owner in owners),
+        *(owner.register_state_dict_post_hook(partial(_note_handed_out, reference)) for owner in owners),
     ]
+
+
+def _note_handed_out(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    found = [state_dict.get(prefix + name) for name in owner._parameters]
+    _live(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -107,7 +115,9 @@ def _before_forward(
 ) -> None:
     if watch is not None:
         watch.begin()
-    _live(reference).before_forward(index)
+    engine = _live(reference)
+    if index not in engine.opened:
+        engine.before_forward(index)
 
 
 def _after_forward(
@@ -117,6 +127,8 @@ def _after_forward(
     left_behind = watch.end() if watch is not None else []
     if engine is None:
         return output  # reported before the forward; this is called although that raised
+    if index in engine.opened:
+        return output
     output = _copy_weights(engine.units[index], output)
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
@@ -178,7 +190,7 @@ def _describe_state_dict(
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = _live(reference)
-    if not engine.scheduler.in_forward:
+    if not engine.scheduler.in_forward and not engine.opened:
         engine.install_sharded()
 
 

@@ -23,6 +23,11 @@ class ShardedModel(Protocol):
 
     model_auto_sync: bool
 
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced, as `no_sync` leaves them."""
+        ...
+
     def finish_grad_sync(self) -> None:
         """Reduce what is left and show gradients."""
 
@@ -34,6 +39,9 @@ class ShardedModel(Protocol):
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+
+    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
 
 
 class _StepHooks:
@@ -50,7 +58,7 @@ class _StepHooks:
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
         model = _alive(self._model)
-        if syncs and not model.model_auto_sync:
+        if syncs and (not model.model_auto_sync or model.has_deferred_gradients):
             model.finish_grad_sync()
         if len(args) > 1 and callable(args[1]):
             args = (args[0], self._around(args[1], syncs), *args[2:])
@@ -103,10 +111,11 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         if alive is None:
             return
         original(alive, *args, **kwargs)
+        params = [param for group in alive.param_groups for param in group["params"]]
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        _alive(reference).clear_decoupled_gradients(params, set_to_none)
         if zero_grad_buffer:
-            _alive(reference).forget_pending_gradients(
-                param for group in alive.param_groups for param in group["params"]
-            )
+            _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -177,6 +186,19 @@ _NOT_ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SparseAdam,
 )
+
+
+def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:
+    """Refuse an optimizer that would find no gradient, so that nothing is trained in silence.
+
+    Raises:
+        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
+    """
+    if is_decoupled and type(optimizer).step.__module__.startswith("torch.optim"):
+        raise ConfigurationError(
+            f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {type(optimizer).__name__}, "
+            "one of torch's own, does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
+        )
 
 
 def move_to_sharded(

@@ -10,13 +10,15 @@ bytes in the same place. A gathered unit that nobody uses stays in its slot unti
 then), so the units used last in forward are still there when backward begins.
 
 Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
-every other unit outside k is over: its weights may go, and a gradient that has not come will not come.
+every other unit outside k is over: its weights may go, and a gradient that has not come will not come. That is when a
+unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the order of
+collectives must not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -70,6 +72,9 @@ class ScheduleConfig:
         prefetch_forward: How many units to gather ahead in forward.
         prefetch_backward: How many units to gather ahead in backward.
         reduces_early: Whether a unit is reduced as soon as its gradients are there; else when the backward is over.
+        homeless: Units with memory of their own: a slot only counts how many are gathered, and any will do.
+        private: Units with memory of their own that is kept: they take no slot and give way to nobody.
+        returned: Units, or the root, that are released when a backward is over, because their memory is given back.
     """
 
     trainable: tuple[bool, ...]
@@ -79,6 +84,9 @@ class ScheduleConfig:
     prefetch_forward: int = 1
     prefetch_backward: int = 1
     reduces_early: bool = True
+    homeless: frozenset[int] = frozenset()
+    private: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -196,7 +204,7 @@ class Scheduler:
         state.in_backward, state.reduced = True, False
 
     def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
-        """Every trainable parameter of the unit has received its gradient."""
+        """Somebody who drives the passes by hand says that a unit's gradients are all there: reduce it now."""
         if not self.config.reduces_early or unit == ROOT:
             return ()
         self._units[unit].reduced = True
@@ -204,7 +212,8 @@ class Scheduler:
 
     def backward_ends(self) -> tuple[Operation, ...]:
         """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
-        operations: list[Operation] = []
+        done = [unit for unit in sorted(self.config.returned) if unit not in self._forward_stack]
+        operations = [operation for unit in done for operation in self._release(unit)]
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
             began = state.in_backward or (unit == ROOT and self._in_backward)
@@ -265,6 +274,19 @@ class Scheduler:
         self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
         return operations
 
+    def look_ahead(self, depth: int, may_grow: bool) -> None:
+        """Gather another number of units ahead from now on.
+
+        Args:
+            depth: How many, in both directions; not more than there are slots besides the one in use.
+            may_grow: Whether to add slots for them; slots are never taken away.
+        """
+        slots = max(self.config.slots, depth + 1) if may_grow else self.config.slots
+        if self.config.shares_slots:
+            depth = min(depth, slots - 1)
+            self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
+        self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
+
     # ---- questions ----------------------------------------------------------------------------------------------
 
     @property
@@ -322,7 +344,7 @@ class Scheduler:
         if state.residence is not Residence.SHARDED:
             return []
         operations: list[Operation] = []
-        if unit != ROOT and self.config.shares_slots:
+        if unit != ROOT and self.config.shares_slots and unit not in self.config.private:
             slot = self._choose_slot(unit, keep, must)
             if slot is None:
                 return []
@@ -337,7 +359,7 @@ class Scheduler:
 
     def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
         """The unit's home if it can be had, else an empty or the least recently used slot; a new one if it must."""
-        home = self._units[unit].home
+        home = None if unit in self.config.homeless else self._units[unit].home
         if home is not None and self._can_evict(home, keep):
             return home
         if home is not None and (not must or self._units[unit].open_forwards > 0):

@@ -1,7 +1,9 @@
 """The gradients of a parameter group: from autograd into a bucket, over the wire, into the main gradient.
 
     autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
-    where reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
+    where all reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
+    where there is an outer axis:  bucket  -> reduced inside, added ->  pending (an inner rank's part, main_grads dtype)
+        -> cast, reduced across, at the sync ->  main gradient
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
 overwrites, else it adds; so clearing gradients in any of the usual ways is right.
@@ -9,35 +11,23 @@ overwrites, else it adds; so clearing gradients in any of the usual ways is righ
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.buffer.collectives import Axis, sum_received
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges
+from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, piece_view
 from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.unit.grad_slot import GRAD, get_grad, set_grad
+from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
-
-
-@dataclass(frozen=True)
-class Attached:
-    """A gradient as it was handed to the user, to see later what became of it."""
-
-    grad: weakref.ref[DTensor]  # weak: a copy in another dtype dies with `zero_grad`
-    version: int
-
-    def is_untouched(self, grad: torch.Tensor) -> bool:
-        """Whether `grad` is what was handed out, as it was."""
-        return isinstance(grad, DTensor) and grad is self.grad() and _version_of(grad) == self.version
 
 
 class GradientBuffers:
@@ -46,32 +36,34 @@ class GradientBuffers:
     def __init__(
         self,
         layout: Layout,
-        axis: Axis,
-        placement: Placement,
+        axes: Sequence[Axis],
+        placement: Sequence[Placement],
         precision: ResolvedPrecision,
         reduction: GradientReduction,
         device: torch.device,
     ) -> None:
         self.layout = layout
-        self.axis = axis
         self.precision = precision
-        self.reduction = reduction
-        self.main = FlatBuffer(layout, axis, placement, precision.main_grads, device)
+        self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
+        self.grad_attribute = GRAD  # where the sharded parameters show their gradient
+        self.main = FlatBuffer(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
-        self._attached: list[Attached | None] = [None] * count
+        self._attached = [False] * count  # `.grad` was handed out and not taken back since
+        self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
         self._views: list[DTensor | None] = [None] * count
         self._target: torch.Tensor | None = None
         self._target_views: dict[int, list[torch.Tensor]] = {}
         self._partial: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
         self._filled = [False] * count
-        self._missing = count
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
+        self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
-        self.precision, self.reduction = precision, reduction
+        self.precision, self.reducer.reduction = precision, reduction
         self._target_views.clear()
 
     # ---- filling ------------------------------------------------------------------------------------------------
@@ -83,13 +75,18 @@ class GradientBuffers:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether there are sums that were kept from earlier backwards."""
+        """Whether there are sums of earlier backwards that no other rank knows of."""
         return self._partial is not None
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every parameter's gradient has come."""
-        return self._target is not None and self._missing == 0
+    def has_pending(self) -> bool:
+        """Whether there are sums that the outer ranks have not reduced yet."""
+        return self._pending is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way to the main gradient."""
+        return self.is_filling or self.has_deferred or self.has_pending
 
     def needs_bucket(self, defer: bool) -> bool:
         """Whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
@@ -108,18 +105,16 @@ class GradientBuffers:
                 )
             self._target = self._partial
         self._filled = [False] * len(self._filled)
-        self._missing = len(self._filled)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
         view = self._view(index)
         if self._target is self._partial or self._filled[index]:
-            view.add_(grad)
-        elif self.reduction.pre_factor == 1.0:
+            view.add_(grad, alpha=1.0 if self._target is self._partial else self.reducer.reduction.pre_factor)
+        elif self.reducer.reduction.pre_factor == 1.0:
             view.copy_(grad)
         else:
-            torch.mul(grad, self.reduction.pre_factor, out=view)
-        self._missing -= not self._filled[index]
+            torch.mul(grad, self.reducer.reduction.pre_factor, out=view)
         self._filled[index] = True
         self.arrived[index] = True
 
@@ -142,47 +137,43 @@ class GradientBuffers:
     def reduce(
         self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
     ) -> Ticket:
-        """Start reducing what has come; gradients that have not come count as zero.
+        """Start reducing what has come over the inner ranks; gradients that have not come count as zero.
 
         Args:
             lane: Where the collective runs.
             bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
-            scratch: (numel,) in the communication dtype where the axis exchanges pairwise, else None.
+            scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
         """
         if self._partial is not None:
-            torch.mul(self._partial, self.reduction.pre_factor, out=bucket)
+            torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
             for index, filled in enumerate(self._filled):
                 if not filled:
                     self._view(index).zero_()
         self._target = None
-        return self._submit(lane, bucket, scratch, params)
-
-    def _submit(
-        self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
-    ) -> Ticket:
-        average = self.reduction.op == "avg"
-        factor = self.reduction.post_factor
-        ranks = self.axis.num_ranks
-        if self.main.placement is not Placement.SHARD:
-            return lane.submit(
-                lambda: self.axis.all_reduce(bucket, average), lambda: self._accumulate(bucket, factor, params)
+        stage = self.reducer.inside(bucket, scratch)
+        if not self.reducer.crosses:
+            return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
+        if self._pending is None:
+            self._pending = torch.zeros(
+                self.reducer.inner_region.numel, dtype=self.precision.main_grads, device=self.main.local.device
             )
-        if scratch is not None:
-            factor = factor / ranks if average else factor
-            return lane.submit(
-                lambda: self.axis.exchange(scratch, bucket),
-                lambda: self._accumulate(sum_received(scratch, ranks), factor, params),
-            )
-        reduced: list[torch.Tensor] = []
+        pending = self._pending
+        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
-        def launch() -> torch.distributed.Work | None:
-            reduced.append(torch.empty(self.layout.shard_numel, dtype=bucket.dtype, device=bucket.device))
-            return self.axis.reduce_scatter(reduced[0], bucket, average)
+    def reduce_across(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
+        """Start reducing what is pending over the outer ranks.
 
-        return lane.submit(launch, lambda: self._accumulate(reduced.pop(), factor, params))
+        Returns:
+            The ticket, and memory that has to be kept until it was waited for.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        stage = self.reducer.across(pending.to(self.precision.grad_comm))
+        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
+        return ticket, (pending, *stage.memory)
 
     def _accumulate(self, reduced: torch.Tensor, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Bring a reduced gradient, shaped as the local main gradient, into it."""
@@ -197,6 +188,7 @@ class GradientBuffers:
                         self.main.piece(index).zero_()
             main.add_(reduced, alpha=factor)
         self._live = [True] * len(self._live)
+        self.renewed = True
 
     def _reconcile(self, params: Sequence[nn.Parameter]) -> None:
         """Take in what `.grad` of the sharded parameters holds by now, and leave None where it was not our own view.
@@ -205,16 +197,27 @@ class GradientBuffers:
         that do not come through a unit, such as those of a penalty on `model.parameters()`.
         """
         for index, attached in enumerate(self._attached):
-            self._attached[index] = None
-            grad = params[index].grad
+            self._attached[index] = False
+            grad = get_grad(params[index], self.grad_attribute)
+            self._kept[index] |= grad is not None
             if grad is None:
-                self._live[index] = self._live[index] and attached is None
+                self._live[index] = self._live[index] and not attached
             elif grad is not self._views[index]:
-                if attached is None:
+                if attached:
+                    self._take_back(index, grad)
+                else:
                     self._add_foreign(index, grad)
-                elif not attached.is_untouched(grad):
-                    self.main.piece(index).copy_(_local(grad))
-                params[index].grad = None
+                set_grad(params[index], self.grad_attribute, None)
+
+    def _take_back(self, index: int, grad: torch.Tensor) -> None:
+        """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
+
+        Elements that are still the rounded ones keep what was rounded off. Versions would not tell: torch's operations
+        on lists of DTensors, such as those of its gradient clipping, count nowhere.
+        """
+        piece, found = self.main.piece(index), _local(grad)
+        piece.copy_(torch.where(piece.to(found.dtype) == found, piece, found.to(piece.dtype)))
+        self._live[index] = True
 
     def _add_foreign(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient of the sharded parameter itself, which is final on this rank."""
@@ -236,18 +239,21 @@ class GradientBuffers:
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
         for index, param in enumerate(params):
-            grad = param.grad
+            grad, attached = get_grad(param, self.grad_attribute), self._attached[index]
+            if grad is None and attached:
+                self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
             if grad is None or grad is self._views[index]:
                 continue
-            attached = self._attached[index]
-            if attached is None or not attached.is_untouched(grad):
-                if attached is not None:
-                    self._live[index] = False  # what was attached has been changed, and holds everything
+            if attached:
+                self._take_back(index, grad)
+            else:
                 self._add_foreign(index, grad)
-        same = self.precision.main_grads == self.precision.main_params
-        cast = None if same else self.main.local.to(self.precision.main_params)
+        if self.grad_attribute != GRAD:
+            self._take_plain(params)
+        cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, param in enumerate(params):
-            if not self._live[index] or not (used[index] or param.grad is not None):
+            shown = get_grad(param, self.grad_attribute) is not None
+            if not self._live[index] or not (used[index] or self._kept[index] or shown):
                 self._live[index] = False
                 continue
             if cast is None:
@@ -255,51 +261,63 @@ class GradientBuffers:
                 if grad is None:
                     grad = self._views[index] = describe(index, self.main.piece(index))
             else:
-                grad = describe(index, self._piece_of(cast, index))
-            param.grad = grad
-            self._attached[index] = Attached(weakref.ref(grad), _version_of(grad))
+                grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
+            set_grad(param, self.grad_attribute, grad)
+            self._attached[index] = True
         self.arrived = [False] * len(self.arrived)
+        self._kept = [False] * len(self._kept)
+        self.renewed = False
 
-    def _piece_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's piece of tensor `index` in a tensor laid out as the main gradient."""
-        piece = self.main.piece(index)
-        offset = piece.storage_offset() - self.main.local.storage_offset()
-        return local[offset : offset + piece.numel()].view(piece.shape)
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """Dtype of the gradients that the sharded parameters show: their own, or not cast where decoupled."""
+        return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
+
+    def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
+        """Add what autograd itself put into `.grad` of sharded parameters that show their gradient elsewhere."""
+        for index, param in enumerate(params):
+            if param.grad is not None:
+                self._add_foreign(index, param.grad)
+                param.grad = None
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply what has been accumulated, visible or not, reduced or not."""
         self.main.local.mul_(factor)
         for view, param in zip(self._views, params, strict=True):
-            if param.grad is not None and param.grad is not view:
-                param.grad.mul_(factor)  # a copy in another dtype, or what the user put there
-        if self._partial is not None:
-            self._partial.mul_(factor)
+            grad = get_grad(param, self.grad_attribute)
+            if grad is not None and grad is not view:
+                grad.mul_(factor)  # a copy in another dtype, or what the user put there
+        for waiting in (self._partial, self._pending):
+            if waiting is not None:
+                waiting.mul_(factor)
 
     def forget_pending(self, index: int) -> None:
         """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
-        if self._attached[index] is None:
-            self._live[index] = False
+        if not self._attached[index]:
+            self._live[index] = self._kept[index] = False
             self.arrived[index] = False
         if self._partial is not None:
             full_view(self.layout, self._partial, index).zero_()
+        if self._pending is not None:
+            piece_view(self.layout, self.reducer.inner_region, self._pending, index).zero_()
 
     def clear(self) -> None:
         """Forget everything accumulated and everything deferred."""
         count = len(self._live)
         self._live = [False] * count
-        self._attached = [None] * count
+        self._attached = [False] * count
+        self._kept = [False] * count
         self.arrived = [False] * count
-        self._partial = None
+        self._partial = self._pending = None
 
     def abandon(self) -> None:
         """Forget gradients that were on their way (after an exception)."""
-        self._target = None
-        self._partial = None
+        self._target = self._partial = self._pending = None
         self._filled = [False] * len(self._filled)
 
 
-def _version_of(grad: DTensor) -> int:
-    return grad._version + grad._local_tensor._version
+def _discard(_result: object) -> None:
+    """Let an expression stand where a function without a result is asked for."""
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

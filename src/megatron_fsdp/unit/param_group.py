@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.grouping import ParameterGroupSpec
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
-from megatron_fsdp.unit.chunks import describe_chunks
+from megatron_fsdp.region import shard_count
+from megatron_fsdp.shard_description import BufferCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
+from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, local_part
 from megatron_fsdp.unit.weights import WeightBuffers
 
 
@@ -32,9 +39,12 @@ class GroupPlan:
         precision: The dtype of each buffer.
         reduction: The factor and operation of their gradients.
         placements: Where each buffer lies, by strategy.
-        axis: The sharding axis.
-        mesh: The one-dimensional mesh that the sharded parameters are described on.
+        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
+        mesh: The mesh that the sharded parameters are described on: the axes, and the tensor-parallel one last where
+            there is one.
         device: Where the buffers live.
+        parts: For each parameter how tensor parallelism cut it before; None where it did not.
+        layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
     """
 
     spec: ParameterGroupSpec
@@ -42,13 +52,52 @@ class GroupPlan:
     precision: ResolvedPrecision
     reduction: GradientReduction
     placements: Placements
-    axis: Axis
+    axes: tuple[Axis, ...]
     mesh: DeviceMesh
     device: torch.device
+    parts: tuple[TensorParallelPart | None, ...]
+    layouts_by_part: tuple[Layout, ...] = ()
 
-    def local_placement(self, placement: Placement) -> Placement:
-        """A placement as it matters for memory: on a single rank everything is whole."""
-        return Placement.REPLICATE if self.axis.num_ranks == 1 else placement
+    @property
+    def axis(self) -> Axis:
+        """The sharding axis."""
+        return self.axes[-1]
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts main weights are cut."""
+        return shard_count(self.placements.main_weight, self.axes)
+
+    def frame(self, index: int) -> ShardFrame:
+        """Which elements of tensor `index` every rank holds, for DTensors of its main weight, gradient and state."""
+        part, layouts = self.parts[index], self.layouts_by_part
+        is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
+        use = MeshUse(
+            sizes=tuple(self.mesh.mesh.shape),
+            shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
+            tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
+        )
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        tensor_cut = None
+        if part is not None and isinstance(part.placement, Shard):
+            dim = part.placement.dim
+            tensor_cut = TensorParallelCut.by_chunk(part.shape[dim], use.num_parts, dim)
+        return ShardFrame(
+            self.mesh,
+            ShardDescription(
+                shape=self.layout.shapes[index] if part is None else tuple(part.shape),
+                use=use,
+                coordinate=tuple(coordinate),
+                cut=_cut(self.layout, index),
+                tensor_cut=tensor_cut,
+                other_cuts=tuple(_cut(layout, index) for layout in layouts),
+            ),
+        )
+
+
+def _cut(layout: Layout, index: int) -> BufferCut:
+    return BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))
 
 
 class ParameterGroup:
@@ -56,6 +105,7 @@ class ParameterGroup:
 
     Attributes:
         plan: What was decided.
+        frames: For each parameter, who holds which of its elements.
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a frozen group.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
@@ -64,33 +114,30 @@ class ParameterGroup:
 
     def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter]) -> None:
         self.plan = plan
-        placements = plan.placements
-        self.weights = WeightBuffers(
-            plan.layout,
-            plan.axis,
-            (plan.local_placement(placements.compute_weight[-1]), plan.local_placement(placements.main_weight[-1])),
-            plan.precision,
-            plan.device,
-        )
+        self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
         self.gradients: GradientBuffers | None = None
         if plan.spec.key.requires_grad:
             self.gradients = GradientBuffers(
-                plan.layout,
-                plan.axis,
-                plan.local_placement(placements.main_grad[-1]),
-                plan.precision,
-                plan.reduction,
-                plan.device,
+                plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
             )
+        self._stand_in: torch.Tensor | None = None
         for index, original in enumerate(originals):
-            self.weights.store(index, original)
+            if not original.is_meta:
+                self.store(index, local_part(original))
+        introduce_to_torch()
+        self.frames = tuple(plan.frame(index) for index in range(len(originals)))
+        self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
-        self.full = tuple(self._make_full(original) for original in originals)
+        self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = tuple(local_of(param).data_ptr() for param in self.sharded)
         self._seen_versions = -1
         self.note_installed()
+
+    def store(self, index: int, full: torch.Tensor) -> None:
+        """Take the initial value of parameter `index`, full and in any dtype; after the last, call `note_installed`."""
+        self.weights.store(index, full)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,7 +167,7 @@ class ParameterGroup:
         self.note_installed()
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were frozen, unfrozen or given hooks after wrapping.
+        """Refuse parameters that were frozen, unfrozen or replaced after wrapping.
 
         Raises:
             ConfigurationError: Names the first one.
@@ -137,26 +184,52 @@ class ParameterGroup:
                     f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
                     "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
                 )
-            if param._post_accumulate_grad_hooks:
-                raise ConfigurationError(
-                    f"{name} was given a post-accumulate-grad hook after the model was sharded; autograd never "
-                    "reaches the sharded parameter, so it would not run: act on .grad after backward"
-                )
 
     @property
     def is_gathered(self) -> bool:
-        """Whether full weights have to be put together from the parts of all ranks."""
-        return Placement.SHARD in (self.weights.compute.placement, self.weights.main.placement)
+        """Whether full weights have to be put together from the parts of the inner ranks."""
+        return self.weights.gathers_inside
 
     @property
     def weights_in_slots(self) -> bool:
         """Whether full weights exist only while gathered."""
-        return self.weights.compute.placement is Placement.SHARD
+        return not self.weights.compute.is_whole
 
     @property
     def grads_sharded(self) -> bool:
         """Whether reduced gradients are this rank's part only."""
-        return self.gradients is not None and self.gradients.main.placement is Placement.SHARD
+        return self.gradients is not None and not self.gradients.main.is_whole
+
+    @property
+    def exchanges_inside(self) -> bool:
+        """Whether reducing over the inner ranks needs memory for what comes in."""
+        return self.gradients is not None and self.gradients.reducer.exchanges_inside
+
+    @property
+    def main_is_sharded(self) -> bool:
+        """Whether main weights are placed as shards; also on a single rank, which then holds the only one."""
+        return Placement.SHARD in self.plan.placements.main_weight
+
+    @property
+    def grad_attribute(self) -> GradAttribute:
+        """The attribute of the sharded parameters that holds their gradient."""
+        return GRAD if self.gradients is None else self.gradients.grad_attribute
+
+    def decouple_gradients(self) -> None:
+        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        if self.gradients is not None:
+            self.gradients.grad_attribute = DECOUPLED
+            self.hide_grads()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What each sharded parameter shows as its gradient."""
+        return [get_grad(param, self.grad_attribute) for param in self.sharded]
+
+    def hide_grads(self) -> None:
+        """Let no sharded parameter show a gradient."""
+        for param in self.sharded:
+            param.grad = None
+            set_grad(param, self.grad_attribute, None)
 
     @property
     def gathered_bytes(self) -> int:
@@ -179,44 +252,66 @@ class ParameterGroup:
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
-        shape = torch.Size(self.plan.layout.shapes[index])
-        sharded = self.plan.placements.main_weight[-1] is Placement.SHARD
-        stride = tuple(torch.empty(shape, device="meta").stride())
-        return DTensor.from_local(
-            piece, self.plan.mesh, [Shard(0) if sharded else Replicate()], run_check=False, shape=shape, stride=stride
-        )
+        return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
-        """Let torch.distributed.checkpoint know what part of parameter `index` (or of its state) a DTensor holds."""
-        if self.plan.placements.main_weight[-1] is Placement.SHARD:
-            describe_chunks(tensor, *self.plan.layout.local_range(index, self.plan.axis.rank))
+        """Let tools that look at the local tensor of parameter `index`, or of its state, know what part it holds."""
+        if not self.frames[index].is_whole:
+            describe_chunks(tensor, self.frames[index].description.boxes())
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor with the shape of parameter `index`, laid out as the parameter; a copy."""
-        flat = full.detach().reshape(-1).to(self.plan.device)
-        piece = self.weights.main.piece(index)
-        if self.weights.main.placement is Placement.SHARD:
-            start, stop = self.plan.layout.local_range(index, self.plan.axis.rank)
-            flat = flat[start:stop]
-        return self.describe_piece(index, flat.clone().view(piece.shape))
+        flat = local_part(full.detach()).reshape(-1).to(self.plan.device)
+        start, stop = self.plan.layout.range_in(index, self.weights.main.region)
+        return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):
-            for index, param in enumerate(self.full):
-                param.data = self.weights.full_view(full, index)
+            for index in range(len(self.full)):
+                self._point(index, self.weights.full_view(full, index))
+
+    def _point(self, index: int, memory: torch.Tensor) -> None:
+        param = self.full[index]
+        if isinstance(param, DTensor):
+            param._local_tensor = memory
+        else:
+            param.data = memory
+
+    def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
+        part = self.plan.parts[index]
+        return grad if part is None else part.local_gradient(grad)
+
+    def hide(self) -> None:
+        """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
+        with torch.inference_mode(False):
+            if self._stand_in is None:
+                self._stand_in = self._one_element()
+            for index in range(len(self.full)):
+                self._point(index, self._stand_in.expand(self.plan.layout.shapes[index]))
+
+    def _one_element(self) -> torch.Tensor:
+        """What a parameter without memory points to; expanded, it has the right shape."""
+        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
 
     def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
+        if original.requires_grad:
+            # Reductions of whole parameters hand back gradients of the global shape.
+            handle = param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
+            self.own_hooks.add(handle.id)
+            for hook in (original._post_accumulate_grad_hooks or {}).values():
+                param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
 
-    def _make_full(self, original: nn.Parameter) -> nn.Parameter:
-        # The right shape without memory, until `place`.
-        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(original.shape)
-        param = nn.Parameter(hollow, requires_grad=original.requires_grad)
+    def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
+        hollow = self._one_element().expand(self.plan.layout.shapes[index])
+        part = self.plan.parts[index]
+        param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP

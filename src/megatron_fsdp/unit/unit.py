@@ -39,6 +39,7 @@ class Unit:
         self._placed_in: Block | None = None
         self.shows_full = False
         self._tickets: list[Ticket] = []
+        self._outer_tickets: list[Ticket] = []
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
 
     @property
@@ -62,8 +63,15 @@ class Unit:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
+    def gather_across(self, lane: Lane) -> None:
+        """Start bringing what inner ranks gather from up to date, where outer ranks share the update out."""
+        self._outer_tickets += [
+            lane.submit(group.weights.gather_across) for group in self.groups if group.weights.gathers_across
+        ]
+
     def gather(self, lane: Lane, block: Block | None) -> None:
         """Start gathering the compute weights, into `block` where they are sharded at rest."""
+        self._await(self._outer_tickets)
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
@@ -73,11 +81,18 @@ class Unit:
 
     def wait(self) -> None:
         """Make the gathered weights usable."""
-        tickets, self._tickets = self._tickets, []
+        self._await(self._outer_tickets)
+        if self._await(self._tickets):
+            self._mark(0)
+
+    @staticmethod
+    def _await(tickets: list[Ticket]) -> bool:
+        """Wait for what was started and forget it; False where nothing was."""
         for ticket in tickets:
             ticket.wait()
-        if tickets:
-            self._mark(0)
+        was_any = bool(tickets)
+        tickets.clear()
+        return was_any
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this unit's gathered weights that live in a slot."""
@@ -90,6 +105,13 @@ class Unit:
         raises "modified by an inplace operation" where it would compute with the weights of another unit.
         """
         self._mark(1)
+
+    def hide(self) -> None:
+        """The memory of the gathered weights is gone: the full parameters lie nowhere until the next gather."""
+        self._placed_in = None
+        for group in self.groups:
+            if group.weights_in_slots:
+                group.hide()
 
     def _mark(self, version: int) -> None:
         """Set the version counters of full parameters that live in a slot; saved views of them share these."""
@@ -122,7 +144,7 @@ class Unit:
                             "parameter any more (functional_call, or assigned after sharding); sharded models use "
                             "their own weights"
                         )
-                    _set_parameter(module, attribute, param)
+                    set_parameter(module, attribute, param)
 
     def check_untouched(self) -> None:
         """Refuse writes into gathered weights, which would be lost when these are released.
@@ -146,7 +168,18 @@ class Unit:
         for group, sites in zip(self.groups, self._sites, strict=True):
             for param, places in zip(group.sharded, sites, strict=True):
                 for module, attribute in places:
-                    _set_parameter(module, attribute, param)
+                    set_parameter(module, attribute, param)
+
+    def install_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Put parameters of somebody else's into the module tree, one per parameter of each group."""
+        for params, sites in zip(copies, self._sites, strict=True):
+            for param, places in zip(params, sites, strict=True):
+                for module, attribute in places:
+                    set_parameter(module, attribute, param)
+
+    def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
+        """Whether parameter `index` of a group is `copy` in every place of the module tree."""
+        return all(module._parameters.get(name) is copy for module, name in self._sites[position][index])
 
     @property
     def main_changed(self) -> bool:
@@ -165,13 +198,8 @@ class Unit:
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every trainable parameter has its gradient."""
-        return all(group.gradients is None or group.gradients.is_complete for group in self.groups)
 
-
-def _set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
+def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[attribute] = param
