@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
@@ -14,6 +15,7 @@ from megatron_fsdp.runtime.schedule import Scheduler
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import prefetch_depth
 
 
 class OnRequest:
