@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -45,6 +46,7 @@ class GroupPlan:
         device: Where the buffers live.
         parts: For each parameter how tensor parallelism cut it before; None where it did not.
         layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
+        foreign_groups: For experts, groups of ranks that hold other experts.
     """
 
     spec: ParameterGroupSpec
@@ -57,6 +59,7 @@ class GroupPlan:
     device: torch.device
     parts: tuple[TensorParallelPart | None, ...]
     layouts_by_part: tuple[Layout, ...] = ()
+    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def axis(self) -> Axis:
@@ -93,6 +96,7 @@ class GroupPlan:
                 tensor_cut=tensor_cut,
                 other_cuts=tuple(_cut(layout, index) for layout in layouts),
             ),
+            self.foreign_groups,
         )
 
 
