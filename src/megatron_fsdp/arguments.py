@@ -27,13 +27,6 @@ CLASS_DEFAULTS: Mapping[str, Any] = {
 
 FUNCTION_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
-    "dp_outer_dim": None,
-    "hybrid_fsdp_group": None,
-    "hybrid_fsdp_expt_group": None,
-    "expt_device_mesh": None,
-    "fsdp_group_ag": None,
-    "expt_fsdp_group_ag": None,
-    "outer_dp_sharding_strategy": 0,
     "enable_fine_grained_param_gather": False,
     "use_decoupled_grad": False,
     "cuda_graph_mode": False,
@@ -63,7 +56,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "nccl_ub": False,
     "fsdp_double_buffer": False,
     "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "outer_dp_sharding_strategy": "no_shard",
     "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
     "delay_wgrad_compute": False,
@@ -73,8 +65,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "megatron_fsdp_max_pool_double_buffer": False,
 }
 """Fields of `DistributedDataParallelConfig` when it configures `MegatronFSDP`."""
-
-_EQUIVALENTS: Mapping[str, tuple[Any, ...]] = {"outer_dp_sharding_strategy": (0, "no_shard")}
 
 
 def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -90,7 +80,7 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) ->
     at_fault = [
         f"{name}={given[name]!r} (default {default!r})"
         for name, default in defaults.items()
-        if name in given and not _is_default(name, given[name], default)
+        if name in given and not _is_default(given[name], default)
     ]
     if at_fault:
         raise NotSupportedYetError(
@@ -98,7 +88,5 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) ->
         )
 
 
-def _is_default(name: str, value: Any, default: Any) -> bool:
-    if name in _EQUIVALENTS:
-        return value in _EQUIVALENTS[name] and not isinstance(value, bool)
+def _is_default(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.arguments import FUNCTION_DEFAULTS, refuse_unsupported
 from megatron_fsdp.buffer.lanes import default_device
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_arguments
 from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
@@ -84,17 +85,21 @@ def fully_shard_model(
         device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
         dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only
         one.
-        dp_outer_dim: Not supported yet: the outer dimension of hybrid sharding.
-        tp_dim: The tensor-parallel dimension; not supported yet where it has more than one rank.
-        hybrid_fsdp_group: Not supported yet: the group that goes with `dp_outer_dim`.
-        hybrid_fsdp_expt_group: Not supported yet.
-        expt_device_mesh: Not supported yet.
-        fsdp_group_ag: Not supported yet.
-        expt_fsdp_group_ag: Not supported yet.
+        dp_outer_dim: The outer dimension of hybrid sharding: parameters are sharded over `dp_shard_dim` and replicated
+            over this one, and gradients cross it once per sync.
+        tp_dim: The tensor-parallel dimension. Parameters that `parallelize_module` made DTensors over it are sharded
+            further; without it, the dimension that they name is looked for in the mesh.
+        hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; goes with `dp_outer_dim`.
+        hybrid_fsdp_expt_group: The same for experts.
+        expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
+            parameter), with the same dimension names and further ones over which experts differ.
+        fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
+        expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
             the model declares in `_no_split_modules`, else repeated blocks.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
-        outer_dp_sharding_strategy: Not supported yet.
+        outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": share main
+            weights and optimizer state out over it too (HFSDP).
         device: Where the shards live; None: this process's device of the mesh's type.
         init_model_with_meta_device: Not supported yet.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
@@ -129,7 +134,8 @@ def fully_shard_model(
         NotSupportedYetError: An argument that this version does not implement is not at its default.
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
-    _check_arguments(locals())
+    arguments = dict(locals())
+    _check_arguments(arguments)
     current = resolve_legacy_arguments(
         LegacyArguments(
             grad_reduce_in_fp32,
@@ -144,6 +150,7 @@ def fully_shard_model(
     refuse_unsupported({"keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
+        outer_dp_sharding_strategy=resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy").name,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
@@ -154,7 +161,7 @@ def fully_shard_model(
     )
     model = MegatronFSDP(
         module,
-        _index(device_mesh, dp_shard_dim, tp_dim),
+        _index(arguments),
         config,
         current.mixed_precision_policy,
         fsdp_unit_modules,
@@ -268,15 +275,15 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     arguments = dict(locals())
     del arguments["optimizer"]
     _check_arguments(arguments)
-    index = _index(device_mesh, dp_shard_dim, tp_dim)
-    arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim)
+    index = _index(arguments)
+    arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
     problem = None
     try:
         check_parameters(optimizer, names)
     except ConfigurationError as error:
         problem = error
-    agree(index.get_fsdp_group(), problem)
+    agree(index.get_dp_group(), problem)
     model = fully_shard_model(**arguments)
     sharded = {
         name: param
@@ -311,24 +318,55 @@ def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup
         )
 
 
-def _index(device_mesh: DeviceMesh | None, dp_shard_dim: str | None, tp_dim: str | None) -> FSDPDistributedIndex:
-    """Find or build the mesh, and check its dimensions."""
+def _index(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
+    """Find or build the mesh, and check its dimensions.
+
+    Args:
+        arguments: Those of `fully_shard_model`.
+    """
     if not is_distributed_ready():
         raise ConfigurationError(
             "torch.distributed is not initialised; start the program with torchrun and call "
             "torch.distributed.init_process_group() before sharding"
         )
-    if device_mesh is None:
-        dp_shard_dim = dp_shard_dim or "fsdp"
-        names = (dp_shard_dim,) if tp_dim is None else (dp_shard_dim, tp_dim)
+    mesh, shard_dim, tp_dim = (arguments[name] for name in ("device_mesh", "dp_shard_dim", "tp_dim"))
+    if mesh is None:
+        _refuse_without_mesh(arguments)
+        shard_dim = shard_dim or "fsdp"
+        names = (shard_dim,) if tp_dim is None else (shard_dim, tp_dim)
         shape = (dist.get_world_size(), *(1 for _ in names[1:]))
-        device_mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=names)
-    elif dp_shard_dim is None and device_mesh.ndim == 1 and device_mesh.mesh_dim_names:
-        dp_shard_dim = device_mesh.mesh_dim_names[0]
-    index = FSDPDistributedIndex(device_mesh, dp_shard_dim, tp_dim=tp_dim)
-    if tp_dim is not None and index.get_submesh((tp_dim,)).size() > 1:
-        raise NotSupportedYetError(
-            f"tp_dim={tp_dim!r} has {index.get_submesh((tp_dim,)).size()} ranks; tensor parallelism is not supported "
-            "yet, so use a tensor-parallel size of 1"
+        mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=names)
+    elif shard_dim is None and mesh.ndim == 1 and mesh.mesh_dim_names:
+        shard_dim = mesh.mesh_dim_names[0]
+    outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+    return FSDPDistributedIndex(
+        mesh,
+        shard_dim,
+        arguments["dp_outer_dim"],
+        tp_dim or _tensor_parallel_dim(arguments["module"], mesh),
+        arguments["hybrid_fsdp_group"],
+        arguments["hybrid_fsdp_expt_group"],
+        hsdp_outer_dp_shard=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
+        expt_device_mesh=arguments["expt_device_mesh"],
+        fsdp_group_ag=arguments["fsdp_group_ag"],
+        expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
+    )
+
+
+_NEED_A_MESH = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
+
+
+def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
+    given = [name for name in _NEED_A_MESH if arguments[name] is not None]
+    if given:
+        raise ConfigurationError(
+            f"{', '.join(given)} cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh"
         )
-    return index
+
+
+def _tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
+    """The mesh dimension that parameters are DTensors over already; None where they are plain or name another one."""
+    named = (p.device_mesh.mesh_dim_names for p in module.parameters() if isinstance(p, DTensor))
+    found = {names[0] for names in named if names is not None and len(names) == 1}
+    found &= set(mesh.mesh_dim_names or ())
+    return found.pop() if len(found) == 1 else None

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.layout_planner import Item, plan_placement
+from megatron_fsdp.region import Region
 
 
 class GranularityKind(enum.Enum):
@@ -196,9 +197,12 @@ class Layout:
 
         The ranges of ranks 0, 1, ... follow each other without a gap: each starts where the one before stops.
         """
-        shard_start, shard_stop = self.shard_range(rank)
+        return self.range_in(index, Region(*self.shard_range(rank)))
+
+    def range_in(self, index: int, region: Region) -> tuple[int, int]:
+        """Half-open range of one tensor's flattened elements that lie in a region of the buffer, maybe empty."""
         offset, numel = self.offsets[index], self.tensor_numel(index)
-        return min(max(shard_start - offset, 0), numel), min(max(shard_stop - offset, 0), numel)
+        return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
 
     def is_row_sharded(self, index: int) -> bool:
         """Whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).
@@ -213,10 +217,14 @@ class Layout:
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, `(elements,)` otherwise."""
         start, stop = self.local_range(index, rank)
+        return self.piece_shape(index, stop - start)
+
+    def piece_shape(self, index: int, numel: int) -> tuple[int, ...]:
+        """Shape of a piece of `numel` elements that is made of whole shards' parts; as `local_shape`."""
         if not self.is_row_sharded(index):
-            return (stop - start,)
+            return (numel,)
         row_shape = self.shapes[index][1:]
-        return ((stop - start) // math.prod(row_shape), *row_shape)
+        return (numel // math.prod(row_shape), *row_shape)
 
 
 def plan_layout(

@@ -20,7 +20,7 @@ from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hand_driven import HandDriven
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.placement import resolve_strategy
+from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
 from megatron_fsdp.runtime.grad_norm import clip_gradients
@@ -101,6 +101,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self.calculate_per_token_loss = calculate_per_token_loss
         self.report_nan_in_param_grad = report_nan_in_param_grad or config.check_for_nan_in_grad
         self.microbatch_count = 0
+        outer_strategy = resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
         self._mode = SyncMode(auto_sync=sync_model_each_microbatch)
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
         self.device = resolve_device(device, mesh.device_type)
@@ -109,8 +110,14 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
+        if dist_index.hsdp_outer_dp_shard and outer_strategy is not ShardingStrategy.optim:
+            raise ConfigurationError(
+                "dist_index has hsdp_outer_dp_shard=True, but outer_dp_sharding_strategy of ddp_config is "
+                f'"{outer_strategy.name}"; set both or neither'
+            )
         switches = Switches(
             strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
+            outer_strategy=outer_strategy,
             policy=mixed_precision_policy,
             unit_modules=fsdp_unit_modules,
             overlap_grad_reduce=config.overlap_grad_reduce,
@@ -120,7 +127,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             check_finite=self.report_nan_in_param_grad,
         )
         finished = weakref.WeakMethod(self._backward_finished)
-        self._assembly = assemble(module, switches, mesh, self.device, self._mode, _weakly(finished))
+        self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
         watch_optimizers(self._engine)
         self._stamp_parameters()

@@ -90,7 +90,7 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
 
     Raises:
         ConfigurationError: ``outer`` is neither None, ``no_shard`` nor ``optim``, or is ``optim`` where ``inner`` is
-            not ``optim_grads_params``.
+            ``no_shard``.
     """
     on_inner = _inner_placements(inner)
     if outer is None:
@@ -121,10 +121,11 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
             f'outer_dp_sharding_strategy="{outer.name}" is not possible on the outer axis; '
             'give 0 or "no_shard", or 1 or "optim".'
         )
-    if outer == ShardingStrategy.optim and inner != ShardingStrategy.optim_grads_params:
+    if outer == ShardingStrategy.optim and inner == ShardingStrategy.no_shard:
         raise ConfigurationError(
-            f'outer_dp_sharding_strategy="optim" needs zero_dp_strategy="optim_grads_params" but got "{inner.name}"; '
-            'use "optim_grads_params" inside or "no_shard" outside.'
+            'outer_dp_sharding_strategy="optim" shares out further what the sharding axis shares out, which is nothing '
+            'under zero_dp_strategy="no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or '
+            '"no_shard" outside.'
         )
     after_sync = _S if outer == ShardingStrategy.optim else _R
     return Placements(compute_weight=(_R,), pending_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))

@@ -10,6 +10,7 @@ from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
 from megatron_fsdp.buffer.flat_buffer import FlatBuffer
 from megatron_fsdp.layout import plan_layout
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.region import held_region
 from tests.conftest import RunRanks
 
 RANKS = [1, 2, 3, 4]
@@ -128,7 +129,9 @@ def test_sums_repeat_bit_for_bit() -> None:
 def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:
     axis = world_axis()
     layout = plan_layout([(6, 2), (3,)], axis.num_ranks)
-    buffer = FlatBuffer(layout, axis, placement, torch.float32, torch.device("cpu"))
+    shard = held_region(layout.numel, [Placement.SHARD], [axis])
+    held = held_region(layout.numel, [placement], [axis])
+    buffer = FlatBuffer(layout, held, torch.float32, torch.device("cpu"))
     for index, tensor in enumerate((torch.arange(12.0).view(6, 2), torch.full((3,), 9.0))):
         buffer.store(index, tensor)
     if placement is Placement.REPLICATE:
@@ -136,7 +139,7 @@ def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:
         others[slice(*layout.shard_range(axis.rank))] = False
         buffer.local[others] = -1.0  # out of date until gathered
     full = buffer.local if placement is Placement.REPLICATE else torch.full((layout.numel,), -1.0)
-    finish(buffer.gather_into(full))
+    finish(axis.all_gather(full, buffer.part(shard)))
     start, stop = layout.tensor_range(0)
     return full[start:stop].tolist(), int((full == -1.0).sum()), full.data_ptr() == buffer.local.data_ptr()
 

@@ -7,23 +7,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, part_view
+from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, piece_view
 from megatron_fsdp.layout import Layout, plan_layout
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.region import Region
 
 CPU = torch.device("cpu")
 SHAPES = [(5, 3), (7,), (2, 2, 3), (), (0, 4), (1,)]
 shape_lists = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-def rank_of(rank: int, num_ranks: int) -> Axis:
-    """An axis without a process group: enough for everything local."""
-    return Axis(None, rank, num_ranks)
+def whole_buffer(layout: Layout, dtype: torch.dtype = torch.float32) -> FlatBuffer:
+    return FlatBuffer(layout, Region(0, layout.numel), dtype, CPU)
 
 
-def buffer_of(layout: Layout, placement: Placement, rank: int = 0, dtype: torch.dtype = torch.float32) -> FlatBuffer:
-    return FlatBuffer(layout, rank_of(rank, layout.num_shards), placement, dtype, CPU)
+def shard_buffer(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> FlatBuffer:
+    return FlatBuffer(layout, shard_region(layout, rank), dtype, CPU)
+
+
+def shard_region(layout: Layout, rank: int) -> Region:
+    return Region(*layout.shard_range(rank))
 
 
 def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -41,14 +43,14 @@ def test_parts_in_rank_order_are_the_full_buffer(
 ) -> None:
     layout = plan_layout(shapes, num_ranks, alignment_numel=alignment_numel)
     tensors = numbered(shapes)
-    full = buffer_of(layout, Placement.REPLICATE)
-    shards = [buffer_of(layout, Placement.SHARD, rank) for rank in range(num_ranks)]
+    full = whole_buffer(layout)
+    shards = [shard_buffer(layout, rank) for rank in range(num_ranks)]
     for index, tensor in enumerate(tensors):
         for buffer in (full, *shards):
             buffer.store(index, tensor)
     assert full.local.numel() == layout.numel
     assert all(shard.local.numel() == layout.shard_numel for shard in shards)
-    assert torch.equal(torch.cat([shard.part for shard in shards]), full.local)
+    assert torch.equal(torch.cat([shard.local for shard in shards]), full.local)
     for index, tensor in enumerate(tensors):
         assert torch.equal(full_view(layout, full.local, index), tensor)
         pieces = torch.cat([shard.piece(index).reshape(-1) for shard in shards])
@@ -69,14 +71,14 @@ def test_padding_is_what_no_tensor_covers(shapes: list[tuple[int, ...]], num_ran
 
 def test_a_new_buffer_is_zero_in_its_own_dtype() -> None:
     layout = plan_layout(SHAPES, 3)
-    buffer = buffer_of(layout, Placement.SHARD, dtype=torch.bfloat16)
+    buffer = shard_buffer(layout, 0, torch.bfloat16)
     assert buffer.local.dtype == torch.bfloat16
     assert not buffer.local.any()
 
 
 def test_views_share_the_memory_of_the_buffer() -> None:
     layout = plan_layout([(4, 3), (2, 3)], 2)
-    full = buffer_of(layout, Placement.REPLICATE)
+    full = whole_buffer(layout)
     full.piece(1).fill_(7.0)
     start, stop = layout.tensor_range(1)
     assert full.local[start:stop].tolist() == [7.0] * 6
@@ -87,7 +89,7 @@ def test_a_shard_holds_whole_rows() -> None:
     layout = plan_layout([(4, 3)], 2)
     tensor = torch.arange(12.0).view(4, 3)
     for rank in range(2):
-        shard = buffer_of(layout, Placement.SHARD, rank)
+        shard = shard_buffer(layout, rank)
         shard.store(0, tensor)
         assert torch.equal(shard.piece(0), tensor[2 * rank : 2 * rank + 2])
 
@@ -96,14 +98,14 @@ def test_a_rank_that_owns_nothing_of_a_tensor_has_an_empty_piece() -> None:
     layout = plan_layout([(1, 4), (3, 4)], 2)
     owners = [rank for rank in range(2) if layout.local_range(0, rank)[0] < layout.local_range(0, rank)[1]]
     assert len(owners) == 1
-    empty = part_view(layout, 1 - owners[0], torch.zeros(layout.shard_numel), 0)
+    empty = piece_view(layout, shard_region(layout, 1 - owners[0]), torch.zeros(layout.shard_numel), 0)
     assert empty.numel() == 0
     assert empty.shape[1:] == (4,)
 
 
 def test_storing_casts_and_leaves_other_tensors_alone() -> None:
     layout = plan_layout([(2, 2), (3,)], 1)
-    buffer = buffer_of(layout, Placement.REPLICATE, dtype=torch.bfloat16)
+    buffer = whole_buffer(layout, torch.bfloat16)
     buffer.store(0, torch.full((2, 2), 1.00390625))  # halfway between two bf16 values: rounds to even
     assert buffer.piece(0).tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert buffer.piece(1).tolist() == [0.0, 0.0, 0.0]
@@ -112,11 +114,12 @@ def test_storing_casts_and_leaves_other_tensors_alone() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_part_of_a_full_buffer_is_a_buffer_that_shares_its_memory(rank: int) -> None:
     layout = plan_layout([(6, 2)], 3)
-    full = buffer_of(layout, Placement.REPLICATE, rank)
+    full = whole_buffer(layout)
     full.store(0, torch.arange(12.0).view(6, 2))
-    part = FlatBuffer.slice_of(full)
-    assert part.placement is Placement.SHARD
+    part = FlatBuffer.slice_of(full, shard_region(layout, rank))
+    assert full.is_whole
+    assert not part.is_whole
     assert torch.equal(part.piece(0), torch.arange(12.0).view(6, 2)[2 * rank : 2 * rank + 2])
     part.local.fill_(-1.0)
     assert full.piece(0)[2 * rank].tolist() == [-1.0, -1.0]
-    assert part.local.data_ptr() == full.part.data_ptr()
+    assert part.local.data_ptr() == full.part(shard_region(layout, rank)).data_ptr()

@@ -31,6 +31,15 @@ class Traffic:
         """A snapshot that later traffic does not change."""
         return Traffic(self.gathers, self.reductions, self.gather_bytes, self.reduce_bytes)
 
+    def plus(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(
+            self.gathers + other.gathers,
+            self.reductions + other.reductions,
+            self.gather_bytes + other.gather_bytes,
+            self.reduce_bytes + other.reduce_bytes,
+        )
+
     def since(self, earlier: Traffic) -> Traffic:
         """What was sent after `earlier` was taken."""
         return Traffic(
@@ -49,13 +58,15 @@ class Axis:
         group: The process group; None stands for a single rank, which never communicates.
         rank: This rank's position, 0 <= rank < num_ranks.
         num_ranks: Ranks on the axis.
-        traffic: Counters, shared by everything that communicates on behalf of one model.
+        traffic: Counters, shared by everything that communicates along this axis on behalf of one model.
+        gather_group: A second group of the same ranks for gathers, which then need not queue behind reductions.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     num_ranks: int
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    gather_group: dist.ProcessGroup | None = None
 
     @property
     def exchanges_pairwise(self) -> bool:
@@ -77,7 +88,7 @@ class Axis:
             return None
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
-        work: dist.Work = _all_gather_flat(full, shard, group=self.group, async_op=True)
+        work: dist.Work = _all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=True)
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False) -> dist.Work | None:

@@ -1,63 +1,55 @@
-"""One contiguous local tensor, the layout that says what lies where in it, and how it lies on the sharding axis."""
+"""One contiguous local tensor, the layout that says what lies where in it, and which part of it is here."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.layout import Layout
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.region import Region
 
 
 class FlatBuffer:
-    """Every tensor of one layout in one flat local tensor.
+    """What one rank holds of all tensors of a layout, in one flat local tensor.
 
-    A `SHARD` buffer holds this rank's part, (shard_numel,); a `REPLICATE` buffer holds all parts, (numel,), and this
-    rank's part is a slice of it. Invariant: the parts of all ranks, in rank order, are the full buffer.
+    Attributes:
+        layout: Where each tensor lies in the full buffer.
+        region: Which elements of the full buffer are here.
+        local: These elements, (region.numel,).
     """
 
-    def __init__(
-        self, layout: Layout, axis: Axis, placement: Placement, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self.axis = axis
-        self.placement = placement
-        numel = layout.shard_numel if placement is Placement.SHARD else layout.numel
-        self.local = torch.zeros(numel, dtype=dtype, device=device)
+        self.region = region
+        self.local = torch.zeros(region.numel, dtype=dtype, device=device)
 
     @classmethod
-    def slice_of(cls, full: FlatBuffer) -> FlatBuffer:
-        """This rank's part of a replicated buffer as a buffer of its own, sharing the memory."""
+    def slice_of(cls, whole: FlatBuffer, region: Region) -> FlatBuffer:
+        """A part of a buffer as a buffer of its own, sharing the memory."""
         part = cls.__new__(cls)
-        part.layout, part.axis, part.placement = full.layout, full.axis, Placement.SHARD
-        part.local = full.part
+        part.layout, part.region = whole.layout, region
+        part.local = whole.part(region)
         return part
 
     @property
-    def part(self) -> torch.Tensor:
-        """This rank's part, (shard_numel,), a view."""
-        if self.placement is Placement.SHARD:
-            return self.local
-        start, stop = self.layout.shard_range(self.axis.rank)
-        return self.local[start:stop]
+    def is_whole(self) -> bool:
+        """Whether everything is here."""
+        return self.region.numel == self.layout.numel
+
+    def part(self, region: Region) -> torch.Tensor:
+        """The elements of a region that lies inside of this one, a view (region.numel,)."""
+        return self.local[region.within(self.region)]
 
     def piece(self, index: int) -> torch.Tensor:
-        """What this rank owns of tensor `index`, a view, maybe empty: (rows, *rest) or, where rows are cut, (n,)."""
-        if self.placement is not Placement.SHARD:
-            return full_view(self.layout, self.local, index)
-        return part_view(self.layout, self.axis.rank, self.local, index)
+        """What is here of tensor `index`, a view, maybe empty.
+
+        The full shape where everything is here; else (rows, *rest) or, where rows are cut, (elements,).
+        """
+        return piece_view(self.layout, self.region, self.local, index)
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy the full tensor's local piece in, casting to this buffer's dtype."""
-        flat = tensor.detach().reshape(-1)
-        if self.placement is Placement.SHARD:
-            start, stop = self.layout.local_range(index, self.axis.rank)
-            flat = flat[start:stop]
-        self.piece(index).view(-1).copy_(flat)
-
-    def gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
-        """Start gathering all parts into `full` (numel,); for a replicated buffer that is its own memory."""
-        return self.axis.all_gather(full, self.part)
+        """Copy what belongs here of a full tensor, casting to this buffer's dtype."""
+        start, stop = self.layout.range_in(index, self.region)
+        self.piece(index).view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
 
 
 def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
@@ -66,14 +58,16 @@ def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
     return full[start:stop].view(layout.shapes[index])
 
 
-def part_view(layout: Layout, rank: int, part: torch.Tensor, index: int) -> torch.Tensor:
-    """What `rank` owns of tensor `index`, as a view of that rank's part (shard_numel,)."""
-    start, stop = layout.local_range(index, rank)
-    shape = layout.local_shape(index, rank)
+def piece_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
+    """What a region holds of tensor `index`, as a view of the region's memory (region.numel,)."""
+    if region.numel == layout.numel:
+        return full_view(layout, local, index)
+    start, stop = layout.range_in(index, region)
+    shape = layout.piece_shape(index, stop - start)
     if start == stop:
-        return part[:0].view(shape)
-    first = layout.tensor_range(index)[0] + start - layout.shard_range(rank)[0]
-    return part[first : first + stop - start].view(shape)
+        return local[:0].view(shape)
+    first = layout.tensor_range(index)[0] + start - region.start
+    return local[first : first + stop - start].view(shape)
 
 
 def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 
 
 def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Sequence[str] = ()) -> None:
@@ -38,6 +38,26 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
             f"some ranks of the group cannot go on ({told}); give every rank the same model and arguments"
         )
     _compare([found for _, found in everyone])
+
+
+def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:
+    """As `agree`, over several groups one after another, so that what one rank finds stops the ranks of all of them.
+
+    Args:
+        groups: Data-parallel ranks first; facts are compared there only.
+        error: What this rank found wrong.
+        facts: As for `agree`.
+
+    Raises:
+        ConfigurationError: As `agree`.
+    """
+    for position, group in enumerate(groups):
+        try:
+            agree(group, error, facts if position == 0 and error is None else ())
+        except (MegatronFSDPError, TypeError) as found:  # carried on to the ranks of the next group
+            error = found
+    if error is not None:
+        raise error
 
 
 def _compare(facts: Sequence[Sequence[str]]) -> None:

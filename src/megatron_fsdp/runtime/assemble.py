@@ -6,27 +6,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSupportedYetError
+from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
-from megatron_fsdp.placement import Placement, ShardingStrategy, placements_for
-from megatron_fsdp.runtime.agreement import agree
+from megatron_fsdp.placement import ShardingStrategy, placements_for
+from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.build import build_units
+from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
-from megatron_fsdp.runtime.match_ranks import match_ranks
+from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import SyncMode
-from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, find_units, plan_lines
 
@@ -37,6 +38,7 @@ class Switches:
 
     Attributes:
         strategy: On the sharding axis.
+        outer_strategy: On the outer axis, where there is one.
         policy: Dtypes.
         unit_modules: What to look for as units.
         overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
@@ -47,6 +49,7 @@ class Switches:
     """
 
     strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     overlap_grad_reduce: bool
@@ -80,7 +83,7 @@ class Assembly:
 def assemble(
     module: nn.Module,
     switches: Switches,
-    mesh: DeviceMesh,
+    index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
     backward_finished: Callable[[], None],
@@ -90,7 +93,7 @@ def assemble(
     Args:
         module: The model.
         switches: What the caller chose.
-        mesh: The one-dimensional mesh of the sharding axis.
+        index: Mesh and process groups.
         device: Where the shards are to live.
         mode: When gradients are reduced; shared with the caller.
         backward_finished: Called at the end of each backward.
@@ -98,40 +101,17 @@ def assemble(
     Raises:
         ConfigurationError: The model cannot be sharded as it is.
     """
-    num_ranks = mesh.size()
-    axis = Axis(mesh.get_group() if num_ranks > 1 else None, mesh.get_local_rank(), num_ranks)
-    plan = _plan_together(module, switches, axis)
+    sharding = _sharding(switches, index, device)
+    plan = _plan_together(module, switches, sharding)
     _move_buffers(module, device)
-    differing = match_ranks(module, axis.group, device)
-    if differing:
-        warn_caller(
-            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all "
-            "ranks now have those of the first rank of the group; seed every rank alike before building the model",
-        )
+    _match_ranks(module, sharding)
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
-    sharding = Sharding(
-        switches.strategy,
-        switches.policy,
-        axis,
-        mesh,
-        device,
-        switches.average_in_collective,
-        switches.calculate_per_token_loss,
-    )
     units = build_units(module, plan, sharding)
     _warn_of_narrowing(units)
-    engine = Engine(
-        units,
-        _schedule_config(switches, axis, tuple(unit.trainable for unit in units)),
-        mode,
-        UsageAgreement(axis.group, device),
-        device,
-        pending_is_sharded=placements_for(switches.strategy).pending_grad[-1] is Placement.SHARD,
-        backward_finished=backward_finished,
-    )
+    engine = Engine(units, _schedule_config(switches, units), mode, sharding, backward_finished)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
-        engine.finite_check = FiniteCheck(names, axis.group, device)
+        engine.finite_check = FiniteCheck(names, _all_groups(sharding), device)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
     return Assembly(
         engine,
@@ -143,17 +123,61 @@ def assemble(
     )
 
 
-def _plan_together(module: nn.Module, switches: Switches, axis: Axis) -> UnitPlan:
+def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
+    traffic = {name: Traffic() for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None}
+    has_outer = index.dp_outer_dim is not None
+    if not has_outer and switches.outer_strategy is not ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            f'outer_dp_sharding_strategy="{switches.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
+            "hybrid_fsdp_group, or leave it out"
+        )
+    placements_for(switches.strategy, switches.outer_strategy if has_outer else None)  # refuses what makes no sense
+    return Sharding(
+        switches.strategy,
+        switches.outer_strategy if has_outer else None,
+        switches.policy,
+        make_domain(index, traffic),
+        make_domain(index, traffic, is_expert=True) if index.expt_device_mesh is not None else None,
+        device,
+        switches.average_in_collective,
+        switches.calculate_per_token_loss,
+    )
+
+
+def _all_groups(sharding: Sharding) -> tuple[dist.ProcessGroup | None, ...]:
+    """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
+    return sharding.dense.group, sharding.dense.tensor_parallel_group
+
+
+def _plan_together(module: nn.Module, switches: Switches, sharding: Sharding) -> UnitPlan:
     """Check the model and find its units; every rank gets the same answer or the same error."""
-    plan, problem = None, None
+    plan, problem, facts = None, None, []
     try:
         check_module(module)
+        for name, param in module.named_parameters():
+            part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         plan = find_units(module, switches.unit_modules)
+        facts = _facts(module, plan, switches, sharding)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
-    agree(axis.group, problem, _facts(module, plan, switches) if problem is None else ())
+    agree_over(_all_groups(sharding), problem, facts)
     assert plan is not None
     return plan
+
+
+def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
+    differing = match_ranks(module, sharding)
+    if differing:
+        warn_caller(
+            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all "
+            "ranks now have those of the first rank of the group; seed every rank alike before building the model",
+        )
+    duplicates = differing_duplicates(module, sharding)
+    if duplicates:
+        warn_caller(
+            f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "
+            f"{duplicates[0]}); they are left as they are, and each rank trains its own; initialise them alike",
+        )
 
 
 def _warn_of_narrowing(units: Sequence[Unit]) -> None:
@@ -170,14 +194,14 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
         )
 
 
-def _schedule_config(switches: Switches, axis: Axis, trainable: tuple[bool, ...]) -> ScheduleConfig:
+def _schedule_config(switches: Switches, units: Sequence[Unit]) -> ScheduleConfig:
     strategy = switches.strategy
-    communicates = axis.num_ranks > 1
+    groups = [group for unit in units for group in unit.groups]
     prefetches = switches.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
     return ScheduleConfig(
-        trainable=trainable,
-        gathers=communicates and strategy != ShardingStrategy.no_shard,
-        shares_slots=communicates and strategy == ShardingStrategy.optim_grads_params,
+        trainable=tuple(unit.trainable for unit in units),
+        gathers=any(group.is_gathered or group.weights.gathers_across for group in groups),
+        shares_slots=any(group.weights_in_slots for group in groups),
         prefetch_forward=int(prefetches),
         prefetch_backward=int(prefetches),
         reduces_early=switches.overlap_grad_reduce or strategy >= ShardingStrategy.optim_grads,
@@ -189,7 +213,6 @@ def check_module(module: nn.Module) -> None:
 
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
-        NotSupportedYetError: Parameters that are DTensors already.
     """
     params = dict(module.named_parameters())
     if not params:
@@ -212,12 +235,6 @@ def check_module(module: nn.Module) -> None:
             f"{len(hooked)} parameters have post-accumulate-grad hooks (such as {hooked[0]}), which would see "
             "gradients before they are reduced; remove them, and act on .grad after backward"
         )
-    tensor_parallel = [name for name, param in params.items() if isinstance(param, DTensor)]
-    if tensor_parallel:
-        raise NotSupportedYetError(
-            f"{len(tensor_parallel)} parameters are DTensors already (such as {tensor_parallel[0]}); not supported "
-            "yet: shard a model of plain tensors"
-        )
     meta = [name for name, param in params.items() if param.is_meta]
     if meta:
         raise ConfigurationError(
@@ -235,12 +252,14 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def _facts(module: nn.Module, plan: UnitPlan | None, switches: Switches) -> list[str]:
-    """What every rank must have in common."""
+def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Sharding) -> list[str]:
+    """What every data-parallel rank must have in common; experts may be others on other ranks."""
     chosen = [f"{name}={value}" for name, value in vars(switches).items() if name != "unit_modules"]
-    units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units] if plan is not None else []
+    units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+        if not sharding.is_expert(name, p)
     ]
     buffers = [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
     return [*chosen, *params, *buffers, *units]

@@ -7,6 +7,7 @@ from torch import nn
 from megatron_fsdp.grouping import ParameterInfo, group_parameters
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.param_group import ParameterGroup
+from megatron_fsdp.unit.tensor_parallel import local_part
 from megatron_fsdp.unit.unit import ParameterSites, Unit
 from megatron_fsdp.units import UnitPlan
 
@@ -26,13 +27,13 @@ def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[
     sites = parameter_sites(module)
     units = []
     for index, spec in enumerate(plan.units):
-        infos = [_info(name, originals[name]) for name in spec.parameters]
+        infos = [_info(name, originals[name], sharding) for name in spec.parameters]
         groups = []
         group_sites = []
         for group_spec in group_parameters(infos):
             params = [originals.pop(info.name) for info in group_spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
-            groups.append(ParameterGroup(sharding.plan_group(group_spec), params))
+            groups.append(ParameterGroup(sharding.plan_group(group_spec, params), params))
             del params
         unit = Unit(index, spec.name, groups, group_sites)
         unit.install_sharded()
@@ -50,5 +51,11 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
     return {key: tuple(places) for key, places in sites.items()}
 
 
-def _info(name: str, param: nn.Parameter) -> ParameterInfo:
-    return ParameterInfo(name, tuple(param.shape), param.dtype, param.requires_grad)
+def _info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
+    return ParameterInfo(
+        name,
+        tuple(local_part(param).shape),
+        param.dtype,
+        param.requires_grad,
+        is_expert=sharding.is_expert(name, param),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,11 +14,13 @@ from torch import nn
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.placement import Placement, placements_for
+from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
-from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.sync import Reach, SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
@@ -41,9 +44,7 @@ class Engine:
         units: All units, root first.
         config: For the scheduler.
         mode: When gradients are reduced; shared with the wrapper.
-        usage: Agrees on unused parameters.
-        device: Where the units live.
-        pending_is_sharded: Whether gradients between syncs are held as shards.
+        sharding: Which ranks share what.
         backward_finished: Called at the end of each backward, after reductions are in.
     """
 
@@ -52,18 +53,22 @@ class Engine:
         units: Sequence[Unit],
         config: ScheduleConfig,
         mode: SyncMode,
-        usage: UsageAgreement,
-        device: torch.device,
-        pending_is_sharded: bool,
+        sharding: Sharding,
         backward_finished: Callable[[], None],
     ) -> None:
         self.units = tuple(units)
         self.mode = mode
+        self.device = sharding.device
         self.scheduler = Scheduler(config)
-        self.executor = Executor(units, device, backward_finished)
+        self.executor = Executor(units, sharding.device, backward_finished)
         self.finite_check: FiniteCheck | None = None
-        self._usage = usage
-        self._pending_is_sharded = pending_is_sharded
+        self._sharding = sharding
+        self._usage = {
+            is_expert: UsageAgreement(domain.group, sharding.device)
+            for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
+            if domain is not None
+        }
+        self._pending_is_sharded = placements_for(sharding.strategy).pending_grad[-1] is Placement.SHARD
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -112,6 +117,7 @@ class Engine:
         self.executor.run(self.scheduler.weights_changed())
         for unit in self.units:
             unit.install_main_weights()
+        self.executor.gather_across()
         self.stepped = False
 
     def prefetch_weights(self, wait: bool) -> None:
@@ -161,9 +167,9 @@ class Engine:
     def broadcast_whole_weights(self) -> None:
         """Send main weights of which every rank holds a whole copy from the first rank to the others."""
         for group in self.groups():
-            axis, main = group.plan.axis, group.weights.main
-            if axis.group is not None and main.placement is not Placement.SHARD:
-                dist.broadcast(main.local, group_src=0, group=axis.group)
+            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+                if axis.group is not None and placement is not Placement.SHARD:
+                    dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
         self.install_main_weights()
 
     # ---- backward -----------------------------------------------------------------------------------------------
@@ -189,15 +195,16 @@ class Engine:
                 "(create_graph=True); differentiating twice through a sharded model is not supported, use "
                 "torch.autograd.grad on inputs under zero_dp_strategy 0 to 2"
             )
+        unit = self.units[index]
+        grad = unit.groups[position].local_gradient(parameter, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         self._begin_backward()
-        unit = self.units[index]
         gradients = unit.groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
-            self.executor.begin_filling(unit, position, self.defers)
+            self.executor.begin_filling(unit, position, self.reach)
         if self.finite_check is not None:
             self.finite_check.look_at(unit.groups[position].names[parameter], grad)
         gradients.add(parameter, grad)
@@ -206,13 +213,23 @@ class Engine:
 
     @property
     def traffic(self) -> Traffic:
-        """Counters of what this rank sent for the model; live."""
-        return next(group.plan.axis.traffic for group in self.groups())
+        """What this rank sent for the model so far, over all axes."""
+        return functools.reduce(Traffic.plus, self.traffic_by_axis.values())
 
     @property
-    def defers(self) -> bool:
-        """Whether gradients of this backward stay local."""
-        return not self.mode.reduces(self._pending_is_sharded)
+    def traffic_by_axis(self) -> dict[str, Traffic]:
+        """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
+        dense = self._sharding.dense
+        return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+
+    def domain_of(self, group: ParameterGroup) -> Domain:
+        """The ranks that share the parameters of a group."""
+        return self._sharding.domain(group.plan.spec.key.is_expert)
+
+    @property
+    def reach(self) -> Reach:
+        """How far gradients of this backward travel."""
+        return self.mode.reach(self._pending_is_sharded)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
@@ -240,7 +257,7 @@ class Engine:
         self._installed.clear()
 
     def _run_backward(self, operations: Sequence[object]) -> None:
-        self.executor.run(operations, self.defers)  # type: ignore[arg-type]
+        self.executor.run(operations, self.reach)  # type: ignore[arg-type]
 
     def _name_unit(self, index: int, event: Callable[[], None]) -> None:
         try:
@@ -258,21 +275,27 @@ class Engine:
         """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would."""
         for unit in reversed(self.units):
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
-                self.executor.reduce(unit, defer=False)
+                self.executor.reduce(unit, Reach.EVERYWHERE)
+            else:
+                self.executor.reduce_across(unit)
         self.executor.retire_all()
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
-        trainable = [group for group in self.groups() if group.gradients is not None]
-        used_here = [flag for group in trainable if group.gradients is not None for flag in group.gradients.arrived]
-        if not used_here:
-            return
-        used = self._usage.agree(used_here, self.executor.fingerprint)
-        first = 0
-        for group in trainable:
-            if group.gradients is not None:
+        for is_expert, usage in self._usage.items():
+            trainable = [
+                (group, group.gradients)
+                for group in self.groups()
+                if group.gradients is not None and group.plan.spec.key.is_expert is is_expert
+            ]
+            used_here = [flag for _, gradients in trainable for flag in gradients.arrived]
+            if not used_here:
+                continue
+            used = usage.agree(used_here, self.executor.fingerprint)
+            first = 0
+            for group, gradients in trainable:
                 last = first + len(group.sharded)
-                group.gradients.attach(group.sharded, used[first:last], group.describe_piece)
+                gradients.attach(group.sharded, used[first:last], group.describe_piece)
                 first = last
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
@@ -285,7 +308,7 @@ class Engine:
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
         """Let gradients travel in the policy's dtype from the next backward on."""
         groups = [group for group in self.groups() if group.gradients is not None]
-        busy = any(group.gradients and (group.gradients.has_deferred or group.gradients.is_filling) for group in groups)
+        busy = any(group.gradients is not None and group.gradients.is_busy for group in groups)
         if busy or self.scheduler.in_backward:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"

@@ -12,16 +12,20 @@ import torch
 from megatron_fsdp.buffer.lanes import Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
+from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.unit import Unit
 
 _FINGERPRINT_LIMIT = 2**61 - 1
 _BUCKETS = 2  # one fills while the other is being reduced
+_UNITS_CROSSING = 2  # how many units' gradients travel between outer ranks at a time
 
 
 @dataclass
 class _Reduction:
-    """A unit's reduction on its way, and the memory it borrowed."""
+    """A unit's reduction over the inner ranks on its way, and the memory it borrowed."""
 
+    unit: Unit
+    reach: Reach
     tickets: list[Ticket]
     bucket: Block
     pool: BucketPool
@@ -42,6 +46,7 @@ class Executor:
         self._finalise = finalise
         self._gather_lane = make_lane(device)
         self._reduce_lane = make_lane(device)
+        self._outer_lane = make_lane(device)
         self._device = device
         others = [unit for unit in units if unit.index != ROOT]
         self._root_slot = SlotPool(units[ROOT].gathered_bytes, device)
@@ -50,6 +55,7 @@ class Executor:
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
         self._in_flight: deque[_Reduction] = deque()
+        self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
@@ -59,12 +65,12 @@ class Executor:
         self._buckets = BucketPool(_BUCKETS, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
         self._scratch = BucketPool(1, max(sizes), self._device, make_room)
 
-    def run(self, operations: Iterable[Operation], defer: bool = False) -> None:
+    def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
         """Carry out operations in order.
 
         Args:
             operations: From the scheduler.
-            defer: Keep gradients as local sums where they would be reduced.
+            reach: How far gradients that are ready travel.
         """
         for action, index, slot in operations:
             unit = self._units[index]
@@ -76,7 +82,7 @@ class Executor:
             elif action is Action.RELEASE:
                 unit.invalidate()
             elif action is Action.REDUCE:
-                self.reduce(unit, defer)
+                self.reduce(unit, reach)
             elif action is Action.FINALISE:
                 self.retire_all()
                 self._finalise()
@@ -93,37 +99,60 @@ class Executor:
             return None
         return self._root_slot.block(0) if slot is None else self._slots.block(slot)
 
+    def gather_across(self) -> None:
+        """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
+        for unit in self._units:
+            unit.gather_across(self._outer_lane)
+
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_filling(self, unit: Unit, position: int, defer: bool) -> None:
+    def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
         """Give group `position` of a unit memory for the gradients of this backward."""
         gradients = unit.groups[position].gradients
         assert gradients is not None
-        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if gradients.needs_bucket(defer) else None)
+        borrows = gradients.needs_bucket(reach is Reach.NOWHERE)
+        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if borrows else None)
 
-    def reduce(self, unit: Unit, defer: bool) -> None:
+    def reduce(self, unit: Unit, reach: Reach) -> None:
         """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
-        if defer:
+        if reach is Reach.NOWHERE:
             for group in unit.groups:
                 if group.gradients is not None:
                     group.gradients.keep()
             return
         bucket = self._bucket(unit)
-        pairwise = any(group.plan.axis.exchanges_pairwise and group.grads_sharded for group in unit.groups)
-        scratch = self._scratch.borrow() if pairwise else None
+        scratch = self._scratch.borrow() if any(group.exchanges_inside for group in unit.groups) else None
         tickets = []
         for position, group in enumerate(unit.groups):
             gradients = group.gradients
             if gradients is None:
                 continue
             if not gradients.is_filling and not gradients.has_deferred:
-                self.begin_filling(unit, position, defer=False)
-            received = unit.bucket_of(position, scratch) if scratch is not None and group.grads_sharded else None
+                self.begin_filling(unit, position, reach)
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inside else None
             tickets.append(
                 gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
             )
         del self._borrowed[unit.index]
-        self._in_flight.append(_Reduction(tickets, bucket, self._pool(unit), scratch))
+        self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
+
+    def reduce_across(self, unit: Unit) -> None:
+        """Start reducing over the outer ranks what the inner ones have summed."""
+        if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
+            return
+        while len(self._crossing) >= _UNITS_CROSSING:
+            self._finish_crossing()
+        self._crossing.append(
+            [
+                group.gradients.reduce_across(self._outer_lane, group.sharded)
+                for group in unit.groups
+                if group.gradients is not None and group.gradients.has_pending
+            ]
+        )
+
+    def _finish_crossing(self) -> None:
+        for ticket, _memory in self._crossing.popleft():
+            ticket.wait()
 
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT else self._buckets
@@ -143,12 +172,16 @@ class Executor:
         reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
             self._scratch.give_back(reduction.scratch)
+        if reduction.reach is Reach.EVERYWHERE:
+            self.reduce_across(reduction.unit)
         return True
 
     def retire_all(self) -> None:
         """Wait for every reduction."""
         while self._retire_oldest():
             pass
+        while self._crossing:
+            self._finish_crossing()
 
     # ---- after an exception, and for reports --------------------------------------------------------------------
 

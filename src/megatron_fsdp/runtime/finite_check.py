@@ -17,14 +17,14 @@ class FiniteCheck:
 
     Args:
         names: Every trainable parameter, in the order that all ranks share.
-        group: The ranks; None for a single one.
+        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
         device: Where the flags live.
     """
 
-    def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, names: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
         self._names = tuple(names)
         self._position = {name: index for index, name in enumerate(names)}
-        self._group = group
+        self._groups = [group for group in groups if group is not None]
         self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
 
     def look_at(self, name: str, grad: torch.Tensor) -> None:
@@ -39,11 +39,11 @@ class FiniteCheck:
         """
         mine = self._flags.to(torch.uint8)
         self._flags.zero_()
-        seen = [mine]
-        if self._group is not None:
-            seen = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather(seen, mine, group=self._group)
-        by_rank = torch.stack(seen).bool().cpu()
+        for group in self._groups:
+            seen = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(seen, mine, group=group)
+            mine = torch.cat(seen)
+        by_rank = mine.view(-1, len(self._names)).bool().cpu()
         bad = [index for index in range(len(self._names)) if bool(by_rank[:, index].any())]
         if not bad:
             return
@@ -51,5 +51,6 @@ class FiniteCheck:
         more = f" and {len(bad) - len(shown)} more" if len(bad) > len(shown) else ""
         raise NonFiniteGradientError(
             f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {'; '.join(shown)}{more} "
-            "(ranks of the data-parallel group); look at loss and learning rate, then call zero_grad and go on or stop"
+            "(ranks of the data-parallel group, then of the next tensor-parallel one); look at loss and learning "
+            "rate, then call zero_grad and go on or stop"
         )

@@ -1,15 +1,21 @@
-"""The norm of all gradients, and clipping by it: one small collective for the whole model."""
+"""The norm of all gradients, and clipping by it: one small collective per axis that gradients are shared out over."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import Placement
+from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.unit.param_group import ParameterGroup
+
+_Groups = tuple[dist.ProcessGroup, ...]
 
 
 def clip_gradients(engine: Engine, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -29,7 +35,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
     grads = [param.grad for group in engine.groups() for param in group.sharded if param.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [_local(grad) for grad in grads]
     norm = _total_norm(engine, norm_type)
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -38,31 +44,59 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 
 
 def _total_norm(engine: Engine, norm_type: float) -> torch.Tensor:
-    """Sum what is sharded over ranks; count what every rank holds whole once."""
-    device = engine.units[0].groups[0].plan.device if engine.units[0].groups else torch.device("cpu")
-    sharded: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
-    axis = None
+    """Sum what is shared out over ranks; count what ranks hold copies of once."""
+    pieces: dict[_Groups, list[torch.Tensor]] = {}
     for group in engine.groups():
-        device, axis = group.plan.device, group.plan.axis
-        for param in group.sharded:
+        if group.gradients is None:
+            continue
+        for index, param in enumerate(group.sharded):  # the keys are the same on all ranks, gradient or not
+            found = pieces.setdefault(_shared_out_over(group, index, engine.domain_of(group)), [])
             if param.grad is not None:
-                piece = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-                (sharded if group.grads_sharded else whole).append(piece)
+                found.append(_local(param.grad))
+    if not pieces:
+        return torch.zeros((), dtype=torch.float32, device=engine.device)
+    powers = {groups: _power(tensors, norm_type, engine.device) for groups, tensors in pieces.items()}
+    return _combine(powers, norm_type)
+
+
+def _combine(powers: dict[_Groups, torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Reduce each sum over its groups; sums that share a group travel together."""
     is_max = math.isinf(norm_type)
-    part = _power(sharded, norm_type, device)
-    if axis is not None and axis.group is not None:
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=axis.group)
-    rest = _power(whole, norm_type, device)
-    if is_max:
-        return torch.maximum(part, rest)
-    return (part + rest) ** (1.0 / norm_type)
+    wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32
+    powers = {groups: power.to(wide) for groups, power in powers.items()}
+    for over in dict.fromkeys(group for groups in powers for group in groups):
+        together = [groups for groups in powers if over in groups]
+        stacked = torch.stack([powers[groups] for groups in together])
+        dist.all_reduce(stacked, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=over)
+        powers.update(zip(together, stacked.unbind(), strict=True))
+    total = torch.stack(list(powers.values()))
+    return total.max() if is_max else total.sum() ** (1.0 / norm_type)
 
 
-def _power(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> _Groups:
+    """The groups of ranks that hold different pieces of one gradient."""
+    plan = group.plan
+    over = [
+        axis.group
+        for axis, placement in zip(plan.axes, plan.placements.main_grad, strict=True)
+        if placement is Placement.SHARD and axis.group is not None
+    ]
+    part = plan.parts[index]
+    if part is not None and part.is_cut:
+        over.append(part.mesh.get_group())
+    if plan.spec.key.is_expert:
+        over += domain.foreign_groups
+    return tuple(over)
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Sum of |x|^p over all tensors; the largest |x| for infinity; 0 for none."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in filled) else torch.float32
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     if not filled:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)])

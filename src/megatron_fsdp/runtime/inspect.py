@@ -19,9 +19,9 @@ def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """
     result: dict[str, torch.Tensor] = {}
     for group in engine.groups():
-        full = gather_buffer(group.weights.main)
+        full = gather_buffer(group, group.weights.main)
         for index, name in enumerate(group.names):
-            result[name] = full_view(group.plan.layout, full, index).clone()
+            result[name] = _whole(group, full, index)
     return result
 
 
@@ -31,27 +31,35 @@ def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     for group in engine.groups():
         if group.gradients is None:
             continue
-        full = gather_buffer(_gradient_buffer(group))
+        full = gather_buffer(group, _gradient_buffer(group))
         for index, (name, param) in enumerate(zip(group.names, group.sharded, strict=True)):
-            result[name] = None if param.grad is None else full_view(group.plan.layout, full, index).clone()
+            result[name] = None if param.grad is None else _whole(group, full, index)
     return result
 
 
-def gather_buffer(buffer: FlatBuffer) -> torch.Tensor:
-    """The full buffer (numel,), gathered where it is sharded, else the local tensor itself."""
-    if buffer.placement is not Placement.SHARD:
-        return buffer.local
-    full = torch.empty(buffer.layout.numel, dtype=buffer.local.dtype, device=buffer.local.device)
-    work = buffer.axis.all_gather(full, buffer.local)
-    if work is not None:
-        work.wait()
-    return full
+def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
+    """A buffer that lies as main weights do, whole (numel,): gathered where it is sharded, else the local tensor."""
+    local = buffer.local
+    for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+        if placement is Placement.SHARD and axis.num_ranks > 1:  # outermost first: it was cut last
+            full = torch.empty(axis.num_ranks * local.numel(), dtype=local.dtype, device=local.device)
+            work = axis.all_gather(full, local)
+            if work is not None:
+                work.wait()
+            local = full
+    return local
+
+
+def _whole(group: ParameterGroup, full: torch.Tensor, index: int) -> torch.Tensor:
+    """A copy of tensor `index` of a gathered buffer, put together from the parts of tensor-parallel ranks."""
+    value = full_view(group.plan.layout, full, index).clone()
+    part = group.plan.parts[index]
+    return value if part is None else part.whole(value)
 
 
 def _gradient_buffer(group: ParameterGroup) -> FlatBuffer:
     plan = group.plan
-    main = group.weights.main
-    buffer = FlatBuffer(plan.layout, plan.axis, main.placement, plan.precision.main_params, plan.device)
+    buffer = FlatBuffer(plan.layout, group.weights.main.region, plan.precision.main_params, plan.device)
     for index, param in enumerate(group.sharded):
         if isinstance(param.grad, DTensor):
             buffer.piece(index).copy_(param.grad.to_local())

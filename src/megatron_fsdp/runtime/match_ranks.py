@@ -8,40 +8,74 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.unit.tensor_parallel import local_part, part_of
 
-def match_ranks(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """Give every rank the weights of the group's first rank, and report what had to be sent.
+
+def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Give every data-parallel rank the weights of the first one, and report what had to be sent.
 
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
+    Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
 
     Args:
         module: The model with its full parameters and buffers.
-        group: The data-parallel ranks; None for a single one.
-        device: Where the hashes travel.
+        sharding: Says which ranks share which parameters.
 
     Returns:
-        Names of parameters and buffers that differed.
+        Names of parameters and buffers that differed, sorted.
     """
+    params = dict(module.named_parameters())
+    experts = {name: param for name, param in params.items() if sharding.is_expert(name, param)}
+    dense = {name: param for name, param in params.items() if name not in experts}
+    differing: set[str] = set()
+    for tensors, domain in (({**dense, **dict(module.named_buffers())}, sharding.dense), (experts, sharding.experts)):
+        # Over the inner ranks first: then the first of each inner group stands for its group.
+        for axis in reversed(domain.axes if domain is not None else ()):
+            if axis.group is not None:
+                differing.update(_match(_plain(tensors), axis.group, sharding.device))
+    return tuple(sorted(differing))
+
+
+def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Names of parameters that tensor-parallel ranks hold whole, and hold different values of. Nothing is changed."""
+    group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
     if group is None:
         return ()
-    tensors: Mapping[str, torch.Tensor] = {
-        name: tensor.detach()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if tensor.numel()
+    parts = {name: part_of(name, param, mesh) for name, param in module.named_parameters()}
+    whole = {
+        name: param
+        for name, param in module.named_parameters()
+        if (part := parts[name]) is not None and not part.is_cut and not sharding.is_expert(name, param)
     }
+    return _find_differing(_plain(whole), group, sharding.device)
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in local.items() if tensor.numel()}
+
+
+def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:
+    differing = _find_differing(tensors, group, device)
+    for name in differing:
+        value = tensors[name].to(device).contiguous()
+        dist.broadcast(value, group_src=0, group=group)
+        tensors[name].copy_(value)
+    return differing
+
+
+def _find_differing(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, ...]:
     if not tensors:
         return ()
     hashes = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
     lowest, highest = hashes.clone(), hashes.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    differing = tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
-    for name in differing:
-        value = tensors[name].to(device).contiguous()
-        dist.broadcast(value, group_src=0, group=group)
-        tensors[name].copy_(value)
-    return differing
+    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
-from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import gradient_reduction
 from megatron_fsdp.grouping import ParameterGroupSpec
 from megatron_fsdp.layout import plan_layout
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
-from megatron_fsdp.placement import ShardingStrategy, placements_for
+from megatron_fsdp.placement import Placements, ShardingStrategy, placements_for
+from megatron_fsdp.region import shard_count
+from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.unit.param_group import GroupPlan
+from megatron_fsdp.unit.tensor_parallel import part_of
 
 _ALIGNMENT_BYTES = 16
+EXPERT_NAME = ".experts."
+"""What the name of an expert's parameter contains."""
 
 
 @dataclass(frozen=True)
@@ -24,43 +30,80 @@ class Sharding:
 
     Attributes:
         strategy: On the sharding axis.
+        outer_strategy: On the outer axis; None where there is none.
         policy: Dtypes.
-        axis: The sharding axis.
-        mesh: The one-dimensional mesh of that axis.
+        dense: The ranks of dense parameters.
+        experts: The ranks of experts; None where they are sharded as everything else.
         device: Where the buffers live.
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
     """
 
     strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy | None
     policy: MixedPrecisionPolicy
-    axis: Axis
-    mesh: DeviceMesh
+    dense: Domain
+    experts: Domain | None
     device: torch.device
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
 
-    def plan_group(self, spec: ParameterGroupSpec) -> GroupPlan:
-        """Decide layout, dtypes, placements and factors of one group."""
-        strategy = self.strategy
-        if spec.key.is_scalar or (not spec.key.requires_grad and strategy < ShardingStrategy.optim_grads_params):
-            strategy = ShardingStrategy.no_shard  # nothing to cut, or nothing to optimise: whole and never gathered
-        placements = placements_for(strategy)
+    def is_expert(self, name: str, param: torch.Tensor) -> bool:
+        """Whether a parameter lives on the expert mesh: by its name, or marked `allreduce=False` as Megatron does.
+
+        Raises:
+            ConfigurationError: It is marked, and there is no expert mesh.
+        """
+        is_marked = getattr(param, "allreduce", True) is False
+        if is_marked and self.experts is None:
+            raise ConfigurationError(
+                f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
+            )
+        return self.experts is not None and (is_marked or EXPERT_NAME in f".{name}")
+
+    def domain(self, is_expert: bool) -> Domain:
+        """The ranks of parameters of one kind."""
+        return self.experts if is_expert and self.experts is not None else self.dense
+
+    def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
+        """Decide layout, dtypes, placements and factors of one group.
+
+        Args:
+            spec: The group.
+            originals: Its parameters as the modules hold them; only their description is read.
+        """
+        domain = self.domain(spec.key.is_expert)
+        placements = self._placements(spec)
         if spec.key.requires_grad:
             precision = resolve_precision(self.policy, spec.key.dtype)
         else:
             precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
         layout = plan_layout(
             [info.shape for info in spec.parameters],
-            1 if strategy == ShardingStrategy.no_shard else self.axis.num_ranks,
+            shard_count(placements.main_weight, domain.axes),
             alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
             granularity=[info.granularity for info in spec.parameters],
         )
         reduction = gradient_reduction(
-            self.axis.num_ranks,
-            self.axis.num_ranks,
+            self.dense.num_ranks,
+            domain.num_ranks,
             average_in_collective=self.average_in_collective,
             calculate_per_token_loss=self.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
         )
-        return GroupPlan(spec, layout, precision, reduction, placements, self.axis, self.mesh, self.device)
+        parts = tuple(
+            part_of(info.name, param, domain.tensor_parallel)
+            for info, param in zip(spec.parameters, originals, strict=True)
+        )
+        has_parts = any(part is not None for part in parts)
+        mesh = domain.mesh_with_tensor_parallel if has_parts else domain.mesh
+        return GroupPlan(spec, layout, precision, reduction, placements, domain.axes, mesh, self.device, parts)
+
+    def _placements(self, spec: ParameterGroupSpec) -> Placements:
+        strategy, outer = self.strategy, self.outer_strategy
+        is_frozen = not spec.key.requires_grad
+        if spec.key.is_scalar or (is_frozen and strategy < ShardingStrategy.optim_grads_params):
+            strategy = ShardingStrategy.no_shard  # nothing to cut, or nothing to optimise: whole and never gathered
+        if outer is not None and (is_frozen or strategy is ShardingStrategy.no_shard):
+            outer = ShardingStrategy.no_shard
+        return placements_for(strategy, outer)

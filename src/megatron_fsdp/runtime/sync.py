@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Reach(Enum):
+    """How far the gradients of a backward travel."""
+
+    NOWHERE = "nowhere"  # kept as full local sums
+    INSIDE = "inside"  # over the inner ranks; the outer ones wait for the sync
+    EVERYWHERE = "everywhere"
 
 
 @dataclass
@@ -26,14 +35,16 @@ class SyncMode:
         """Whether the end of the next backward is a gradient sync."""
         return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
 
-    def reduces(self, pending_is_sharded: bool) -> bool:
-        """Whether gradients are reduced in the next backward.
+    def reach(self, pending_is_sharded: bool) -> Reach:
+        """How far gradients are reduced in the next backward.
 
         Args:
             pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
-                reduced each time unless everything is deferred.
+                reduced over the inner ranks each time unless everything is deferred.
         """
-        return self.syncs or (pending_is_sharded and not self.defer_all)
+        if self.syncs:
+            return Reach.EVERYWHERE
+        return Reach.INSIDE if pending_is_sharded and not self.defer_all else Reach.NOWHERE
 
     @contextmanager
     def changed(

@@ -1,7 +1,9 @@
 """The gradients of a parameter group: from autograd into a bucket, over the wire, into the main gradient.
 
     autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
-    where reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
+    where all reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
+    where there is an outer axis:  bucket  -> reduced inside, added ->  pending (an inner rank's part, main_grads dtype)
+        -> cast, reduced across, at the sync ->  main gradient
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
 overwrites, else it adds; so clearing gradients in any of the usual ways is right.
@@ -17,13 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.buffer.collectives import Axis, sum_received
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges
+from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, piece_view
 from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
 
@@ -46,17 +49,16 @@ class GradientBuffers:
     def __init__(
         self,
         layout: Layout,
-        axis: Axis,
-        placement: Placement,
+        axes: Sequence[Axis],
+        placement: Sequence[Placement],
         precision: ResolvedPrecision,
         reduction: GradientReduction,
         device: torch.device,
     ) -> None:
         self.layout = layout
-        self.axis = axis
         self.precision = precision
-        self.reduction = reduction
-        self.main = FlatBuffer(layout, axis, placement, precision.main_grads, device)
+        self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
+        self.main = FlatBuffer(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
@@ -65,13 +67,14 @@ class GradientBuffers:
         self._target: torch.Tensor | None = None
         self._target_views: dict[int, list[torch.Tensor]] = {}
         self._partial: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
         self._filled = [False] * count
         self._missing = count
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
-        self.precision, self.reduction = precision, reduction
+        self.precision, self.reducer.reduction = precision, reduction
         self._target_views.clear()
 
     # ---- filling ------------------------------------------------------------------------------------------------
@@ -83,8 +86,18 @@ class GradientBuffers:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether there are sums that were kept from earlier backwards."""
+        """Whether there are sums of earlier backwards that no other rank knows of."""
         return self._partial is not None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are sums that the outer ranks have not reduced yet."""
+        return self._pending is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way to the main gradient."""
+        return self.is_filling or self.has_deferred or self.has_pending
 
     @property
     def is_complete(self) -> bool:
@@ -115,10 +128,10 @@ class GradientBuffers:
         view = self._view(index)
         if self._target is self._partial or self._filled[index]:
             view.add_(grad)
-        elif self.reduction.pre_factor == 1.0:
+        elif self.reducer.reduction.pre_factor == 1.0:
             view.copy_(grad)
         else:
-            torch.mul(grad, self.reduction.pre_factor, out=view)
+            torch.mul(grad, self.reducer.reduction.pre_factor, out=view)
         self._missing -= not self._filled[index]
         self._filled[index] = True
         self.arrived[index] = True
@@ -142,47 +155,43 @@ class GradientBuffers:
     def reduce(
         self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
     ) -> Ticket:
-        """Start reducing what has come; gradients that have not come count as zero.
+        """Start reducing what has come over the inner ranks; gradients that have not come count as zero.
 
         Args:
             lane: Where the collective runs.
             bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
-            scratch: (numel,) in the communication dtype where the axis exchanges pairwise, else None.
+            scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
         """
         if self._partial is not None:
-            torch.mul(self._partial, self.reduction.pre_factor, out=bucket)
+            torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
             for index, filled in enumerate(self._filled):
                 if not filled:
                     self._view(index).zero_()
         self._target = None
-        return self._submit(lane, bucket, scratch, params)
-
-    def _submit(
-        self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
-    ) -> Ticket:
-        average = self.reduction.op == "avg"
-        factor = self.reduction.post_factor
-        ranks = self.axis.num_ranks
-        if self.main.placement is not Placement.SHARD:
-            return lane.submit(
-                lambda: self.axis.all_reduce(bucket, average), lambda: self._accumulate(bucket, factor, params)
+        stage = self.reducer.inside(bucket, scratch)
+        if not self.reducer.crosses:
+            return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
+        if self._pending is None:
+            self._pending = torch.zeros(
+                self.reducer.inner_region.numel, dtype=self.precision.main_grads, device=self.main.local.device
             )
-        if scratch is not None:
-            factor = factor / ranks if average else factor
-            return lane.submit(
-                lambda: self.axis.exchange(scratch, bucket),
-                lambda: self._accumulate(sum_received(scratch, ranks), factor, params),
-            )
-        reduced: list[torch.Tensor] = []
+        pending = self._pending
+        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
-        def launch() -> torch.distributed.Work | None:
-            reduced.append(torch.empty(self.layout.shard_numel, dtype=bucket.dtype, device=bucket.device))
-            return self.axis.reduce_scatter(reduced[0], bucket, average)
+    def reduce_across(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
+        """Start reducing what is pending over the outer ranks.
 
-        return lane.submit(launch, lambda: self._accumulate(reduced.pop(), factor, params))
+        Returns:
+            The ticket, and memory that has to be kept until it was waited for.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        stage = self.reducer.across(pending.to(self.precision.grad_comm))
+        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
+        return ticket, (pending, *stage.memory)
 
     def _accumulate(self, reduced: torch.Tensor, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Bring a reduced gradient, shaped as the local main gradient, into it."""
@@ -255,16 +264,10 @@ class GradientBuffers:
                 if grad is None:
                     grad = self._views[index] = describe(index, self.main.piece(index))
             else:
-                grad = describe(index, self._piece_of(cast, index))
+                grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
             param.grad = grad
             self._attached[index] = Attached(weakref.ref(grad), _version_of(grad))
         self.arrived = [False] * len(self.arrived)
-
-    def _piece_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's piece of tensor `index` in a tensor laid out as the main gradient."""
-        piece = self.main.piece(index)
-        offset = piece.storage_offset() - self.main.local.storage_offset()
-        return local[offset : offset + piece.numel()].view(piece.shape)
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply what has been accumulated, visible or not, reduced or not."""
@@ -272,8 +275,9 @@ class GradientBuffers:
         for view, param in zip(self._views, params, strict=True):
             if param.grad is not None and param.grad is not view:
                 param.grad.mul_(factor)  # a copy in another dtype, or what the user put there
-        if self._partial is not None:
-            self._partial.mul_(factor)
+        for waiting in (self._partial, self._pending):
+            if waiting is not None:
+                waiting.mul_(factor)
 
     def forget_pending(self, index: int) -> None:
         """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
@@ -282,6 +286,8 @@ class GradientBuffers:
             self.arrived[index] = False
         if self._partial is not None:
             full_view(self.layout, self._partial, index).zero_()
+        if self._pending is not None:
+            piece_view(self.layout, self.reducer.inner_region, self._pending, index).zero_()
 
     def clear(self) -> None:
         """Forget everything accumulated and everything deferred."""
@@ -289,13 +295,16 @@ class GradientBuffers:
         self._live = [False] * count
         self._attached = [None] * count
         self.arrived = [False] * count
-        self._partial = None
+        self._partial = self._pending = None
 
     def abandon(self) -> None:
         """Forget gradients that were on their way (after an exception)."""
-        self._target = None
-        self._partial = None
+        self._target = self._partial = self._pending = None
         self._filled = [False] * len(self._filled)
+
+
+def _discard(_result: object) -> None:
+    """Let an expression stand where a function without a result is asked for."""
 
 
 def _version_of(grad: DTensor) -> int:

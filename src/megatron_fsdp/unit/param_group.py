@@ -17,8 +17,10 @@ from megatron_fsdp.grouping import ParameterGroupSpec
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
+from megatron_fsdp.region import shard_count
 from megatron_fsdp.unit.chunks import describe_chunks
 from megatron_fsdp.unit.gradients import GradientBuffers
+from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, local_part
 from megatron_fsdp.unit.weights import WeightBuffers
 
 
@@ -32,9 +34,11 @@ class GroupPlan:
         precision: The dtype of each buffer.
         reduction: The factor and operation of their gradients.
         placements: Where each buffer lies, by strategy.
-        axis: The sharding axis.
-        mesh: The one-dimensional mesh that the sharded parameters are described on.
+        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
+        mesh: The mesh that the sharded parameters are described on: the axes, and the tensor-parallel one last where
+            there is one.
         device: Where the buffers live.
+        parts: For each parameter how tensor parallelism cut it before; None where it did not.
     """
 
     spec: ParameterGroupSpec
@@ -42,13 +46,20 @@ class GroupPlan:
     precision: ResolvedPrecision
     reduction: GradientReduction
     placements: Placements
-    axis: Axis
+    axes: tuple[Axis, ...]
     mesh: DeviceMesh
     device: torch.device
+    parts: tuple[TensorParallelPart | None, ...]
 
-    def local_placement(self, placement: Placement) -> Placement:
-        """A placement as it matters for memory: on a single rank everything is whole."""
-        return Placement.REPLICATE if self.axis.num_ranks == 1 else placement
+    @property
+    def axis(self) -> Axis:
+        """The sharding axis."""
+        return self.axes[-1]
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts main weights are cut."""
+        return shard_count(self.placements.main_weight, self.axes)
 
 
 class ParameterGroup:
@@ -64,28 +75,16 @@ class ParameterGroup:
 
     def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter]) -> None:
         self.plan = plan
-        placements = plan.placements
-        self.weights = WeightBuffers(
-            plan.layout,
-            plan.axis,
-            (plan.local_placement(placements.compute_weight[-1]), plan.local_placement(placements.main_weight[-1])),
-            plan.precision,
-            plan.device,
-        )
+        self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
         self.gradients: GradientBuffers | None = None
         if plan.spec.key.requires_grad:
             self.gradients = GradientBuffers(
-                plan.layout,
-                plan.axis,
-                plan.local_placement(placements.main_grad[-1]),
-                plan.precision,
-                plan.reduction,
-                plan.device,
+                plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
             )
         for index, original in enumerate(originals):
-            self.weights.store(index, original)
+            self.weights.store(index, local_part(original))
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
-        self.full = tuple(self._make_full(original) for original in originals)
+        self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = tuple(local_of(param).data_ptr() for param in self.sharded)
@@ -145,18 +144,28 @@ class ParameterGroup:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether full weights have to be put together from the parts of all ranks."""
-        return Placement.SHARD in (self.weights.compute.placement, self.weights.main.placement)
+        """Whether full weights have to be put together from the parts of the inner ranks."""
+        return self.weights.gathers_inside
 
     @property
     def weights_in_slots(self) -> bool:
         """Whether full weights exist only while gathered."""
-        return self.weights.compute.placement is Placement.SHARD
+        return not self.weights.compute.is_whole
 
     @property
     def grads_sharded(self) -> bool:
         """Whether reduced gradients are this rank's part only."""
-        return self.gradients is not None and self.gradients.main.placement is Placement.SHARD
+        return self.gradients is not None and not self.gradients.main.is_whole
+
+    @property
+    def exchanges_inside(self) -> bool:
+        """Whether reducing over the inner ranks needs memory for what comes in."""
+        return self.gradients is not None and self.gradients.reducer.exchanges_inside
+
+    @property
+    def main_is_sharded(self) -> bool:
+        """Whether main weights are placed as shards; also on a single rank, which then holds the only one."""
+        return Placement.SHARD in self.plan.placements.main_weight
 
     @property
     def gathered_bytes(self) -> int:
@@ -179,33 +188,42 @@ class ParameterGroup:
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
-        shape = torch.Size(self.plan.layout.shapes[index])
-        sharded = self.plan.placements.main_weight[-1] is Placement.SHARD
+        plan = self.plan
+        part = plan.parts[index]
+        shape = torch.Size(plan.layout.shapes[index]) if part is None else part.shape
+        placements = [Shard(0) if at is Placement.SHARD else Replicate() for at in plan.placements.main_weight]
+        if part is not None:
+            placements.append(part.placement)  # type: ignore[arg-type]
+        placements += [Replicate()] * (plan.mesh.ndim - len(placements))
         stride = tuple(torch.empty(shape, device="meta").stride())
-        return DTensor.from_local(
-            piece, self.plan.mesh, [Shard(0) if sharded else Replicate()], run_check=False, shape=shape, stride=stride
-        )
+        return DTensor.from_local(piece, plan.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
         """Let torch.distributed.checkpoint know what part of parameter `index` (or of its state) a DTensor holds."""
-        if self.plan.placements.main_weight[-1] is Placement.SHARD:
-            describe_chunks(tensor, *self.plan.layout.local_range(index, self.plan.axis.rank))
+        if self.main_is_sharded:
+            describe_chunks(tensor, *self.plan.layout.range_in(index, self.weights.main.region))
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor with the shape of parameter `index`, laid out as the parameter; a copy."""
-        flat = full.detach().reshape(-1).to(self.plan.device)
-        piece = self.weights.main.piece(index)
-        if self.weights.main.placement is Placement.SHARD:
-            start, stop = self.plan.layout.local_range(index, self.plan.axis.rank)
-            flat = flat[start:stop]
-        return self.describe_piece(index, flat.clone().view(piece.shape))
+        flat = local_part(full.detach()).reshape(-1).to(self.plan.device)
+        start, stop = self.plan.layout.range_in(index, self.weights.main.region)
+        return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):
             for index, param in enumerate(self.full):
-                param.data = self.weights.full_view(full, index)
+                view = self.weights.full_view(full, index)
+                if isinstance(param, DTensor):
+                    param._local_tensor = view
+                else:
+                    param.data = view
+
+    def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
+        part = self.plan.parts[index]
+        return grad if part is None else part.local_gradient(grad)
 
     def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
         piece = self.describe_piece(index, self.weights.main.piece(index))
@@ -213,10 +231,12 @@ class ParameterGroup:
         param.__dict__.update(original.__dict__)
         return param
 
-    def _make_full(self, original: nn.Parameter) -> nn.Parameter:
+    def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
         # The right shape without memory, until `place`.
-        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(original.shape)
-        param = nn.Parameter(hollow, requires_grad=original.requires_grad)
+        shape = self.plan.layout.shapes[index]
+        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(shape)
+        part = self.plan.parts[index]
+        param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP

@@ -39,6 +39,7 @@ class Unit:
         self._placed_in: Block | None = None
         self.shows_full = False
         self._tickets: list[Ticket] = []
+        self._outer_tickets: list[Ticket] = []
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
 
     @property
@@ -62,8 +63,15 @@ class Unit:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
+    def gather_across(self, lane: Lane) -> None:
+        """Start bringing what inner ranks gather from up to date, where outer ranks share the update out."""
+        self._outer_tickets += [
+            lane.submit(group.weights.gather_across) for group in self.groups if group.weights.gathers_across
+        ]
+
     def gather(self, lane: Lane, block: Block | None) -> None:
         """Start gathering the compute weights, into `block` where they are sharded at rest."""
+        self._await(self._outer_tickets)
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
@@ -73,11 +81,18 @@ class Unit:
 
     def wait(self) -> None:
         """Make the gathered weights usable."""
-        tickets, self._tickets = self._tickets, []
+        self._await(self._outer_tickets)
+        if self._await(self._tickets):
+            self._mark(0)
+
+    @staticmethod
+    def _await(tickets: list[Ticket]) -> bool:
+        """Wait for what was started and forget it; False where nothing was."""
         for ticket in tickets:
             ticket.wait()
-        if tickets:
-            self._mark(0)
+        was_any = bool(tickets)
+        tickets.clear()
+        return was_any
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this unit's gathered weights that live in a slot."""

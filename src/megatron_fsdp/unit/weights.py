@@ -1,6 +1,14 @@
-"""The two weight buffers of a parameter group: what compute uses and what the optimizer updates."""
+"""The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
+
+    main weight  -> copied, cast ->  its part of the compute weight  -> gathered over the outer axis ->
+    what one inner rank stands for  -> gathered over the inner axis ->  full compute weight
+
+A step whose region does not grow is left out.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -8,7 +16,8 @@ from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.placement import Placement, Placements
+from megatron_fsdp.region import held_region
 
 
 class WeightBuffers:
@@ -23,21 +32,36 @@ class WeightBuffers:
     def __init__(
         self,
         layout: Layout,
-        axis: Axis,
-        placements: tuple[Placement, Placement],
+        axes: Sequence[Axis],
+        placements: Placements,
         precision: ResolvedPrecision,
         device: torch.device,
     ) -> None:
-        compute_placement, main_placement = placements
-        self.compute = FlatBuffer(layout, axis, compute_placement, precision.compute, device)
+        self._axes = tuple(axes)
+        self.compute = FlatBuffer(
+            layout, held_region(layout.numel, placements.compute_weight, axes), precision.compute, device
+        )
+        region = held_region(layout.numel, placements.main_weight, axes)
         self.shares_memory = not precision.has_main_copy
         if not self.shares_memory:
-            self.main = FlatBuffer(layout, axis, main_placement, precision.main_params, device)
-        elif compute_placement is main_placement:
+            self.main = FlatBuffer(layout, region, precision.main_params, device)
+        elif region == self.compute.region:
             self.main = self.compute
         else:
-            self.main = FlatBuffer.slice_of(self.compute)
+            self.main = FlatBuffer.slice_of(self.compute, region)
+        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placements.main_weight[-1]]
+        self._inner_region = held_region(layout.numel, inner_only, axes)
         self._seen_version = -1
+
+    @property
+    def gathers_inside(self) -> bool:
+        """Whether full compute weights are put together from the parts of the inner ranks."""
+        return self._inner_region.numel < self.compute.layout.numel
+
+    @property
+    def gathers_across(self) -> bool:
+        """Whether an inner rank's part is put together from the parts of the outer ranks, after an update."""
+        return self.main.region.numel < self._inner_region.numel
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Take the initial value of tensor `index`, full and in any dtype, into both buffers."""
@@ -61,12 +85,15 @@ class WeightBuffers:
     def install(self) -> None:
         """Copy main weights into compute weights, with the cast; nothing moves between ranks."""
         if not self.shares_memory:
-            target = self.compute.part if self.main.placement is Placement.SHARD else self.compute.local
-            target.copy_(self.main.local)
+            self.compute.part(self.main.region).copy_(self.main.local)
+
+    def gather_across(self) -> torch.distributed.Work | None:
+        """Start bringing an inner rank's part of the compute weights up to date, in place, from the outer ranks."""
+        return self._axes[0].all_gather(self.compute.part(self._inner_region), self.compute.part(self.main.region))
 
     def gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
-        """Start gathering compute weights into `full` (numel,)."""
-        return self.compute.gather_into(full)
+        """Start gathering compute weights into `full` (numel,), from the inner ranks."""
+        return self._axes[-1].all_gather(full, self.compute.part(self._inner_region))
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Tensor `index` as a view of gathered weights that share no version counter with the buffer.

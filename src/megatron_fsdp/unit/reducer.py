@@ -1,0 +1,140 @@
+"""The two stages of a gradient reduction: over the inner ranks, then, at the sync, over the outer ones.
+
+    bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
+
+A stage is a launch, which starts the collective, and a function that gives its result once that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron_fsdp.buffer.collectives import Axis, sum_received
+from megatron_fsdp.buffer.lanes import Launch
+from megatron_fsdp.gradient_scaling import GradientReduction
+from megatron_fsdp.placement import Placement
+from megatron_fsdp.region import held_region
+
+
+class Stage(NamedTuple):
+    """One collective of a reduction.
+
+    Attributes:
+        launch: Starts it.
+        result: Its result; to be called once, when it is done.
+        memory: What it reads and writes, to be kept until it is done.
+    """
+
+    launch: Launch
+    result: Callable[[], torch.Tensor]
+    memory: tuple[torch.Tensor, ...] = ()
+
+
+class GradientReducer:
+    """Moves gradients of one layout between ranks.
+
+    Attributes:
+        inner_region: What the first stage leaves on this rank.
+        main_region: What the second leaves; the same where the outer ranks do not share the gradient out.
+        reduction: Operation and factors; may be replaced between backwards.
+    """
+
+    def __init__(
+        self, numel: int, axes: Sequence[Axis], placement: Sequence[Placement], reduction: GradientReduction
+    ) -> None:
+        self._outer = axes[0] if len(axes) > 1 else None
+        self._inner = axes[-1]
+        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
+        self._numel = numel
+        self.inner_region = held_region(numel, inner_only, axes)
+        self.main_region = held_region(numel, placement, axes)
+        self.reduction = reduction
+
+    @property
+    def crosses(self) -> bool:
+        """Whether there is a second stage."""
+        return self._outer is not None and self._outer.num_ranks > 1
+
+    @property
+    def scatters_inside(self) -> bool:
+        """Whether the first stage leaves each inner rank a part of its own."""
+        return self.inner_region.numel < self._numel
+
+    @property
+    def scatters_across(self) -> bool:
+        """Whether the second stage leaves each outer rank a part of its own."""
+        return self.main_region.numel < self.inner_region.numel
+
+    @property
+    def exchanges_inside(self) -> bool:
+        """Whether the first stage is an all-to-all and a local sum, and needs memory for what comes in."""
+        return self.scatters_inside and self._inner.exchanges_pairwise
+
+    @property
+    def _exchanges_across(self) -> bool:
+        return self.scatters_across and self._outer is not None and self._outer.exchanges_pairwise
+
+    @property
+    def factor(self) -> float:
+        """What the final result has to be multiplied by."""
+        factor = self.reduction.post_factor
+        if self._averages:  # a local sum averages nothing
+            factor /= self._inner.num_ranks if self.exchanges_inside else 1
+            factor /= self._outer.num_ranks if self._outer is not None and self._exchanges_across else 1
+        return factor
+
+    @property
+    def _averages(self) -> bool:
+        return self.reduction.op == "avg"
+
+    def inside(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
+        """Reduce over the inner ranks.
+
+        Args:
+            bucket: (numel,) in the communication dtype.
+            scratch: The same again where `exchanges_inside`, else None.
+
+        Returns:
+            A stage whose result is (inner_region.numel,).
+        """
+        axis, average = self._inner, self._averages
+        if not self.scatters_inside:
+            return Stage(lambda: axis.all_reduce(bucket, average), lambda: bucket)
+        if scratch is not None:
+            return Stage(lambda: axis.exchange(scratch, bucket), lambda: sum_received(scratch, axis.num_ranks))
+        return _native(axis, bucket, self.inner_region.numel, average)
+
+    def across(self, wire: torch.Tensor) -> Stage:
+        """Reduce over the outer ranks.
+
+        Args:
+            wire: (inner_region.numel,) in the communication dtype; used up.
+
+        Returns:
+            A stage whose result is (main_region.numel,).
+        """
+        axis, average = self._outer, self._averages
+        assert axis is not None
+        if not self.scatters_across:
+            return Stage(lambda: axis.all_reduce(wire, average), lambda: wire, (wire,))
+        if axis.exchanges_pairwise:
+            received = torch.empty_like(wire)
+            return Stage(
+                lambda: axis.exchange(received, wire), lambda: sum_received(received, axis.num_ranks), (wire, received)
+            )
+        stage = _native(axis, wire, self.main_region.numel, average)
+        return stage._replace(memory=(wire,))
+
+
+def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
+    """The back end's own reduce-scatter; its result is made where it is launched, on the lane's stream."""
+    reduced: list[torch.Tensor] = []
+
+    def launch() -> torch.distributed.Work | None:
+        reduced.append(torch.empty(numel, dtype=full.dtype, device=full.device))
+        return axis.reduce_scatter(reduced[0], full, average)
+
+    return Stage(launch, reduced.pop)
