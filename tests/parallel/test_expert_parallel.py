@@ -1,8 +1,11 @@
 """EP 2 x FSDP 2 on a mixture of experts equals one process that holds all experts."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
@@ -127,7 +130,18 @@ def clip_by_model(run: Run) -> None:
         run.step()
 
 
-def test_the_norm_is_that_of_dense_parameters_and_all_experts(run_ranks: RunRanks) -> None:
+def clip_by_torch(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
+        run.step()
+
+
+@pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
+def test_the_norm_is_that_of_dense_parameters_and_all_experts(
+    run_ranks: RunRanks, script: Callable[[Run], None]
+) -> None:
     settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
     settings += [Setting(3, outer_strategy=outer, arrangement=found) for found in HYBRIDS for outer in (0, 1)]
-    check_strategies(run_ranks, 4, Scenario(clip_by_model, TOP1), settings)
+    check_strategies(run_ranks, 4, Scenario(script, TOP1), settings)

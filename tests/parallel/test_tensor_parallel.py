@@ -8,65 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import Arrangement, flattened, mesh_of
+from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.by_hand import average_over, run_by_hand
-from tests.support.models import Batch, ModelCase
+from tests.support.models import ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
+from tests.support.tensor_meshes import Divide, hybrid_tensor_parallel, tensor_mesh, tensor_parallel
 from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
-
-Divide = Callable[[nn.Module, DeviceMesh], None]
 
 CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
 each_plan = pytest.mark.parametrize("divide", PLANS)
-
-
-def mesh() -> DeviceMesh:
-    """Data parallel times tensor parallel 2 over all ranks."""
-    return mesh_of((dist.get_world_size() // 2, 2), ("dp_shard", "tp"))
-
-
-def hybrid_mesh(outer: int) -> DeviceMesh:
-    """The same with the data-parallel ranks on two axes."""
-    return mesh_of((outer, dist.get_world_size() // (2 * outer), 2), ("dp_outer", "dp_shard", "tp"))
-
-
-def arguments() -> dict[str, Any]:
-    return {"device_mesh": mesh(), "dp_shard_dim": "dp_shard", "tp_dim": "tp"}
-
-
-def hybrid_arguments(outer: int) -> dict[str, Any]:
-    found = hybrid_mesh(outer)
-    group = flattened(found, ("dp_outer", "dp_shard"), "dp_all").get_group()
-    axes = {"dp_outer_dim": "dp_outer", "dp_shard_dim": "dp_shard", "tp_dim": "tp"}
-    return {"device_mesh": found, "hybrid_fsdp_group": group, **axes}
-
-
-def place(divide: Divide, model: nn.Module) -> None:
-    divide(model, mesh()["tp"])
-
-
-def hybrid_place(outer: int, divide: Divide, model: nn.Module) -> None:
-    divide(model, hybrid_mesh(outer)["tp"])
-
-
-def part(whole: Batch) -> Batch:
-    """Ranks of one tensor-parallel group compute the same samples."""
-    return whole.part(dist.get_rank() // 2, dist.get_world_size() // 2)
-
-
-def arrangement(divide: Divide) -> Arrangement:
-    return Arrangement(f"tensor parallel, {divide.__name__}", arguments, partial(place, divide), part)
-
-
-def hybrid_arrangement(outer: int, divide: Divide) -> Arrangement:
-    name = f"hybrid and tensor parallel, {divide.__name__}"
-    return Arrangement(name, partial(hybrid_arguments, outer), partial(hybrid_place, outer, divide), part)
 
 
 def three_steps(run: Run) -> None:
@@ -74,13 +29,13 @@ def three_steps(run: Run) -> None:
 
 
 def average(model: nn.Module) -> None:
-    average_over(model, mesh()["dp_shard"].get_group(), dist.get_world_size() // 2)
+    average_over(model, tensor_mesh()["dp_shard"].get_group(), dist.get_world_size() // 2)
 
 
 @each_plan
 def test_the_model_divided_by_torch_alone_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     scenario = Scenario(three_steps, CASE)
-    outcomes = run_ranks(4, run_by_hand, scenario, arrangement(divide), average)
+    outcomes = run_ranks(4, run_by_hand, scenario, tensor_parallel(divide), average)
     assert_parity(outcomes, reference(scenario), FP32)
 
 
@@ -107,13 +62,13 @@ def three_microbatches(run: Run) -> None:
 
 @each_plan
 def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
-    settings = [Setting(inner, one_call=inner % 2 == 0, arrangement=arrangement(divide)) for inner in range(4)]
+    settings = [Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide)) for inner in range(4)]
     check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw), settings)
 
 
 @each_plan
 def test_accumulation_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
-    settings = [Setting(inner, one_call=inner % 2 == 1, arrangement=arrangement(divide)) for inner in range(4)]
+    settings = [Setting(inner, one_call=inner % 2 == 1, arrangement=tensor_parallel(divide)) for inner in range(4)]
     check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE), settings)
 
 
@@ -124,7 +79,7 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
 ) -> None:
     """2 outer x 1 inner x 2 tensor-parallel ranks, and 1 x 2 x 2."""
     pairs = ((0, 0), (3, 0), (1, 1), (3, 1))
-    found = hybrid_arrangement(outer, divide)
+    found = hybrid_tensor_parallel(outer, divide)
     settings = [Setting(inner, outer_strategy=outside, arrangement=found) for inner, outside in pairs]
     check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE, adamw), settings)
 
@@ -132,13 +87,13 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
 @each_plan
 def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     """One data-parallel rank."""
-    settings = [Setting(inner, arrangement=arrangement(divide)) for inner in (0, 3)]
+    settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner in (0, 3)]
     check_strategies(run_ranks, 2, Scenario(three_steps, CASE, adamw), settings)
 
 
 def test_averaging_in_the_collective_leaves_tensor_parallel_ranks_out(run_ranks: RunRanks) -> None:
     settings = [
-        Setting(inner, average_in_collective=True, arrangement=arrangement(divide))
+        Setting(inner, average_in_collective=True, arrangement=tensor_parallel(divide))
         for inner, divide in zip((0, 3), PLANS, strict=True)
     ]
     check_strategies(run_ranks, 4, Scenario(three_steps, CASE), settings)
@@ -194,5 +149,5 @@ def clip_by_torch(run: Run) -> None:
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_the_norm_counts_every_element_once(run_ranks: RunRanks, divide: Divide, script: Callable[[Run], None]) -> None:
     """Parts are summed over tensor-parallel ranks; what they all hold is not."""
-    settings = [Setting(inner, arrangement=arrangement(divide)) for inner in (0, 1, 3)]
+    settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner in (0, 1, 3)]
     check_strategies(run_ranks, 4, Scenario(script, CASE), settings)
