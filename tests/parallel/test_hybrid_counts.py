@@ -180,6 +180,29 @@ def test_nothing_else_is_sent(readings: Readings, microbatches: int) -> None:
             assert reading.everything == sum(calls for calls, _ in known)
 
 
+def order_of(inner: int, outer: int) -> tuple[list[tuple[str, str]], str, str]:
+    mesh = hybrid_arguments(2, 2)["device_mesh"]
+    model, optimizer = shard(inner, outer, torch.float32)
+    for _ in range(2):
+        with GroupCounts() as counts:
+            tower_loss(model, torch.ones(2, 16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts.order, mesh["dp_shard"].get_group().group_name, mesh["dp_outer"].get_group().group_name
+
+
+@pytest.mark.parametrize(("inner", "outer"), STRATEGIES)
+def test_outer_reductions_are_under_way_while_inner_ones_are_issued(
+    run_ranks: RunRanks, inner: int, outer: int
+) -> None:
+    for order, inner_group, outer_group in run_ranks(4, order_of, inner, outer):
+        reductions = [group for group, name in order if name in (EXCHANGE, ALL_REDUCE)]
+        assert reductions.count(outer_group) == UNITS
+        last_inner = len(reductions) - 1 - reductions[::-1].index(inner_group)
+        # All but those of the units that are the last to be reduced inside.
+        assert reductions[:last_inner].count(outer_group) >= UNITS - 3
+
+
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,12 +14,14 @@ class GroupCounts(TorchDispatchMode):
 
     Attributes:
         calls: How often each operator of the c10d library ran, by the group's name and the operator's.
+        order: The same keys, one per call, as they were issued.
         sent_bytes: Bytes that this rank sends in them by algorithms that reach the minimum, by the same keys.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.order: list[tuple[str, str]] = []
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,6 +30,7 @@ class GroupCounts(TorchDispatchMode):
             group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             key = (group.group_name, name)
             self.calls[key] += 1
+            self.order.append(key)
             self.sent_bytes[key] += _sent_bytes(name, args, group.size())
         return func(*args, **(kwargs or {}))
 

@@ -24,7 +24,7 @@ def hybrid_mesh(outer: int) -> DeviceMesh:
     return mesh_of((outer, dist.get_world_size() // (2 * outer), 2), ("dp_outer", "dp_shard", "tp"))
 
 
-def arguments() -> dict[str, Any]:
+def tensor_arguments() -> dict[str, Any]:
     return {"device_mesh": tensor_mesh(), "dp_shard_dim": "dp_shard", "tp_dim": "tp"}
 
 
@@ -49,7 +49,7 @@ def part(whole: Batch) -> Batch:
 
 
 def tensor_parallel(divide: Divide) -> Arrangement:
-    return Arrangement(f"tensor parallel, {divide.__name__}", arguments, partial(place, divide), part)
+    return Arrangement(f"tensor parallel, {divide.__name__}", tensor_arguments, partial(place, divide), part)
 
 
 def hybrid_tensor_parallel(outer: int, divide: Divide) -> Arrangement:
