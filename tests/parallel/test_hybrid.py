@@ -237,38 +237,6 @@ def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> No
     check_strategies(run_ranks, 4, Scenario(summed_over_ranks, MODEL_CASES["odd_shapes"]), settings)
 
 
-POLICIES = (
-    MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
-    MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16),
-    MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64),
-)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_precision_policies_hold_over_both_axes(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
-    """Dtypes of gradients round them; what the optimizer holds is the policy's."""
-    settings = [Setting(inner, policy, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in STRATEGIES]
-    scenario = Scenario(losses_only, MODEL_CASES["odd_shapes"])
-    tolerance = _BF16 if torch.bfloat16 in (policy.grad_comm_dtype, policy.main_grads_dtype) else FP32
-    check_strategies(run_ranks, 4, scenario, settings, tolerance)
-
-
-def losses_only(run: Run) -> None:
-    """Three steps of two microbatches; notes weights in float32."""
-    for step in range(3):
-        for microbatch in range(2):
-            (run.loss(2 * step + microbatch) / 2).backward()
-        run.optimizer.step()
-        values = run.sharded.full_parameters() if run.sharded is not None else dict(run.model.named_parameters())
-        run.note("weights", {name: value.float() for name, value in values.items()})
-        run.optimizer.zero_grad()
-
-
-def test_bf16_weights_are_optimised_in_float32_over_both_axes(run_ranks: RunRanks) -> None:
-    settings = [Setting(3, outer_strategy=outer, arrangement=hybrid(2, 2)) for outer in (0, 1)]
-    check_strategies(run_ranks, 4, Scenario(losses_only, MODEL_CASES["bf16_fp32_norm"]), settings, _BF16)
-
-
 def test_one_rank_on_both_axes_is_exact(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, outer_strategy=outer, arrangement=hybrid(1, 1)) for inner, outer in STRATEGIES]
     check_strategies(run_ranks, 1, Scenario(three_microbatches, MODEL_CASES["scalars"], adamw), settings, EXACT)
