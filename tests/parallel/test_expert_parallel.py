@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.by_hand import average_over, run_by_hand
-from tests.support.expert_meshes import expert_mesh, experts_of
+from tests.support.expert_meshes import FLAT, expert_mesh, experts_of
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import (
     IGNORED,
@@ -24,8 +24,17 @@ from tests.support.parallel_transformer import (
 )
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
 
-EXPERTS = experts_of(1, 2, 2)
-HYBRIDS = (experts_of(2, 2, 1), experts_of(2, 1, 2))
+EXPERTS = experts_of(FLAT)
+HYBRIDS = tuple(
+    experts_of(sizes)
+    for sizes in (
+        (("dp_outer", 2), ("ep", 2), ("dp_shard", 1)),
+        (("dp_outer", 2), ("ep", 1), ("dp_shard", 2)),
+        (("ep", 2), ("dp_outer", 2), ("dp_shard", 1)),
+        (("dp_outer", 1), ("ep", 2), ("dp_shard", 2)),
+    )
+)
+"""In the last two the outer ranks of experts are others than those of dense parameters."""
 
 TOP1 = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
 TOP2 = ModelCase(build_top2_experts, make_tokens, mean_loss, (ParallelBlock,))
@@ -38,7 +47,7 @@ def three_steps(run: Run) -> None:
 
 def average(model: nn.Module) -> None:
     """The factor of an expert is that of the dense parameters: its gradient already has other ranks' tokens in it."""
-    average_over(model, expert_mesh(1, 2, 2)["dp_shard"].get_group(), 4, among=".experts.")
+    average_over(model, expert_mesh(FLAT)["dp_shard"].get_group(), 4, among=".experts.")
     for name, module in model.named_modules():
         if not name.endswith((".experts", ".mlp")) and list(module.parameters(recurse=False)):
             average_over(module, None, 4)

@@ -11,14 +11,14 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.expert_meshes import arguments, experts_of, place
+from tests.support.expert_meshes import FLAT, arguments, experts_of, place
 from tests.support.mixture import MixtureOfExperts
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import ParallelBlock, ParallelTransformer, make_tokens, mean_loss
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
-SIZES = (1, 2, 2)
+HYBRID = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
 
 
 def build_specialists() -> nn.Module:
@@ -34,7 +34,7 @@ def mark(model: nn.Module) -> None:
 
 
 def place_marked(model: nn.Module) -> None:
-    place(SIZES, model)
+    place(FLAT, model)
     mark(model)
 
 
@@ -46,7 +46,7 @@ SPECIALISTS = ModelCase(build_specialists, make_tokens, mean_loss, (ParallelBloc
 
 
 def test_marked_parameters_of_another_name_are_experts(run_ranks: RunRanks) -> None:
-    by_name = experts_of(*SIZES, experts_name=".specialists.")
+    by_name = experts_of(FLAT, experts_name=".specialists.")
     marked = Arrangement("marked experts", by_name.arguments, place_marked, whole=by_name.whole)
     check_strategies(run_ranks, 4, Scenario(three_steps, SPECIALISTS), [Setting(s, arrangement=marked) for s in (0, 3)])
 
@@ -55,10 +55,10 @@ def ranks_by_name(name: str, is_marked: bool) -> dict[str, int]:
     """Over how many ranks each parameter of the block is sharded."""
     with fixed_seed(0):
         model = ParallelTransformer(layers=1, experts=4, experts_name=name)
-    place(SIZES, model)
+    place(FLAT, model)
     if is_marked:
         mark(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(SIZES))
+    sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(FLAT))
     return {found: param.device_mesh.size() for found, param in sharded.module.named_parameters()}
 
 
@@ -98,7 +98,7 @@ def test_without_an_expert_mesh_experts_by_name_are_parameters_like_others(run_r
 
 
 def refuse(changes: dict[str, Any], hybrid: bool) -> str:
-    sizes = (2, 2, 1) if hybrid else SIZES
+    sizes = HYBRID if hybrid else FLAT
     try:
         fully_shard_model(ParallelTransformer(layers=1, experts=4), **(arguments(sizes) | changes))
     except ConfigurationError as error:
@@ -133,8 +133,8 @@ def test_half_of_what_experts_need_is_refused_on_every_rank(run_ranks: RunRanks,
 def build_sharded() -> MegatronFSDP:
     with fixed_seed(0):
         model = ParallelTransformer(layers=1, experts=4)
-    place(SIZES, model)
-    return fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(SIZES))
+    place(FLAT, model)
+    return fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(FLAT))
 
 
 def expert_weights() -> torch.Tensor:

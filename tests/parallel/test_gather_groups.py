@@ -11,6 +11,7 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, second_group
+from tests.support.expert_meshes import FLAT as EXPERT_MESH
 from tests.support.expert_meshes import arguments, expert_mesh, experts_of, place
 from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.models import MODEL_CASES, ModelCase
@@ -18,7 +19,6 @@ from tests.support.parallel_transformer import ParallelBlock, build_top1_experts
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss
 
-SIZES = (1, 2, 2)
 EXPERTS = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
 
 
@@ -33,11 +33,11 @@ def hybrid() -> dict[str, Any]:
 
 
 def with_experts() -> dict[str, Any]:
-    found = arguments(SIZES)
+    found = arguments(EXPERT_MESH)
     return {
         **found,
         "fsdp_group_ag": second_group(found["device_mesh"]),
-        "expt_fsdp_group_ag": second_group(expert_mesh(*SIZES)["dp_shard"]),
+        "expt_fsdp_group_ag": second_group(expert_mesh(EXPERT_MESH)["dp_shard"]),
     }
 
 
@@ -47,7 +47,7 @@ def three_steps(run: Run) -> None:
 
 FLAT, HYBRID = Arrangement("flat, second group", flat), Arrangement("hybrid, second group", hybrid)
 WITH_EXPERTS = Arrangement(
-    "experts, second groups", with_experts, partial(place, SIZES), whole=experts_of(*SIZES).whole
+    "experts, second groups", with_experts, partial(place, EXPERT_MESH), whole=experts_of(EXPERT_MESH).whole
 )
 
 
@@ -103,7 +103,7 @@ def test_weights_are_gathered_on_the_second_group_only(
 def count_experts() -> list[tuple[int, int]]:
     found = with_experts()
     model = build_top1_experts()
-    place(SIZES, model)
+    place(EXPERT_MESH, model)
     sharded, optimizer = fully_shard(
         model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[ParallelBlock], **found
     )
@@ -113,7 +113,7 @@ def count_experts() -> list[tuple[int, int]]:
             mean_loss(sharded, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    groups = (found["fsdp_group_ag"], found["expt_fsdp_group_ag"], expert_mesh(*SIZES)["dp_shard"].get_group())
+    groups = (found["fsdp_group_ag"], found["expt_fsdp_group_ag"], expert_mesh(EXPERT_MESH)["dp_shard"].get_group())
     return [(counts.on(group, GATHER)[0], counts.on(group)[0]) for group in groups]
 
 

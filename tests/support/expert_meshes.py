@@ -11,23 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.parallel_transformer import divide_experts
 
-EXPERT_DIMS = ("dp_outer", "ep", "dp_shard")
+Sizes = tuple[tuple[str, int], ...]
+"""Name and ranks of each dimension of the expert mesh, outermost first: "ep", "dp_shard" and maybe "dp_outer"."""
+
+FLAT: Sizes = (("ep", 2), ("dp_shard", 2))
 
 
-def expert_mesh(outer: int, expert: int, shard: int) -> DeviceMesh:
-    """The mesh of expert parameters; without the outer dimension where that has one rank."""
-    if outer == 1:
-        return mesh_of((expert, shard), EXPERT_DIMS[1:])
-    return mesh_of((outer, expert, shard), EXPERT_DIMS)
+def expert_mesh(sizes: Sizes) -> DeviceMesh:
+    """The mesh of expert parameters."""
+    return mesh_of(tuple(size for _, size in sizes), tuple(name for name, _ in sizes))
 
 
-def place(sizes: tuple[int, int, int], model: nn.Module) -> None:
-    divide_experts(model, expert_mesh(*sizes)["ep"].get_group())
+def place(sizes: Sizes, model: nn.Module) -> None:
+    """Leave a rank its experts."""
+    divide_experts(model, expert_mesh(sizes)["ep"].get_group())
 
 
-def whole(sizes: tuple[int, int, int], experts_name: str, values: Values) -> Values:
+def whole(sizes: Sizes, experts_name: str, values: Values) -> Values:
     """Put the experts of all expert-parallel ranks together along dimension 0."""
-    group = expert_mesh(*sizes)["ep"].get_group()
+    group = expert_mesh(sizes)["ep"].get_group()
     return {name: _all_experts(value, group) if experts_name in name else value for name, value in values.items()}
 
 
@@ -39,27 +41,20 @@ def _all_experts(value: Tensor | None, group: dist.ProcessGroup) -> Tensor | Non
     return torch.cat(parts)
 
 
-def arguments(sizes: tuple[int, int, int]) -> dict[str, Any]:
-    """All ranks on one dense axis (with outer ranks: on two), experts on the expert mesh."""
-    mesh = expert_mesh(*sizes)
-    if sizes[0] == 1:
+def arguments(sizes: Sizes) -> dict[str, Any]:
+    """Experts on the expert mesh, all else on all ranks: one axis, or 2 x 2 where the experts have an outer one."""
+    mesh = expert_mesh(sizes)
+    if "dp_outer" not in dict(sizes):
         dense = mesh_of((dist.get_world_size(),), ("dp_shard",))
         return {"device_mesh": dense, "dp_shard_dim": "dp_shard", "expt_device_mesh": mesh}
-    outer, ranks_of_expert = sizes[0], sizes[0] * sizes[2]
     group = flattened(mesh, ("dp_outer", "dp_shard"), "expert_dp").get_group()
-    assert dist.get_world_size(group) == ranks_of_expert
-    return {
-        **hybrid_arguments(outer, dist.get_world_size() // outer),
-        "expt_device_mesh": mesh,
-        "hybrid_fsdp_expt_group": group,
-    }
+    return {**hybrid_arguments(2, 2), "expt_device_mesh": mesh, "hybrid_fsdp_expt_group": group}
 
 
-def experts_of(outer: int, expert: int, shard: int, experts_name: str = ".experts.") -> Arrangement:
-    """Expert parallelism on `outer * expert * shard` ranks."""
-    sizes = (outer, expert, shard)
+def experts_of(sizes: Sizes, experts_name: str = ".experts.") -> Arrangement:
+    """Expert parallelism on an expert mesh."""
     return Arrangement(
-        f"experts {outer}x{expert}x{shard}",
+        "experts " + " x ".join(f"{name} {size}" for name, size in sizes),
         partial(arguments, sizes),
         partial(place, sizes),
         whole=partial(whole, sizes, experts_name),
