@@ -31,7 +31,6 @@ LATER_ARGUMENTS: list[dict[str, Any]] = [
     {"expt_fsdp_group_ag": PLACEHOLDER},
     {"outer_dp_sharding_strategy": 1},
     {"outer_dp_sharding_strategy": "optim"},
-    {"init_model_with_meta_device": True},
     {"disable_bucketing": True},
     {"keep_fp8_transpose_cache": True},
     {"nccl_ub": True},
@@ -46,7 +45,6 @@ LATER_ARGUMENTS: list[dict[str, Any]] = [
 
 LATER_CLASS_ARGUMENTS: list[dict[str, Any]] = [
     {"disable_bucketing": True},
-    {"init_model_with_meta_device": True},
     {"keep_fp8_transpose_cache": True},
     {"nccl_ub": True},
     {"fsdp_double_buffer": True},

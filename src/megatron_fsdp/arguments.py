@@ -9,7 +9,6 @@ from megatron_fsdp.errors import NotSupportedYetError
 
 _SHARED: Mapping[str, Any] = {
     "disable_bucketing": False,
-    "init_model_with_meta_device": False,
     "keep_fp8_transpose_cache": False,
     "nccl_ub": False,
     "fsdp_double_buffer": False,

@@ -142,6 +142,12 @@ class FSDPDistributedIndex:
         """See that what belongs together is there together."""
         if self.dp_shard_dim is None:
             raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
+        named = [name for name in (self.dp_outer_dim, self.dp_shard_dim, self.tp_dim) if name is not None]
+        if len(set(named)) < len(named):
+            raise ConfigurationError(
+                f"dp_outer_dim={self.dp_outer_dim!r}, dp_shard_dim={self.dp_shard_dim!r} and tp_dim={self.tp_dim!r} "
+                "name a dimension twice; give each its own."
+            )
         if (self.dp_outer_dim is None) != (self.hybrid_fsdp_group is None):
             given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
             if self.dp_outer_dim is None:

@@ -101,7 +101,10 @@ def fully_shard_model(
         outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": share main
             weights and optimizer state out over it too (HFSDP).
         device: Where the shards live; None: this process's device of the mesh's type.
-        init_model_with_meta_device: Not supported yet.
+        init_model_with_meta_device: Initialise parameters and buffers that are on the meta device, module by module by
+            `reset_parameters()`, `_reset_parameters()`, `reset_buffers()` or the model's `_init_weights(module)`,
+            without the whole model in memory: bit for bit what building the model on `device` under the same seed
+            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
@@ -167,6 +170,7 @@ def fully_shard_model(
         fsdp_unit_modules,
         device=device,
         calculate_per_token_loss=calculate_per_token_loss,
+        init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=current.report_nan_in_param_grad,
     )

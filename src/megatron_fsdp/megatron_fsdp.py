@@ -47,7 +47,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         disable_bucketing: Not supported yet.
         device: Where the shards live; None: this process's device of the mesh's type.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
-        init_model_with_meta_device: Not supported yet.
+        init_model_with_meta_device: As in `fully_shard_model`.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
         keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last.
@@ -125,6 +125,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             average_in_collective=config.average_in_collective,
             calculate_per_token_loss=calculate_per_token_loss,
             check_finite=self.report_nan_in_param_grad,
+            init_meta=init_model_with_meta_device,
         )
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +17,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import ShardingStrategy, placements_for
 from megatron_fsdp.runtime.agreement import agree_over
+from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
@@ -46,6 +46,7 @@ class Switches:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
+        init_meta: Initialise what is on the meta device.
     """
 
     strategy: ShardingStrategy
@@ -57,6 +58,7 @@ class Switches:
     average_in_collective: bool
     calculate_per_token_loss: bool
     check_finite: bool
+    init_meta: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def assemble(
     engine = Engine(units, _schedule_config(switches, units), mode, sharding, backward_finished)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
-        engine.finite_check = FiniteCheck(names, _all_groups(sharding), device)
+        engine.finite_check = FiniteCheck(names, sharding.reaching_all, device)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
     return Assembly(
         engine,
@@ -144,23 +146,18 @@ def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.dev
     )
 
 
-def _all_groups(sharding: Sharding) -> tuple[dist.ProcessGroup | None, ...]:
-    """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
-    return sharding.dense.group, sharding.dense.tensor_parallel_group
-
-
 def _plan_together(module: nn.Module, switches: Switches, sharding: Sharding) -> UnitPlan:
     """Check the model and find its units; every rank gets the same answer or the same error."""
     plan, problem, facts = None, None, []
     try:
-        check_module(module)
+        check_module(module, switches.init_meta)
         for name, param in module.named_parameters():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         plan = find_units(module, switches.unit_modules)
         facts = _facts(module, plan, switches, sharding)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
-    agree_over(_all_groups(sharding), problem, facts)
+    agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
     return plan
 
@@ -208,8 +205,12 @@ def _schedule_config(switches: Switches, units: Sequence[Unit]) -> ScheduleConfi
     )
 
 
-def check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module, init_meta: bool = False) -> None:
     """Refuse models that cannot be sharded; no communication.
+
+    Args:
+        module: The model.
+        init_meta: Whether what is on the meta device will be initialised.
 
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
@@ -235,13 +236,8 @@ def check_module(module: nn.Module) -> None:
             f"{len(hooked)} parameters have post-accumulate-grad hooks (such as {hooked[0]}), which would see "
             "gradients before they are reduced; remove them, and act on .grad after backward"
         )
-    meta = [name for name, param in params.items() if param.is_meta]
-    if meta:
-        raise ConfigurationError(
-            f"{len(meta)} of {len(params)} parameters are on the meta device (such as {meta[0]}) and "
-            "init_model_with_meta_device is False; materialise the model first"
-        )
-    devices = sorted({str(param.device) for param in params.values()})
+    _check_meta(module, params, init_meta)
+    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
     if len(devices) > 1:
         examples = ", ".join(
             f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
@@ -252,22 +248,42 @@ def check_module(module: nn.Module) -> None:
         )
 
 
+def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool) -> None:
+    if init_meta:
+        check_can_initialise(module)
+        return
+    for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
+        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if meta:
+            raise ConfigurationError(
+                f"{len(meta)} of {len(tensors)} {kind} are on the meta device (such as {meta[0]}) and "
+                "init_model_with_meta_device is False; set it to let modules initialise themselves, or materialise "
+                "the model first"
+            )
+
+
 def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Sharding) -> list[str]:
     """What every data-parallel rank must have in common; experts may be others on other ranks."""
     chosen = [f"{name}={value}" for name, value in vars(switches).items() if name != "unit_modules"]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
         for name, p in module.named_parameters()
         if not sharding.is_expert(name, p)
     ]
-    buffers = [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+    buffers = [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}" for name, buffer in module.named_buffers()
+    ]
     return [*chosen, *params, *buffers, *units]
+
+
+def _place(tensor: torch.Tensor) -> str:
+    return " on the meta device" if tensor.is_meta else ""
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     """Module buffers are not sharded; they follow the parameters to their device."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)

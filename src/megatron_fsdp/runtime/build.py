@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.grouping import ParameterInfo, group_parameters
+from megatron_fsdp.runtime.agreement import agree_over
+from megatron_fsdp.runtime.blueprint import Blueprint, draw_blueprint
+from megatron_fsdp.runtime.materialise import materialise
+from megatron_fsdp.runtime.random_state import same_random_numbers
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.tensor_parallel import local_part
@@ -22,7 +29,11 @@ def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[
 
     Returns:
         The units, root first.
+
+    Raises:
+        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
     """
+    blueprint = draw_blueprint(module)
     originals = dict(module.named_parameters())
     sites = parameter_sites(module)
     units = []
@@ -38,7 +49,21 @@ def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[
         unit = Unit(index, spec.name, groups, group_sites)
         unit.install_sharded()
         units.append(unit)
+    if blueprint.unfinished:
+        _initialise(module, blueprint, units, sharding)
     return tuple(units)
+
+
+def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
+    inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
+    groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
+    problem = None
+    try:
+        with same_random_numbers(groups, sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    except ConfigurationError as error:
+        problem = error
+    agree_over(sharding.reaching_all, problem)
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:

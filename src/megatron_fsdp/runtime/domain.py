@@ -20,19 +20,17 @@ class Domain:
     Attributes:
         axes: The data-parallel axes, outermost first; the last one is the sharding axis.
         names: Their names in the mesh.
-        mesh: The data-parallel mesh of these axes.
         group: All data-parallel ranks; None for a single one.
         tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
-        mesh_with_tensor_parallel: The axes and, last, the tensor-parallel dimension; `mesh` where there is none.
+        described_mesh: What sharded parameters are described on: the axes and, last, the tensor-parallel dimension.
         foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
     """
 
     axes: tuple[Axis, ...]
     names: tuple[str, ...]
-    mesh: DeviceMesh
     group: dist.ProcessGroup | None
     tensor_parallel: DeviceMesh | None
-    mesh_with_tensor_parallel: DeviceMesh
+    described_mesh: DeviceMesh
     foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
 
     @property
@@ -59,17 +57,14 @@ def make_domain(index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_
     names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
     axes = tuple(_axis(index, name, traffic[name], is_expert) for name in names)
     tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
-    mesh = index.get_submesh(names, is_expert)
+    described = names if index.tp_dim is None else (*names, index.tp_dim)
     num_ranks = prod(axis.num_ranks for axis in axes)
     return Domain(
         axes=axes,
         names=names,
-        mesh=mesh,
         group=index.get_dp_group(is_expert) if num_ranks > 1 else None,
         tensor_parallel=tensor_parallel,
-        mesh_with_tensor_parallel=mesh
-        if index.tp_dim is None
-        else index.get_submesh((*names, index.tp_dim), is_expert),
+        described_mesh=index.get_submesh(described, is_expert),
         foreign_groups=_foreign_groups(index) if is_expert else (),
     )
 

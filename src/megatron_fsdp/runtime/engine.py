@@ -208,8 +208,6 @@ class Engine:
         if self.finite_check is not None:
             self.finite_check.look_at(unit.groups[position].names[parameter], grad)
         gradients.add(parameter, grad)
-        if unit.is_complete:
-            self._run_backward(self.scheduler.gradients_ready(index))
 
     @property
     def traffic(self) -> Traffic:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.runtime.fingerprint import fingerprint
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.tensor_parallel import local_part, part_of
 
@@ -20,7 +21,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
 
     Args:
-        module: The model with its full parameters and buffers.
+        module: The model with its full parameters and buffers; those on the meta device are left out.
         sharding: Says which ranks share which parameters.
 
     Returns:
@@ -54,7 +55,7 @@ def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ..
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in local.items() if tensor.numel()}
+    return {name: tensor for name, tensor in local.items() if tensor.numel() and not tensor.is_meta}
 
 
 def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:
@@ -71,14 +72,8 @@ def _find_differing(
 ) -> tuple[str, ...]:
     if not tensors:
         return ()
-    hashes = torch.stack([_hash(tensor).to(device) for tensor in tensors.values()])
+    hashes = torch.stack([fingerprint(tensor).to(device) for tensor in tensors.values()])
     lowest, highest = hashes.clone(), hashes.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
-
-
-def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with the bits of a tensor, as an int64 scalar."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return torch.hash_tensor(real).view(torch.int64)

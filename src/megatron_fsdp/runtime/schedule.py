@@ -10,7 +10,9 @@ bytes in the same place. A gathered unit that nobody uses stays in its slot unti
 then), so the units used last in forward are still there when backward begins.
 
 Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
-every other unit outside k is over: its weights may go, and a gradient that has not come will not come.
+every other unit outside k is over: its weights may go, and a gradient that has not come will not come. That is when a
+unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the order of
+collectives must not.
 """
 
 from __future__ import annotations
@@ -196,7 +198,7 @@ class Scheduler:
         state.in_backward, state.reduced = True, False
 
     def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
-        """Every trainable parameter of the unit has received its gradient."""
+        """Somebody who drives the passes by hand says that a unit's gradients are all there: reduce it now."""
         if not self.config.reduces_early or unit == ROOT:
             return ()
         self._units[unit].reduced = True

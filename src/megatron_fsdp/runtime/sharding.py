@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
@@ -61,6 +62,11 @@ class Sharding:
             )
         return self.experts is not None and (is_marked or EXPERT_NAME in f".{name}")
 
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
+        return self.dense.group, self.dense.tensor_parallel_group
+
     def domain(self, is_expert: bool) -> Domain:
         """The ranks of parameters of one kind."""
         return self.experts if is_expert and self.experts is not None else self.dense
@@ -95,9 +101,9 @@ class Sharding:
             part_of(info.name, param, domain.tensor_parallel)
             for info, param in zip(spec.parameters, originals, strict=True)
         )
-        has_parts = any(part is not None for part in parts)
-        mesh = domain.mesh_with_tensor_parallel if has_parts else domain.mesh
-        return GroupPlan(spec, layout, precision, reduction, placements, domain.axes, mesh, self.device, parts)
+        return GroupPlan(
+            spec, layout, precision, reduction, placements, domain.axes, domain.described_mesh, self.device, parts
+        )
 
     def _placements(self, spec: ParameterGroupSpec) -> Placements:
         strategy, outer = self.strategy, self.outer_strategy

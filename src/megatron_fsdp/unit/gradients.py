@@ -11,9 +11,7 @@ overwrites, else it adds; so clearing gradients in any of the usual ways is righ
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,18 +27,6 @@ from megatron_fsdp.placement import Placement
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
-
-
-@dataclass(frozen=True)
-class Attached:
-    """A gradient as it was handed to the user, to see later what became of it."""
-
-    grad: weakref.ref[DTensor]  # weak: a copy in another dtype dies with `zero_grad`
-    version: int
-
-    def is_untouched(self, grad: torch.Tensor) -> bool:
-        """Whether `grad` is what was handed out, as it was."""
-        return isinstance(grad, DTensor) and grad is self.grad() and _version_of(grad) == self.version
 
 
 class GradientBuffers:
@@ -62,14 +48,14 @@ class GradientBuffers:
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
-        self._attached: list[Attached | None] = [None] * count
+        self._attached = [False] * count  # `.grad` was handed out and not taken back since
+        self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
         self._views: list[DTensor | None] = [None] * count
         self._target: torch.Tensor | None = None
         self._target_views: dict[int, list[torch.Tensor]] = {}
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self._filled = [False] * count
-        self._missing = count
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
@@ -99,11 +85,6 @@ class GradientBuffers:
         """Whether anything is on its way to the main gradient."""
         return self.is_filling or self.has_deferred or self.has_pending
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter's gradient has come."""
-        return self._target is not None and self._missing == 0
-
     def needs_bucket(self, defer: bool) -> bool:
         """Whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
         return not defer and self._partial is None
@@ -121,7 +102,6 @@ class GradientBuffers:
                 )
             self._target = self._partial
         self._filled = [False] * len(self._filled)
-        self._missing = len(self._filled)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
@@ -132,7 +112,6 @@ class GradientBuffers:
             view.copy_(grad)
         else:
             torch.mul(grad, self.reducer.reduction.pre_factor, out=view)
-        self._missing -= not self._filled[index]
         self._filled[index] = True
         self.arrived[index] = True
 
@@ -214,16 +193,27 @@ class GradientBuffers:
         that do not come through a unit, such as those of a penalty on `model.parameters()`.
         """
         for index, attached in enumerate(self._attached):
-            self._attached[index] = None
+            self._attached[index] = False
             grad = params[index].grad
+            self._kept[index] |= grad is not None
             if grad is None:
-                self._live[index] = self._live[index] and attached is None
+                self._live[index] = self._live[index] and not attached
             elif grad is not self._views[index]:
-                if attached is None:
+                if attached:
+                    self._take_back(index, grad)
+                else:
                     self._add_foreign(index, grad)
-                elif not attached.is_untouched(grad):
-                    self.main.piece(index).copy_(_local(grad))
                 params[index].grad = None
+
+    def _take_back(self, index: int, grad: torch.Tensor) -> None:
+        """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
+
+        Elements that are still the rounded ones keep what was rounded off. Versions would not tell: torch's operations
+        on lists of DTensors, such as those of its gradient clipping, count nowhere.
+        """
+        piece, found = self.main.piece(index), _local(grad)
+        piece.copy_(torch.where(piece.to(found.dtype) == found, piece, found.to(piece.dtype)))
+        self._live[index] = True
 
     def _add_foreign(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient of the sharded parameter itself, which is final on this rank."""
@@ -248,15 +238,14 @@ class GradientBuffers:
             grad = param.grad
             if grad is None or grad is self._views[index]:
                 continue
-            attached = self._attached[index]
-            if attached is None or not attached.is_untouched(grad):
-                if attached is not None:
-                    self._live[index] = False  # what was attached has been changed, and holds everything
+            if self._attached[index]:
+                self._take_back(index, grad)
+            else:
                 self._add_foreign(index, grad)
         same = self.precision.main_grads == self.precision.main_params
         cast = None if same else self.main.local.to(self.precision.main_params)
         for index, param in enumerate(params):
-            if not self._live[index] or not (used[index] or param.grad is not None):
+            if not self._live[index] or not (used[index] or self._kept[index] or param.grad is not None):
                 self._live[index] = False
                 continue
             if cast is None:
@@ -266,8 +255,9 @@ class GradientBuffers:
             else:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
             param.grad = grad
-            self._attached[index] = Attached(weakref.ref(grad), _version_of(grad))
+            self._attached[index] = True
         self.arrived = [False] * len(self.arrived)
+        self._kept = [False] * len(self._kept)
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply what has been accumulated, visible or not, reduced or not."""
@@ -281,8 +271,8 @@ class GradientBuffers:
 
     def forget_pending(self, index: int) -> None:
         """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
-        if self._attached[index] is None:
-            self._live[index] = False
+        if not self._attached[index]:
+            self._live[index] = self._kept[index] = False
             self.arrived[index] = False
         if self._partial is not None:
             full_view(self.layout, self._partial, index).zero_()
@@ -293,7 +283,8 @@ class GradientBuffers:
         """Forget everything accumulated and everything deferred."""
         count = len(self._live)
         self._live = [False] * count
-        self._attached = [None] * count
+        self._attached = [False] * count
+        self._kept = [False] * count
         self.arrived = [False] * count
         self._partial = self._pending = None
 
@@ -305,10 +296,6 @@ class GradientBuffers:
 
 def _discard(_result: object) -> None:
     """Let an expression stand where a function without a result is asked for."""
-
-
-def _version_of(grad: DTensor) -> int:
-    return grad._version + grad._local_tensor._version
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ class ParameterGroup:
                 plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
             )
         for index, original in enumerate(originals):
-            self.weights.store(index, local_part(original))
+            if not original.is_meta:
+                self.store(index, local_part(original))
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
@@ -90,6 +91,10 @@ class ParameterGroup:
         self._pointers = tuple(local_of(param).data_ptr() for param in self.sharded)
         self._seen_versions = -1
         self.note_installed()
+
+    def store(self, index: int, full: torch.Tensor) -> None:
+        """Take the initial value of parameter `index`, full and in any dtype; after the last, call `note_installed`."""
+        self.weights.store(index, full)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ class Unit:
                             "parameter any more (functional_call, or assigned after sharding); sharded models use "
                             "their own weights"
                         )
-                    _set_parameter(module, attribute, param)
+                    set_parameter(module, attribute, param)
 
     def check_untouched(self) -> None:
         """Refuse writes into gathered weights, which would be lost when these are released.
@@ -161,7 +161,7 @@ class Unit:
         for group, sites in zip(self.groups, self._sites, strict=True):
             for param, places in zip(group.sharded, sites, strict=True):
                 for module, attribute in places:
-                    _set_parameter(module, attribute, param)
+                    set_parameter(module, attribute, param)
 
     @property
     def main_changed(self) -> bool:
@@ -180,13 +180,8 @@ class Unit:
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every trainable parameter has its gradient."""
-        return all(group.gradients is None or group.gradients.is_complete for group in self.groups)
 
-
-def _set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
+def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[attribute] = param

@@ -1,0 +1,215 @@
+"""What one fuzz case is made of, and how it is drawn from a seed. Pure: the same seed is the same case everywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron_fsdp import MixedPrecisionPolicy
+
+SAMPLES = 12
+"""Samples of a whole batch; 1, 2, 3 and 4 data-parallel ranks divide it."""
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block of the model.
+
+    Attributes:
+        kind: `mlp`, `attention`, `conv` or `wide` (few huge rows).
+        hidden: inner width.
+        calls: how often the model calls the block, one call after another.
+        scalar: whether it has a 0-d parameter.
+        frozen: whether it has a frozen layer.
+        unused: whether it has a layer that nothing uses.
+        sometimes: whether it has a layer that only some batches use.
+        mixed: whether one of its parameters is stored in another dtype.
+        checkpoint: activation checkpointing: `none`, `reentrant` or `plain`.
+    """
+
+    kind: str
+    hidden: int
+    calls: int
+    scalar: bool
+    frozen: bool
+    unused: bool
+    sometimes: bool
+    mixed: bool
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes and what agreement they allow.
+
+    Attributes:
+        compute: of the model.
+        policy: of the rest.
+        tolerance: allowed error, as a part of the largest value of a tensor.
+    """
+
+    compute: torch.dtype
+    policy: MixedPrecisionPolicy
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Ranks per mesh dimension; 0 where there is no such dimension."""
+
+    shard: int
+    outer: int = 0
+    tensor: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes needed."""
+        return self.data_parallel * max(1, self.tensor)
+
+    @property
+    def data_parallel(self) -> int:
+        """Parts that a batch is cut into."""
+        return self.shard * max(1, self.outer)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything about one run.
+
+    Attributes:
+        seed: what it was drawn from.
+        dim: width of the model.
+        blocks: its blocks.
+        tied: whether embedding and head share their weight.
+        wrap: units: `blocks`, `auto`, `none` or `everything` (blocks and head).
+        mesh: ranks.
+        strategy: 0 to 3.
+        outer_strategy: 0 or 1.
+        precision: dtypes.
+        microbatches: backwards per step.
+        mode: `plain`, `auto`, `no_sync`, `last` or `mixed`: who says when gradients are synchronised.
+        optimizer: `sgd`, `adamw`, `adamw-foreach` or `adamw-fused`.
+        max_norm: clip to this; None: no clipping.
+        torch_clip: clip with torch's own function.
+        zero: how gradients are cleared: `none`, `zeros`, `module` or `never` (they add up over steps).
+        evaluate: run an evaluation between the steps.
+        reload: load the own state dict between the steps.
+        options: further arguments of `fully_shard`.
+    """
+
+    seed: int
+    dim: int
+    blocks: tuple[BlockPlan, ...]
+    tied: bool
+    wrap: str
+    mesh: MeshPlan
+    strategy: int
+    outer_strategy: int
+    precision: Precision
+    microbatches: int
+    mode: str
+    optimizer: str
+    max_norm: float | None
+    torch_clip: bool
+    zero: str
+    evaluate: bool
+    reload: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_FP64 = Precision(torch.float64, MixedPrecisionPolicy(main_params_dtype=None), 1e-9)
+_PRECISIONS = (
+    _FP64,
+    _FP64,
+    Precision(torch.float32, MixedPrecisionPolicy(), 2e-4),
+    Precision(torch.float32, MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64), 2e-4),
+    Precision(torch.float32, MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16), 3e-2),
+    Precision(torch.float32, MixedPrecisionPolicy(main_grads_dtype=torch.float64), 2e-4),
+    Precision(torch.float64, MixedPrecisionPolicy(None, torch.float64, torch.float32), 1e-4),
+)
+
+
+def draw_case(seed: int, max_ranks: int = 4) -> Case:
+    """Draw a case.
+
+    Args:
+        seed: any integer.
+        max_ranks: processes that may be used, at least 1.
+    """
+    rng = random.Random(seed)
+    mesh = _draw_mesh(rng, max_ranks)
+    strategy = rng.randrange(4)
+    precision = rng.choice(_PRECISIONS)
+    blocks = tuple(_draw_block(rng, mesh, precision) for _ in range(rng.randint(1, 4)))
+    if any(block.mixed for block in blocks) and precision.tolerance < 1e-6:
+        precision = replace(precision, tolerance=1e-6)  # one parameter in float32 among float64
+    return Case(
+        seed=seed,
+        dim=rng.choice([4, 6, 8] if mesh.tensor else [3, 4, 5, 7, 8]),
+        blocks=blocks,
+        tied=rng.random() < 0.3,
+        wrap=rng.choice(["blocks", "blocks", "auto", "none", "everything"]),
+        mesh=mesh,
+        strategy=strategy,
+        outer_strategy=rng.randrange(2) if mesh.outer and strategy > 0 else 0,
+        precision=precision,
+        microbatches=rng.choice([1, 1, 2, 3]),
+        mode=rng.choice(["plain", "auto", "no_sync", "last", "mixed"]),
+        optimizer=rng.choice(["sgd", "adamw", "adamw-foreach", "adamw-fused"]),
+        max_norm=rng.choice([None, 0.05, 10.0]),
+        torch_clip=rng.random() < 0.4,
+        zero=rng.choice(["none", "none", "zeros", "module", "never"]),
+        evaluate=rng.random() < 0.4,
+        reload=rng.random() < 0.3,
+        options=_draw_options(rng, strategy),
+    )
+
+
+def _draw_mesh(rng: random.Random, max_ranks: int) -> MeshPlan:
+    choices = [MeshPlan(ranks) for ranks in range(1, max_ranks + 1)]
+    choices += [
+        mesh
+        for mesh in (MeshPlan(2, 2), MeshPlan(1, 2), MeshPlan(2, 1), MeshPlan(1, 3), MeshPlan(1, 4), MeshPlan(2, 2))
+        if mesh.num_ranks <= max_ranks
+    ]
+    choices += [
+        mesh
+        for mesh in (MeshPlan(2, 0, 2), MeshPlan(1, 0, 2), MeshPlan(1, 2, 2), MeshPlan(2, 0, 1))
+        if mesh.num_ranks <= max_ranks
+    ]
+    return rng.choice(choices)
+
+
+def _draw_block(rng: random.Random, mesh: MeshPlan, precision: Precision) -> BlockPlan:
+    narrows = precision.policy.main_params_dtype not in (None, torch.float64)  # which the engine warns of
+    return BlockPlan(
+        kind="mlp" if mesh.tensor else rng.choice(["mlp", "mlp", "attention", "conv", "wide"]),
+        hidden=rng.choice([4, 8] if mesh.tensor else [1, 4, 5, 11]),
+        calls=rng.choice([1, 1, 1, 2]),
+        scalar=rng.random() < 0.3,
+        frozen=rng.random() < 0.3,
+        unused=rng.random() < 0.3,
+        sometimes=rng.random() < 0.3,
+        mixed=rng.random() < 0.15 and not narrows,
+        checkpoint=rng.choice(["none", "none", "reentrant", "plain"]),
+    )
+
+
+def _draw_options(rng: random.Random, strategy: int) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        options["average_in_collective"] = True
+    elif rng.random() < 0.3:
+        options["calculate_per_token_loss"] = True
+    if strategy < 2 and rng.random() < 0.4:
+        options["overlap_grad_reduce"] = False
+    if strategy < 3 and rng.random() < 0.4:
+        options["overlap_param_gather"] = False
+    if rng.random() < 0.3:
+        options["report_nan_in_param_grad"] = True
+    return options

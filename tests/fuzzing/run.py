@@ -1,0 +1,278 @@
+"""Run a fuzz case on one process and on ranks, and compare everything that a user could look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_fsdp import fully_shard
+from tests.fuzzing.case import SAMPLES, STEPS, Case
+from tests.fuzzing.model import VOCABULARY, Block, Net, batch, build
+
+Named = dict[str, Tensor | None]
+
+
+@dataclass
+class Trace:
+    """What was seen, in order: (label, values by name)."""
+
+    entries: list[tuple[str, Named]] = field(default_factory=list)
+
+    def note(self, label: str, values: Named) -> None:
+        """Remember copies."""
+        copies = {name: None if value is None else value.detach().clone() for name, value in values.items()}
+        self.entries.append((label, copies))
+
+
+def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """Matrices with weight decay, the rest without."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    kind = case.optimizer.partition("-")[2]
+    # A large eps: noise in gradients that are nearly 0 must not become a step of full size.
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-2, **({kind: True} if kind else {"foreach": False}))
+
+
+def loss_of(case: Case, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the samples given, over all microbatches of the step; a sum over the whole batch where asked for."""
+    logits = model(inputs).double()
+    losses = F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1), reduction="none")
+    whole_numel = SAMPLES * targets.shape[1]
+    if case.options.get("calculate_per_token_loss"):
+        return losses.sum() / (whole_numel * case.microbatches)
+    return losses.mean() / case.microbatches
+
+
+class OneProcess:
+    """The reference: the parts of all ranks, one after another, on a plain model."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model: nn.Module = build(case)
+        main = case.precision.policy.main_params_dtype
+        if main is not None:  # the reference has no second copy of the weights: it computes in the wider type
+            wide = torch.promote_types(main, case.precision.compute)
+            self.model.to(wide)
+        self.optimizer = make_optimizer(case, self.model)
+        self._all_used = False
+
+    def settle(self, step: int) -> None:
+        """Where every parameter was used in the first step, ranks never ask again, and settle for zeros later on."""
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        if step == 0:
+            self._all_used = all(p.grad is not None for p in trainable) and self.case.mesh.data_parallel > 1
+        elif self._all_used:
+            for param in trainable:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+
+    def sync(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Nothing to synchronise."""
+        return nullcontext()
+
+    def parts(self, whole: Tensor) -> Iterator[Tensor]:
+        """What is computed here of a batch, one forward and backward each."""
+        yield from whole.chunk(self.case.mesh.data_parallel)
+
+    @property
+    def share(self) -> float:
+        """What the loss of one part counts for."""
+        per_token = self.case.options.get("calculate_per_token_loss")
+        return 1.0 if per_token else 1.0 / self.case.mesh.data_parallel
+
+    def gradients(self) -> Named:
+        """By name."""
+        return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def parameters(self) -> Named:
+        """By name."""
+        return dict(self.model.named_parameters())
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip and give the norm."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def reload(self) -> None:
+        """Loading what is there changes nothing."""
+        self.model.load_state_dict(self.model.state_dict())
+
+
+class Ranks(OneProcess):
+    """The same on this rank of a sharded model."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model = build(case)
+        mesh = make_mesh(case)
+        if case.mesh.tensor:
+            _parallelize(self.model, mesh)
+        self.sharded, self.optimizer = fully_shard(
+            self.model,
+            make_optimizer(case, self.model),
+            device_mesh=mesh,
+            dp_shard_dim="shard",
+            dp_outer_dim="outer" if case.mesh.outer else None,
+            hybrid_fsdp_group=_hybrid_group(mesh) if case.mesh.outer else None,
+            tp_dim="tensor" if case.mesh.tensor else None,
+            fsdp_unit_modules={"blocks": [Block], "auto": None, "none": [], "everything": [Block, nn.Linear]}[
+                case.wrap
+            ],
+            zero_dp_strategy=case.strategy,
+            outer_dp_sharding_strategy=case.outer_strategy,
+            mixed_precision_policy=case.precision.policy,
+            sync_model_each_microbatch=case.mode in ("plain", "no_sync"),
+            **case.options,
+        )
+        self.model = self.sharded
+        names = [name for name in ("outer", "shard") if name in (mesh.mesh_dim_names or ())]
+        self.position = 0
+        for name in names:
+            self.position = self.position * mesh[name].size() + mesh.get_local_rank(name)
+
+    def settle(self, step: int) -> None:
+        """The engine does that."""
+
+    def sync(self, last: bool) -> AbstractContextManager[None]:
+        """Say in the case's way whether this is the last microbatch."""
+        mode = self.case.mode
+        if mode == "auto":
+            self.sharded.set_model_auto_sync(last)
+        elif mode == "last":
+            self.sharded.is_last_microbatch = last
+        elif mode == "mixed":
+            self.sharded.set_model_auto_sync(last)
+            return nullcontext() if last or self.case.seed % 2 else self.sharded.no_sync()
+        return self.sharded.no_sync() if mode == "no_sync" and not last else nullcontext()
+
+    def parts(self, whole: Tensor) -> Iterator[Tensor]:
+        """This rank's part only."""
+        yield whole.chunk(self.case.mesh.data_parallel)[self.position]
+
+    @property
+    def share(self) -> float:
+        """The engine scales."""
+        return 1.0
+
+    def gradients(self) -> Named:
+        """By name, whole."""
+        return dict(self.sharded.full_gradients())
+
+    def parameters(self) -> Named:
+        """By name, whole."""
+        return dict(self.sharded.full_parameters())
+
+    def clip(self, max_norm: float) -> Tensor:
+        """By the method, or by torch's function."""
+        if self.case.torch_clip:
+            norm = nn.utils.clip_grad_norm_(self.sharded.parameters(), max_norm)
+            return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return self.sharded.clip_grad_norm_(max_norm)
+
+
+def make_mesh(case: Case) -> DeviceMesh:
+    """The mesh of all ranks."""
+    sizes = {"outer": case.mesh.outer, "shard": case.mesh.shard, "tensor": case.mesh.tensor}
+    names = tuple(name for name, ranks in sizes.items() if ranks)
+    return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def _hybrid_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    return mesh["outer", "shard"]._flatten("hybrid").get_group()
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    assert isinstance(model, Net)
+    for block in model.blocks:
+        plan = {"core.up": ColwiseParallel(), "core.down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor"], plan)
+
+
+def play(side: OneProcess) -> Trace:
+    """Train a few steps and note everything."""
+    case, trace = side.case, Trace()
+    for step in range(STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for microbatch in range(case.microbatches):
+            inputs, targets = batch(case, step, microbatch, SAMPLES)
+            with side.sync(microbatch == case.microbatches - 1):
+                for x, y in zip(side.parts(inputs), side.parts(targets), strict=True):
+                    loss = loss_of(case, side.model, x, y) * side.share
+                    loss.backward()
+                    total += loss.detach()
+        side.settle(step)
+        trace.note("loss", {"": total})
+        trace.note("gradients", side.gradients())
+        if case.max_norm is not None:
+            trace.note("norm", {"": side.clip(case.max_norm)})
+        side.optimizer.step()
+        trace.note("parameters", side.parameters())
+        _clear(side)
+        if case.evaluate:
+            with torch.no_grad():
+                trace.note("evaluation", {"": side.model(batch(case, 99, step, 2)[0])})
+        if case.reload:
+            side.reload()
+    return trace
+
+
+def _clear(side: OneProcess) -> None:
+    how = side.case.zero
+    if how == "module":
+        side.model.zero_grad()
+    elif how != "never":
+        side.optimizer.zero_grad(set_to_none=how == "none")
+
+
+def play_on_rank(case: Case) -> Trace:
+    """For a worker: the sharded side. Ranks agree bit for bit on everything but their losses."""
+    side = Ranks(case)
+    trace = play(side)
+    group = side.sharded.get_distributed_index().get_dp_group()
+    for label, values in trace.entries:
+        if label == "loss":
+            dist.all_reduce(values[""], group=group)
+            if not case.options.get("calculate_per_token_loss"):
+                values[""] /= case.mesh.data_parallel
+    return trace
+
+
+def differences(expected: Trace, found: Trace, tolerance: float) -> list[str]:
+    """What differs, in words; empty where nothing does."""
+    told: list[str] = []
+    for position, ((label, want), (other, got)) in enumerate(zip(expected.entries, found.entries, strict=True)):
+        assert label == other
+        if want.keys() != got.keys():
+            told.append(f"{position} {label}: names differ: {sorted(want.keys() ^ got.keys())}")
+            continue
+        told += [
+            f"{position} {label} {name}: {text}"
+            for name in want
+            if (text := _compare(want[name], got[name], tolerance))
+        ]
+    return told
+
+
+def _compare(want: Tensor | None, got: Tensor | None, tolerance: float) -> str:
+    if want is None or got is None:
+        # A parameter that nobody used: None, or zero from the second step on (see runtime/usage.py).
+        other = got if want is None else want
+        return "" if other is None or not bool(other.any()) else f"expected {want}, got {got}"
+    if want.shape != got.shape:
+        return f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    error = (want.double() - got.double()).abs().max().item() if want.numel() else 0.0
+    largest = max(want.double().abs().max().item() if want.numel() else 0.0, 1e-3)
+    return "" if error <= tolerance * largest else f"differs by {error:.3g}, largest value {largest:.3g}"
