@@ -4,19 +4,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import Arrangement
+from tests.support.arrangements import Arrangement, Values
 from tests.support.by_hand import average_over, run_by_hand
 from tests.support.expert_meshes import FLAT, expert_mesh, experts_of
+from tests.support.mixture import ListedExperts, MixtureOfExperts
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import (
     IGNORED,
     ParallelBlock,
     build_top1_experts,
     build_top2_experts,
+    build_with_experts,
     make_tokens,
     make_tokens_with_gaps,
     mean_loss,
@@ -154,3 +157,59 @@ def test_the_norm_is_that_of_dense_parameters_and_all_experts(
     settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
     settings += [Setting(3, outer_strategy=outer, arrangement=found) for found in HYBRIDS for outer in (0, 1)]
     check_strategies(run_ranks, 4, Scenario(script, TOP1), settings)
+
+
+# ---- experts as modules, some of them without tokens -----------------------------------------------------------------
+
+
+def build_listed() -> nn.Module:
+    """The last of four experts is never chosen; the others may be without tokens on some ranks."""
+    model = build_with_experts(kind=ListedExperts)
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.closed = 1
+    return model
+
+
+def whole_list(values: Values) -> Values:
+    """Number each rank's experts on from those of the rank before."""
+    group = expert_mesh(FLAT)["ep"].get_group()
+    mine = {name: value for name, value in values.items() if ".experts." in name}
+    by_rank: list[dict[str, torch.Tensor | None]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(by_rank, mine, group=group)
+    found = {name: value for name, value in values.items() if name not in mine}
+    for rank, theirs in enumerate(by_rank):
+        for name, value in theirs.items():
+            before, after = name.split(".experts.")
+            local, rest = after.split(".", 1)
+            found[f"{before}.experts.{2 * rank + int(local)}.{rest}"] = value
+    return found
+
+
+LISTED = ModelCase(build_listed, make_tokens, mean_loss, (ParallelBlock,))
+AS_LIST = Arrangement("listed experts", EXPERTS.arguments, EXPERTS.place, whole=whole_list)
+
+
+def decayed_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Would decay what has a gradient of zeros in place of none."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def four_steps(run: Run) -> None:
+    run.train(0, 1, 2)
+    with run.no_sync():
+        run.loss(3).backward()
+    run.loss(4).backward()
+    run.step()
+
+
+def test_an_expert_without_tokens_anywhere_has_no_gradient_and_is_left_alone(run_ranks: RunRanks) -> None:
+    """Its namesake on the other ranks, which is another expert, is trained."""
+    expected = reference(Scenario(four_steps, LISTED, decayed_adamw)).notes[0][1]
+    unused = {name for name, value in expected.items() if value is None}
+    assert unused == {f"blocks.{block}.mlp.experts.3.{part}" for block in (0, 1) for part in PARTS}
+    settings = [Setting(inner, arrangement=AS_LIST) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(four_steps, LISTED, decayed_adamw), settings)
+
+
+PARTS = ("0.weight", "0.bias", "2.weight", "2.bias")

@@ -14,7 +14,7 @@ from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.expert_meshes import FLAT, arguments, experts_of, place
 from tests.support.mixture import MixtureOfExperts
 from tests.support.models import ModelCase
-from tests.support.parallel_transformer import ParallelBlock, ParallelTransformer, make_tokens, mean_loss
+from tests.support.parallel_transformer import ParallelBlock, build_with_experts, make_tokens, mean_loss
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
@@ -22,7 +22,7 @@ HYBRID = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
 
 
 def build_specialists() -> nn.Module:
-    return ParallelTransformer(layers=1, experts=4, top_k=2, experts_name="specialists")
+    return build_with_experts(top_k=2, name="specialists")
 
 
 def mark(model: nn.Module) -> None:
@@ -54,7 +54,7 @@ def test_marked_parameters_of_another_name_are_experts(run_ranks: RunRanks) -> N
 def ranks_by_name(name: str, is_marked: bool) -> dict[str, int]:
     """Over how many ranks each parameter of the block is sharded."""
     with fixed_seed(0):
-        model = ParallelTransformer(layers=1, experts=4, experts_name=name)
+        model = build_with_experts(name=name)
     place(FLAT, model)
     if is_marked:
         mark(model)
@@ -67,14 +67,14 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(run_ranks: RunRanks,
     """Everything else, routers included, is sharded over all ranks."""
     for found in run_ranks(4, ranks_by_name, name, is_marked):
         experts = {param for param in found if f".{name}." in param}
-        assert len(experts) == 3
+        assert len(experts) == 6
         assert {found[param] for param in experts} == {2}
         assert {found[param] for param in found.keys() - experts} == {4}
 
 
 def without_mesh(is_marked: bool) -> str | int:
     with fixed_seed(0):
-        model = ParallelTransformer(layers=1, experts=4)
+        model = build_with_experts()
     if is_marked:
         mark(model)
     try:
@@ -100,7 +100,7 @@ def test_without_an_expert_mesh_experts_by_name_are_parameters_like_others(run_r
 def refuse(changes: dict[str, Any], hybrid: bool) -> str:
     sizes = HYBRID if hybrid else FLAT
     try:
-        fully_shard_model(ParallelTransformer(layers=1, experts=4), **(arguments(sizes) | changes))
+        fully_shard_model(build_with_experts(), **(arguments(sizes) | changes))
     except ConfigurationError as error:
         return str(error)
     return "not refused"
@@ -132,7 +132,7 @@ def test_half_of_what_experts_need_is_refused_on_every_rank(run_ranks: RunRanks,
 
 def build_sharded() -> MegatronFSDP:
     with fixed_seed(0):
-        model = ParallelTransformer(layers=1, experts=4)
+        model = build_with_experts()
     place(FLAT, model)
     return fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(FLAT))
 
@@ -144,6 +144,6 @@ def expert_weights() -> torch.Tensor:
 def test_experts_of_different_ranks_are_not_made_equal(run_ranks: RunRanks) -> None:
     """Ranks 0 and 1 hold the first two experts, ranks 2 and 3 the others."""
     with fixed_seed(0):
-        whole = ParallelTransformer(layers=1, experts=4).get_parameter("blocks.0.mlp.experts.up")
+        whole = build_with_experts().get_parameter("blocks.0.mlp.experts.up")
     for rank, found in enumerate(run_ranks(4, expert_weights)):
         assert torch.equal(found, whole.chunk(2)[rank // 2])

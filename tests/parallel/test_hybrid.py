@@ -30,6 +30,7 @@ from tests.support.sharded_run import (
     run_sharded,
     sgd,
 )
+from tests.support.usage_models import Branches, vector_case
 
 MESHES = ((2, 2), (1, 4), (4, 1), (1, 2), (2, 1))
 """Outer times inner ranks."""
@@ -185,6 +186,21 @@ def test_every_way_to_accumulate_gives_the_sum(run_ranks: RunRanks, script: Call
 
 def test_unused_parameters_keep_no_gradient_when_everything_is_deferred(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 4, Scenario(defer_two_of_three, MODEL_CASES["unused"], adamw), EACH)
+
+
+def use_a_branch_on_one_rank(run: Run) -> None:
+    """No rank uses a branch in the first step, one in the second, others in the third."""
+    for step, users in enumerate(((), (3,), (0, 2))):
+        for rank in run.ranks_here:
+            for layer in run.module.layers:  # type: ignore[union-attr]
+                layer.branch = "even" if rank in users else None
+            part = run.whole_batch(step).part(rank, run.num_ranks)
+            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+        run.step()
+
+
+def test_parameters_that_only_some_outer_or_inner_ranks_use(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 4, Scenario(use_a_branch_on_one_rank, vector_case(Branches), adamw), EACH)
 
 
 # ---- one value over all ranks ----------------------------------------------------------------------------------------

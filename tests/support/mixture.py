@@ -27,6 +27,27 @@ class Experts(nn.Module):
         return out
 
 
+class ListedExperts(nn.ModuleList):
+    """The same as modules of their own; one without tokens is not called, so its parameters get no gradient."""
+
+    def __init__(self, experts: int, features: int, hidden: int) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features)) for _ in range(experts)
+        )
+
+    def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """rows (rows, features) of local experts (rows,) -> (rows, features)."""
+        out = torch.zeros_like(rows)
+        for index, module in enumerate(self):
+            chosen = (expert == index).nonzero().squeeze(-1)
+            if len(chosen):
+                out = out.index_copy(0, chosen, module(rows[chosen]))
+        return out
+
+
+ExpertsKind = type[Experts] | type[ListedExperts]
+
+
 class MixtureOfExperts(nn.Module):
     """Router and experts; (..., features) in and out. Every token reaches its `top_k` experts, none is dropped.
 
@@ -35,28 +56,43 @@ class MixtureOfExperts(nn.Module):
         experts: Number of experts, over all ranks.
         top_k: Experts per token.
         experts_name: Name of the module that holds the experts.
+        kind: Of that module.
+
+    Attributes:
+        closed: How many experts, the last ones, are never chosen.
     """
 
-    def __init__(self, features: int, experts: int, top_k: int, experts_name: str = "experts") -> None:
+    def __init__(
+        self, features: int, experts: int, top_k: int, experts_name: str = "experts", kind: ExpertsKind = Experts
+    ) -> None:
         super().__init__()
         self.router = nn.Linear(features, experts, bias=False)
         self.experts_name = experts_name
-        self.add_module(experts_name, Experts(experts, features, features))
+        self.add_module(experts_name, kind(experts, features, features))
         self.num_experts = experts
         self.top_k = top_k
+        self.closed = 0
         self.group: dist.ProcessGroup | None = None
 
     def divide(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's consecutive part of the experts."""
         self.group = group
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         held = self.get_submodule(self.experts_name)
+        if isinstance(held, ListedExperts):
+            count = len(held) // ranks
+            kept = list(held)[rank * count : (rank + 1) * count]
+            del held[:]
+            held.extend(kept)
+            return
         for name, param in list(held.named_parameters()):
-            part = param.detach().chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
-            setattr(held, name, nn.Parameter(part))
+            setattr(held, name, nn.Parameter(param.detach().chunk(ranks)[rank].clone()))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        gates, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
+        scores = self.router(tokens)
+        is_closed = torch.arange(self.num_experts) >= self.num_experts - self.closed
+        gates, chosen = scores.masked_fill(is_closed, -torch.inf).softmax(-1).topk(self.top_k)
         order = chosen.flatten().argsort(stable=True)
         rows = tokens.repeat_interleave(self.top_k, 0)[order]
         answers = self._ask(rows, torch.bincount(chosen.flatten(), minlength=self.num_experts))

@@ -4,6 +4,8 @@ Built whole, it is the model of one process. `divide_context` and `divide_expert
 computes with; tensor parallelism is torch's own `parallelize_module` (tests/support/tensor_plans.py).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.mixture import MixtureOfExperts
+from tests.support.mixture import Experts, ExpertsKind, MixtureOfExperts
 from tests.support.models import Batch
 
 IGNORED = -100
@@ -99,25 +101,21 @@ class ParallelTransformer(nn.Module):
 
     Args:
         layers: Blocks.
-        experts: Experts per block; 0: an ordinary MLP.
-        top_k: Experts per token.
-        experts_name: What the module that holds the experts of a block is called.
+        feed_forward: Makes the second half of a block.
     """
 
     VOCABULARY: ClassVar[int] = 31  # 2 ranks cannot divide it evenly
     FEATURES: ClassVar[int] = 16
     MAX_TOKENS: ClassVar[int] = 8
 
-    def __init__(self, *, layers: int = 2, experts: int = 0, top_k: int = 1, experts_name: str = "experts") -> None:
+    def __init__(self, *, layers: int = 2, feed_forward: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.tokens = nn.Embedding(self.VOCABULARY, self.FEATURES)
         self.positions = nn.Embedding(self.MAX_TOKENS, self.FEATURES)
-        self.blocks = nn.ModuleList()
-        for _ in range(layers):
-            feed_forward = (
-                MixtureOfExperts(self.FEATURES, experts, top_k, experts_name) if experts else Mlp(self.FEATURES)
-            )
-            self.blocks.append(ParallelBlock(self.FEATURES, feed_forward))
+        self.blocks = nn.ModuleList(
+            ParallelBlock(self.FEATURES, feed_forward() if feed_forward is not None else Mlp(self.FEATURES))
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(self.FEATURES)
         self.head = nn.Linear(self.FEATURES, self.VOCABULARY, bias=False)
         self.first_position = 0
@@ -151,11 +149,18 @@ def build_dense() -> nn.Module:
 
 
 def build_top1_experts() -> nn.Module:
-    return ParallelTransformer(experts=4, top_k=1)
+    return build_with_experts()
 
 
 def build_top2_experts() -> nn.Module:
-    return ParallelTransformer(experts=4, top_k=2)
+    return build_with_experts(top_k=2)
+
+
+def build_with_experts(top_k: int = 1, name: str = "experts", kind: ExpertsKind = Experts) -> nn.Module:
+    """Four experts per block."""
+    return ParallelTransformer(
+        feed_forward=partial(MixtureOfExperts, ParallelTransformer.FEATURES, 4, top_k, name, kind)
+    )
 
 
 def make_tokens(samples: int, generator: torch.Generator) -> Batch:
