@@ -71,6 +71,12 @@ def test_a_collective_that_averages_needs_no_factor_for_dense_parameters() -> No
     assert reduction_for(average=True) == GradientReduction("avg", 1.0, 1.0)
 
 
+def test_an_average_in_float16_is_a_sum_of_scaled_gradients() -> None:
+    assert reduction_for(average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
+    assert reduction_for(group_size=2, average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
+    assert reduction_for(group_size=2, average=True).for_dtype(torch.float16) == GradientReduction("sum", 0.125, 1.0)
+
+
 def test_expert_gradients_are_divided_by_the_dense_size() -> None:
     assert reduction_for(group_size=2) == GradientReduction("sum", 1.0, 0.125)
     assert reduction_for(group_size=2, average=True) == GradientReduction("avg", 1.0, 0.25)

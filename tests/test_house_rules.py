@@ -25,19 +25,20 @@ MAX_FUNCTION_LINES = 60
 DEVICE_FILES = {"src/megatron_fsdp/buffer/lanes.py", "src/megatron_fsdp/runtime/executor.py"}
 """The only files that may name `torch.cuda`."""
 
-_API_MODULES = {"__init__", "fully_shard", "megatron_fsdp", "hand_driven", "reports"}
+_API_MODULES = {"__init__", "fully_shard", "megatron_fsdp", "hand_driven", "reports", "uneven_dtensor"}
 """Top-level modules that are the public face of the engine; every other top-level module is pure."""
 
-_ENGINE = {"pure", "buffer", "unit", "runtime", "api"}
+_ENGINE = {"pure", "buffer", "dtensor", "unit", "runtime", "api"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "pure": {"pure"},
     "buffer": {"pure", "buffer"},
-    "unit": {"pure", "buffer", "unit"},
-    "runtime": {"pure", "buffer", "unit", "runtime"},
+    "dtensor": {"pure", "dtensor"},
+    "unit": {"pure", "buffer", "dtensor", "unit"},
+    "runtime": {"pure", "buffer", "dtensor", "unit", "runtime"},
     "api": _ENGINE,
     "ddp": _ENGINE | {"ddp"},
-    "checkpoint": {"pure", "buffer", "unit", "checkpoint"},
+    "checkpoint": {"pure", "buffer", "dtensor", "unit", "checkpoint"},
     "doctor": _ENGINE | {"ddp", "checkpoint", "doctor"},
     "trace": _ENGINE | {"ddp", "trace"},
     "plan": _ENGINE | {"ddp", "plan"},

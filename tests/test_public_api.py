@@ -59,11 +59,13 @@ LEGACY_ARGUMENTS: list[tuple[str, Any]] = [
     ("check_for_nan_in_grad", None),
     ("keep_fp8_transpose_cache_when_using_custom_fsdp", None),
 ]
+OWN_ARGUMENTS: list[tuple[str, Any]] = [("reduce_scatter_with_fp32_accumulation", False)]
+"""Not in the published signatures: they come last."""
 
 SIGNATURES: dict[str, list[tuple[str, Any]]] = {
-    "fully_shard_model": [("module", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS],
+    "fully_shard_model": [("module", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS, *OWN_ARGUMENTS],
     "fully_shard_optimizer": [("optimizer", REQUIRED), ("preproc_state_dict_for_dcp_ckpt", True)],
-    "fully_shard": [("module", REQUIRED), ("optimizer", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS],
+    "fully_shard": [("module", REQUIRED), ("optimizer", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS, *OWN_ARGUMENTS],
     "MegatronFSDP": [
         ("module", REQUIRED),
         ("dist_index", REQUIRED),
@@ -84,6 +86,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("enable_fine_grained_param_gather_backward_hook", False),
         ("fine_grained_recurse_module_types", None),
         ("report_nan_in_param_grad", False),
+        *OWN_ARGUMENTS,
     ],
     "MixedPrecisionPolicy": [
         ("main_params_dtype", torch.float32),

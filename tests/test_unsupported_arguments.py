@@ -63,7 +63,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"bucket_size": 1000},
     {"num_buckets": 2},
     {"pad_buckets_for_high_nccl_busbw": True},
-    {"reduce_scatter_with_fp32_accumulation": True},
     {"param_name_patterns_for_fp32_local_accumulation": ("*norm*",)},
     {"fp8_param_gather": True},
     {"fp4_param_gather": True},

@@ -123,7 +123,7 @@ def test_the_flag_tells_when_modules_hold_raw_parameters(replaced: list[dict[str
 
 
 def test_state_dicts_are_sharded_even_while_modules_hold_raw_parameters(replaced: list[dict[str, Any]]) -> None:
-    assert [found["state dict"] for found in replaced] == [{"DTensor"}, {"DTensor"}]
+    assert [found["state dict"] for found in replaced] == [{"UnevenDTensor"}, {"UnevenDTensor"}]
 
 
 def broadcast() -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_state_dicts_hold_dtensors_under_the_module_prefix_and_plain_buffers(
         assert found["keys"] == list(expected)
         assert found["shapes"] == expected
         assert {key for key, kind in found["kinds"].items() if kind == "Tensor"} == {"module.offset"}
-        assert {kind for key, kind in found["kinds"].items() if key != "module.offset"} == {"DTensor"}
+        assert {kind for key, kind in found["kinds"].items() if key != "module.offset"} == {"UnevenDTensor"}
         assert found["placements"] == {(Replicate(),) if strategy == 0 else (Shard(0),)}
         if strategy:
             assert found["described"] == ({True}, {False})

@@ -45,7 +45,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "bucket_size": None,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
-    "reduce_scatter_with_fp32_accumulation": False,
     "param_name_patterns_for_fp32_local_accumulation": (),
     "fp8_param_gather": False,
     "fp4_param_gather": False,

@@ -17,6 +17,10 @@ class ScheduleError(MegatronFSDPError, RuntimeError):
     """The order of forward, backward and step calls left no right way to go on (a bug, or a use that cannot work)."""
 
 
+class ShardOperationError(MegatronFSDPError, RuntimeError):
+    """An operation needs elements that other ranks hold, or mixes tensors that are cut differently."""
+
+
 class RankError(MegatronFSDPError, RuntimeError):
     """One or more ranks met a problem; raised with the same message on every rank."""
 

@@ -76,6 +76,7 @@ def fully_shard_model(
     preserve_fp32_weights: bool | None = None,
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -128,6 +129,8 @@ def fully_shard_model(
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
         check_for_nan_in_grad: Deprecated; now `report_nan_in_param_grad`.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated; now `keep_fp8_transpose_cache`.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype (`grad_comm_dtype`) and add them up
+            locally, in float32 and in rank order, on every back end. gloo does so anyway. Strategies 1 to 3.
 
     Returns:
         The wrapped model.
@@ -173,6 +176,7 @@ def fully_shard_model(
         init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=current.report_nan_in_param_grad,
+        reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
@@ -260,6 +264,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     preserve_fp32_weights: bool | None = None,
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 

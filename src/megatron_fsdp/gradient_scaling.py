@@ -1,6 +1,6 @@
 """Every factor that is applied to a gradient, in one function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,20 +19,20 @@ class GradientReduction:
         pre_factor: Multiplies each rank's whole gradient, once, before the first collective.
         post_factor: Multiplies the reduced result (a shard, where the gradient is sharded), once, after the last
             collective.
+        group_size: Ranks that an average is taken over.
     """
 
     op: Literal["sum", "avg"]
     pre_factor: float
     post_factor: float
+    group_size: int = field(default=1, compare=False)
 
     def for_dtype(self, comm_dtype: torch.dtype) -> "GradientReduction":
         """The same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
-        if self.op == "avg":
-            return self
         factor = self.pre_factor * self.post_factor
-        if comm_dtype == torch.float16:
-            return GradientReduction(self.op, factor, 1.0)
-        return GradientReduction(self.op, 1.0, factor)
+        if comm_dtype == torch.float16:  # an averaging collective may add first and divide afterwards
+            return GradientReduction("sum", factor / (self.group_size if self.op == "avg" else 1), 1.0)
+        return self if self.op == "avg" else GradientReduction("sum", 1.0, factor)
 
 
 def gradient_reduction(
@@ -59,7 +59,8 @@ def gradient_reduction(
     How it is computed:
 
     * sum, then ``1 / D`` on the result: on a shard this is 1 / G of the work of scaling first.
-    * float16 on the wire: ``1 / D`` first, then the sum, since the plain sum may leave the range of float16 (65504).
+    * float16 on the wire: ``1 / D`` first, then the sum, since the plain sum may leave the range of float16 (65504);
+      also where the collective was to average, since some back ends add first and divide afterwards.
     * ``average_in_collective``: the collective averages, which leaves ``G / D`` (1 for dense parameters). A back end
       without an averaging collective sums and divides as above, with the same result.
 
@@ -90,5 +91,5 @@ def gradient_reduction(
             )
         return GradientReduction("sum", 1.0, 1.0)
     if average_in_collective and backend_has_avg:
-        return GradientReduction("avg", 1.0, group_size / dp_size)
+        return GradientReduction("avg", 1.0, group_size / dp_size, group_size).for_dtype(comm_dtype)
     return GradientReduction("sum", 1.0, 1.0 / dp_size).for_dtype(comm_dtype)

@@ -104,11 +104,18 @@ class HandDriven:
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
+        gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
+        return any(found.has_deferred or found.has_pending for found in gradients)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
 
-        Costs one full gradient in `main_grads_dtype`. The previous state is restored on exit.
+        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is
+        restored on exit.
         """
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
             yield

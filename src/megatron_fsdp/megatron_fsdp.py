@@ -50,7 +50,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         init_model_with_meta_device: As in `fully_shard_model`.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
-        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last.
+        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last two.
         nccl_ub: See above.
         fsdp_double_buffer: See above.
         fsdp_db_use_persist_buf_on_alloc_fail: See above.
@@ -59,6 +59,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         enable_fine_grained_param_gather_backward_hook: See above.
         fine_grained_recurse_module_types: See above.
         report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype and add them up locally, in float32
+            and in rank order, on every back end; also taken from `ddp_config`. gloo does so anyway. Strategies 1 to 3.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -86,6 +88,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
         report_nan_in_param_grad: bool = False,
+        reduce_scatter_with_fp32_accumulation: bool = False,
     ) -> None:
         refuse_unsupported(locals(), CLASS_DEFAULTS)
         super().__init__()
@@ -97,6 +100,7 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         self.dist_index = dist_index
         self.ddp_config = config
         self.mp_policy = mixed_precision_policy
+        self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.fsdp_unit_modules = fsdp_unit_modules
         self.calculate_per_token_loss = calculate_per_token_loss
         self.report_nan_in_param_grad = report_nan_in_param_grad or config.check_for_nan_in_grad
@@ -126,6 +130,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             calculate_per_token_loss=calculate_per_token_loss,
             check_finite=self.report_nan_in_param_grad,
             init_meta=init_model_with_meta_device,
+            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
+            or config.reduce_scatter_with_fp32_accumulation,
         )
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))
@@ -209,13 +215,23 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Use the `grad_comm_dtype` of another policy inside a block."""
+        """Use the `grad_comm_dtype` of another policy inside a block.
+
+        After an error in a backward inside the block, `reset` brings the policy of before back.
+
+        Raises:
+            ConfigurationError: As `reset_mixed_precision_policy`, on entry and on exit.
+        """
         before = self.mp_policy
         self.reset_mixed_precision_policy(mixed_precision_policy)
         try:
             yield
-        finally:
-            self.reset_mixed_precision_policy(before)
+        except BaseException:
+            self._policy_after_reset = before
+            if not self._engine.has_gradients_on_their_way:
+                self._restore_policy()
+            raise
+        self.reset_mixed_precision_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Change the dtype in which gradients travel, from the next backward on.
@@ -267,7 +283,14 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         Gradients of the failed backward may have been added in part, as on one process; call `zero_grad` to drop them.
         """
         self._engine.reset()
+        self._restore_policy()
         self.microbatch_count = 0
+
+    def _restore_policy(self) -> None:
+        """Return to the policy that a failed block has left to be restored."""
+        before, self._policy_after_reset = self._policy_after_reset, None
+        if before is not None:
+            self.reset_mixed_precision_policy(before)
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 

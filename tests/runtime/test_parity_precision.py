@@ -6,11 +6,12 @@ same in both; what the bands leave room for is the rounding of reduction and acc
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelCase, make_token_batch, token_loss
+from tests.support.models import MODEL_CASES, Batch, ModelCase, UnusedBlock, make_token_batch, token_loss
 from tests.support.sharded_run import (
     FP32,
     Outcome,
@@ -221,7 +222,35 @@ def _largest_gradient(run: Run, factor: float) -> float:
     return max(value.abs().max().item() for value in gradients.values() if value is not None)
 
 
-def test_float16_communication_averages_before_the_sum(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("in_collective", [False, True])
+def test_float16_communication_averages_before_the_sum(run_ranks: RunRanks, in_collective: bool) -> None:
     policy, band = SAME_LOOP["fp16 communication"]
     scenario = Scenario(large_gradients, MODEL_CASES["odd_shapes"])
-    check_strategies(run_ranks, 3, scenario, [Setting(strategy, policy) for strategy in range(4)], band)
+    settings = [Setting(strategy, policy, average_in_collective=in_collective) for strategy in range(4)]
+    check_strategies(run_ranks, 3, scenario, settings, band)
+
+
+class TwiceRecomputed(nn.Module):
+    """A unit that is recomputed twice per backward, and of which one layer is never used: its bucket stays open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = UnusedBlock(7)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def with_grad_inputs(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean squared error; reentrant recomputation needs inputs that take a gradient."""
+    return nn.functional.mse_loss(model(batch.inputs.clone().requires_grad_()), batch.targets)
+
+
+def test_a_second_gradient_for_the_same_bucket_is_scaled_like_the_first(run_ranks: RunRanks) -> None:
+    policy, band = SAME_LOOP["fp16 communication"]
+    case = ModelCase(TwiceRecomputed, MODEL_CASES["unused"].make_batch, with_grad_inputs, (UnusedBlock,))
+    settings = [Setting(strategy, policy) for strategy in range(4)]
+    check_strategies(run_ranks, 2, Scenario(accumulate_and_step, case, momentum), settings, band)

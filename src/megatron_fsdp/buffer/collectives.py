@@ -60,6 +60,7 @@ class Axis:
         num_ranks: Ranks on the axis.
         traffic: Counters, shared by everything that communicates along this axis on behalf of one model.
         gather_group: A second group of the same ranks for gathers, which then need not queue behind reductions.
+        sums_locally: Reduce-scatter by an all-to-all and a local sum in float32 on any back end.
     """
 
     group: dist.ProcessGroup | None
@@ -67,15 +68,17 @@ class Axis:
     num_ranks: int
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     gather_group: dist.ProcessGroup | None = None
+    sums_locally: bool = False
 
     @property
     def exchanges_pairwise(self) -> bool:
         """Whether reductions are built from an all-to-all and a local sum.
 
         gloo's own reduce-scatter moves all-reduce bytes, and its sum of bf16 values rounds at every hop; an
-        all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us.
+        all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us. Other back ends do so
+        where `sums_locally` asks for it.
         """
-        return self.group is not None and dist.get_backend(self.group) == "gloo"
+        return self.group is not None and (self.sums_locally or dist.get_backend(self.group) == "gloo")
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
         """Start gathering `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).

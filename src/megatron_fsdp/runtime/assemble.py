@@ -22,6 +22,7 @@ from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.schedule import ScheduleConfig
@@ -47,6 +48,7 @@ class Switches:
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
         init_meta: Initialise what is on the meta device.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
     """
 
     strategy: ShardingStrategy
@@ -59,6 +61,7 @@ class Switches:
     calculate_per_token_loss: bool
     check_finite: bool
     init_meta: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,10 @@ def assemble(
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     units = build_units(module, plan, sharding)
     _warn_of_narrowing(units)
+    if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+        warn_without_16_bits(
+            [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
+        )
     engine = Engine(units, _schedule_config(switches, units), mode, sharding, backward_finished)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
@@ -133,13 +140,16 @@ def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.dev
             f'outer_dp_sharding_strategy="{switches.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
             "hybrid_fsdp_group, or leave it out"
         )
+    sums_locally = switches.reduce_scatter_with_fp32_accumulation
     placements_for(switches.strategy, switches.outer_strategy if has_outer else None)  # refuses what makes no sense
     return Sharding(
         switches.strategy,
         switches.outer_strategy if has_outer else None,
         switches.policy,
-        make_domain(index, traffic),
-        make_domain(index, traffic, is_expert=True) if index.expt_device_mesh is not None else None,
+        make_domain(index, traffic, sums_locally=sums_locally),
+        make_domain(index, traffic, is_expert=True, sums_locally=sums_locally)
+        if index.expt_device_mesh is not None
+        else None,
         device,
         switches.average_in_collective,
         switches.calculate_per_token_loss,
@@ -150,6 +160,8 @@ def _plan_together(module: nn.Module, switches: Switches, sharding: Sharding) ->
     """Check the model and find its units; every rank gets the same answer or the same error."""
     plan, problem, facts = None, None, []
     try:
+        if switches.reduce_scatter_with_fp32_accumulation:
+            refuse_without_reduce_scatter(switches.strategy)
         check_module(module, switches.init_meta)
         for name, param in module.named_parameters():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)

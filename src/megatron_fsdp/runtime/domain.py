@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch.distributed as dist
@@ -45,17 +45,20 @@ class Domain:
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
-def make_domain(index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False) -> Domain:
+def make_domain(
+    index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
+) -> Domain:
     """Read off an index what the parameters of one kind need.
 
     Args:
         index: Mesh and groups.
         traffic: The counters of each axis, by the name of its dimension.
         is_expert: Whether for experts.
+        sums_locally: Reduce-scatter by an all-to-all and a local sum on any back end.
     """
     assert index.dp_shard_dim is not None
     names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
-    axes = tuple(_axis(index, name, traffic[name], is_expert) for name in names)
+    axes = tuple(replace(_axis(index, name, traffic[name], is_expert), sums_locally=sums_locally) for name in names)
     tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
     described = names if index.tp_dim is None else (*names, index.tp_dim)
     num_ranks = prod(axis.num_ranks for axis in axes)

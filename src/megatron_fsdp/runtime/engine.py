@@ -18,6 +18,7 @@ from megatron_fsdp.placement import Placement, placements_for
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import Reach, SyncMode
@@ -71,6 +72,7 @@ class Engine:
         self._pending_is_sharded = placements_for(sharding.strategy).pending_grad[-1] is Placement.SHARD
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
+        self.handed_out = HandedOut()
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
@@ -100,7 +102,7 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
-        if self.stepped or any(unit.main_changed for unit in self.units):
+        if self.handed_out.changed() or self.stepped or any(unit.main_changed for unit in self.units):
             self.install_main_weights()
         for group in self.groups():
             group.check_parameters()
@@ -303,11 +305,16 @@ class Engine:
             if group.gradients is not None:
                 group.gradients.forget_pending(index)
 
+    @property
+    def has_gradients_on_their_way(self) -> bool:
+        """Whether a backward is under way (or has failed), or deferred gradients wait for their reduction."""
+        pending = [group.gradients for group in self.groups() if group.gradients is not None]
+        return self.scheduler.in_backward or any(grads.is_busy for grads in pending)
+
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
         """Let gradients travel in the policy's dtype from the next backward on."""
         groups = [group for group in self.groups() if group.gradients is not None]
-        busy = any(group.gradients is not None and group.gradients.is_busy for group in groups)
-        if busy or self.scheduler.in_backward:
+        if self.has_gradients_on_their_way:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )

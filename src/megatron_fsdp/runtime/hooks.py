@@ -64,7 +64,15 @@ def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHand
     return [
         module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
         *(owner.register_load_state_dict_pre_hook(_refuse_assignment) for owner in owners),
+        *(owner.register_state_dict_post_hook(partial(_note_handed_out, reference)) for owner in owners),
     ]
+
+
+def _note_handed_out(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    found = [state_dict.get(prefix + name) for name in owner._parameters]
+    _live(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -23,6 +23,11 @@ class ShardedModel(Protocol):
 
     model_auto_sync: bool
 
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced, as `no_sync` leaves them."""
+        ...
+
     def finish_grad_sync(self) -> None:
         """Reduce what is left and show gradients."""
 
@@ -50,7 +55,7 @@ class _StepHooks:
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
         model = _alive(self._model)
-        if syncs and not model.model_auto_sync:
+        if syncs and (not model.model_auto_sync or model.has_deferred_gradients):
             model.finish_grad_sync()
         if len(args) > 1 and callable(args[1]):
             args = (args[0], self._around(args[1], syncs), *args[2:])

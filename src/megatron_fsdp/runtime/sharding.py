@@ -12,13 +12,13 @@ from torch import nn
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import gradient_reduction
 from megatron_fsdp.grouping import ParameterGroupSpec
-from megatron_fsdp.layout import plan_layout
+from megatron_fsdp.layout import Layout, plan_layout
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.placement import Placements, ShardingStrategy, placements_for
 from megatron_fsdp.region import shard_count
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.unit.param_group import GroupPlan
-from megatron_fsdp.unit.tensor_parallel import part_of
+from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, part_of
 
 _ALIGNMENT_BYTES = 16
 EXPERT_NAME = ".experts."
@@ -84,12 +84,6 @@ class Sharding:
             precision = resolve_precision(self.policy, spec.key.dtype)
         else:
             precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
-        layout = plan_layout(
-            [info.shape for info in spec.parameters],
-            shard_count(placements.main_weight, domain.axes),
-            alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
-            granularity=[info.granularity for info in spec.parameters],
-        )
         reduction = gradient_reduction(
             self.dense.num_ranks,
             domain.num_ranks,
@@ -101,8 +95,50 @@ class Sharding:
             part_of(info.name, param, domain.tensor_parallel)
             for info, param in zip(spec.parameters, originals, strict=True)
         )
+        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, domain.axes))
         return GroupPlan(
-            spec, layout, precision, reduction, placements, domain.axes, domain.described_mesh, self.device, parts
+            spec,
+            layout,
+            precision,
+            reduction,
+            placements,
+            domain.axes,
+            domain.described_mesh,
+            self.device,
+            parts,
+            layouts,
+        )
+
+    def _layouts(
+        self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
+    ) -> tuple[Layout, tuple[Layout, ...]]:
+        """The layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
+
+        def plan(shapes: Sequence[Sequence[int]]) -> Layout:
+            return plan_layout(
+                shapes,
+                num_shards,
+                alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
+                granularity=[info.granularity for info in spec.parameters],
+            )
+
+        layout = plan([info.shape for info in spec.parameters])
+        by_parameter = [
+            None if part is None else part.shapes_by_rank(info.shape)
+            for info, part in zip(spec.parameters, parts, strict=True)
+        ]
+        if all(shapes is None or len(set(shapes)) == 1 for shapes in by_parameter):
+            return layout, ()
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        assert mesh is not None
+        return layout, tuple(
+            plan(
+                [
+                    info.shape if shapes is None else shapes[rank]
+                    for info, shapes in zip(spec.parameters, by_parameter, strict=True)
+                ]
+            )
+            for rank in range(mesh.size())
         )
 
     def _placements(self, spec: ParameterGroupSpec) -> Placements:

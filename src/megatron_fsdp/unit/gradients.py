@@ -107,7 +107,7 @@ class GradientBuffers:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
         view = self._view(index)
         if self._target is self._partial or self._filled[index]:
-            view.add_(grad)
+            view.add_(grad, alpha=1.0 if self._target is self._partial else self.reducer.reduction.pre_factor)
         elif self.reducer.reduction.pre_factor == 1.0:
             view.copy_(grad)
         else:

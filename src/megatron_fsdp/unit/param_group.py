@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.grouping import ParameterGroupSpec
@@ -18,7 +22,7 @@ from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
 from megatron_fsdp.region import shard_count
-from megatron_fsdp.unit.chunks import describe_chunks
+from megatron_fsdp.shard_description import BufferCut, MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, local_part
 from megatron_fsdp.unit.weights import WeightBuffers
@@ -39,6 +43,7 @@ class GroupPlan:
             there is one.
         device: Where the buffers live.
         parts: For each parameter how tensor parallelism cut it before; None where it did not.
+        layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
     """
 
     spec: ParameterGroupSpec
@@ -50,6 +55,7 @@ class GroupPlan:
     mesh: DeviceMesh
     device: torch.device
     parts: tuple[TensorParallelPart | None, ...]
+    layouts_by_part: tuple[Layout, ...] = ()
 
     @property
     def axis(self) -> Axis:
@@ -61,12 +67,44 @@ class GroupPlan:
         """Into how many parts main weights are cut."""
         return shard_count(self.placements.main_weight, self.axes)
 
+    def frame(self, index: int) -> ShardFrame:
+        """Which elements of tensor `index` every rank holds, for DTensors of its main weight, gradient and state."""
+        part, layouts = self.parts[index], self.layouts_by_part
+        is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
+        use = MeshUse(
+            sizes=tuple(self.mesh.mesh.shape),
+            shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
+            tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
+        )
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        tensor_cut = None
+        if part is not None and isinstance(part.placement, Shard):
+            dim = part.placement.dim
+            tensor_cut = TensorParallelCut.by_chunk(part.shape[dim], use.num_parts, dim)
+        return ShardFrame(
+            self.mesh,
+            ShardDescription(
+                shape=self.layout.shapes[index] if part is None else tuple(part.shape),
+                use=use,
+                coordinate=tuple(coordinate),
+                cut=_cut(self.layout, index),
+                tensor_cut=tensor_cut,
+                other_cuts=tuple(_cut(layout, index) for layout in layouts),
+            ),
+        )
+
+
+def _cut(layout: Layout, index: int) -> BufferCut:
+    return BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))
+
 
 class ParameterGroup:
     """Buffers and parameter objects of one group.
 
     Attributes:
         plan: What was decided.
+        frames: For each parameter, who holds which of its elements.
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a frozen group.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
@@ -84,6 +122,8 @@ class ParameterGroup:
         for index, original in enumerate(originals):
             if not original.is_meta:
                 self.store(index, local_part(original))
+        introduce_to_torch()
+        self.frames = tuple(plan.frame(index) for index in range(len(originals)))
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
@@ -193,20 +233,12 @@ class ParameterGroup:
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
-        plan = self.plan
-        part = plan.parts[index]
-        shape = torch.Size(plan.layout.shapes[index]) if part is None else part.shape
-        placements = [Shard(0) if at is Placement.SHARD else Replicate() for at in plan.placements.main_weight]
-        if part is not None:
-            placements.append(part.placement)  # type: ignore[arg-type]
-        placements += [Replicate()] * (plan.mesh.ndim - len(placements))
-        stride = tuple(torch.empty(shape, device="meta").stride())
-        return DTensor.from_local(piece, plan.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
-        """Let torch.distributed.checkpoint know what part of parameter `index` (or of its state) a DTensor holds."""
-        if self.main_is_sharded:
-            describe_chunks(tensor, *self.plan.layout.range_in(index, self.weights.main.region))
+        """Let tools that look at the local tensor of parameter `index`, or of its state, know what part it holds."""
+        if not self.frames[index].is_whole:
+            describe_chunks(tensor, self.frames[index].description.boxes())
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
@@ -234,6 +266,8 @@ class ParameterGroup:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
+        if original.requires_grad:  # reductions of whole parameters hand back gradients of the global shape
+            param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:

@@ -7,6 +7,7 @@ with attributes that say which dimension was cut.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.shard_description import TensorParallelCut
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class TensorParallelPart:
     def is_cut(self) -> bool:
         """Whether ranks hold different parts."""
         return isinstance(self.placement, Shard) and self.mesh.size() > 1
+
+    def shapes_by_rank(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Shape of every rank's part, given this rank's; they differ where ranks do not divide the dimension."""
+        if not isinstance(self.placement, Shard):
+            return (local_shape,) * self.mesh.size()
+        dim = self.placement.dim
+        edges = TensorParallelCut.by_chunk(self.shape[dim], self.mesh.size(), dim).edges
+        return tuple(
+            (*local_shape[:dim], stop - start, *local_shape[dim + 1 :]) for start, stop in itertools.pairwise(edges)
+        )
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's part as the modules expect it: a DTensor, or itself."""

@@ -1,0 +1,153 @@
+"""Where the elements of any uneven DTensor lie: asked of the ranks where nothing describes the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.dtensor.gather import gather_padded
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.shard_description import ShardDescription
+
+
+def check_dtensor(tensor: object) -> DTensor:
+    """The argument, if it is a DTensor.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"a {type(tensor).__name__} was given where a DTensor is wanted; wrap it by DTensor.from_local")
+    return tensor
+
+
+def boxes_here(tensor: DTensor) -> tuple[Box, ...]:
+    """What this rank holds, in the order of the local elements; collective for tensors that do not say it themselves.
+
+    Raises:
+        ValueError: A placement is none of `Shard`, torch's strided shard and `Replicate`, or two are strided.
+    """
+    if isinstance(tensor, UnevenDTensor):
+        return tensor.shard_frame.description.boxes()
+    local = tensor._local_tensor
+    if hasattr(local, "__create_chunk_list__"):
+        return tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__())
+    chunk = _asked_chunk(tensor)
+    return (Box(tuple(chunk.offsets), tuple(chunk.sizes)),)
+
+
+def single_chunk(tensor: DTensor) -> ChunkStorageMetadata:
+    """What this rank holds as one chunk; of no elements where it holds nothing.
+
+    Raises:
+        ValueError: It is several boxes, or a placement is not offered.
+    """
+    if not isinstance(tensor, UnevenDTensor):
+        return _asked_chunk(tensor)
+    description = tensor.shard_frame.description
+    boxes = description.boxes()
+    if len(boxes) > 1:
+        raise ValueError(
+            f"this rank's shard of a tensor of shape {tuple(tensor.shape)} begins or ends inside a row and is "
+            f"{len(boxes)} chunks, not one; save the tensor as it is (torch.distributed.checkpoint asks for all its "
+            "chunks), or gather it by uneven_dtensor_to_full_tensor"
+        )
+    box = boxes[0] if boxes else _empty_box(description)
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+
+
+def _empty_box(description: ShardDescription) -> Box:
+    """Where elements would be, between those of the neighbours."""
+    shape, offset = description.part_shape(), description.part_offset()
+    if not shape:
+        return Box((), ())
+    row_numel = max(torch.Size(shape[1:]).numel(), 1)
+    row = min(description.local_range[0] // row_numel, shape[0])
+    return Box((offset[0] + row, *offset[1:]), (0, *shape[1:]))
+
+
+def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
+    """Mesh dimensions that a foreign DTensor is sharded over, the one that was split last first.
+
+    Raises:
+        ValueError: A placement is none of `Shard`, torch's strided shard and `Replicate`, or two are strided.
+    """
+    strided = []
+    for dim, placement in enumerate(tensor.placements):
+        if _is_strided(placement):
+            strided.append(dim)
+        elif not isinstance(placement, Shard) and not placement.is_replicate():
+            raise ValueError(
+                f"a DTensor placed as {tensor.placements} has no shards to describe; use Shard or Replicate"
+            )
+    if len(strided) > 1:
+        raise ValueError(f"a DTensor placed as {tensor.placements} has several strided shards; only one is offered")
+    given = getattr(tensor.device_mesh, "_shard_order", None)
+    if given is not None:
+        order = list(reversed(given))
+    else:
+        order = [*strided, *(dim for dim in reversed(range(tensor.device_mesh.ndim)) if dim not in strided)]
+    return tuple(dim for dim in order if not tensor.placements[dim].is_replicate())
+
+
+def _is_strided(placement: object) -> bool:
+    return type(placement).__name__ == "_StridedShard"  # private, and a subclass of Shard in some versions only
+
+
+def _asked_chunk(tensor: DTensor) -> ChunkStorageMetadata:
+    """One chunk from the local shapes of all ranks: one small collective per sharded mesh dimension."""
+    sizes = list(tensor._local_tensor.shape)
+    if len(sizes) != tensor.ndim:
+        raise ValueError(
+            f"the local tensor of shape {tuple(sizes)} says nothing about its place in a DTensor of shape "
+            f"{tuple(tensor.shape)}; give it as many dimensions, or attach __create_chunk_list__ to it"
+        )
+    offsets = [0] * len(sizes)
+    running = list(sizes)
+    for mesh_dim in sharded_dims(tensor):
+        dim = tensor.placements[mesh_dim].dim  # type: ignore[attr-defined]
+        lengths = _lengths(tensor, mesh_dim, running[dim])
+        offsets[dim] += sum(lengths[: tensor.device_mesh.get_local_rank(mesh_dim)])
+        running[dim] = sum(lengths)
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _lengths(tensor: DTensor, mesh_dim: int, length: int) -> list[int]:
+    group = tensor.device_mesh.get_group(mesh_dim)
+    found: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(found, length, group=group)
+    return found
+
+
+def foreign_full(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor of a foreign DTensor on every rank; collective over the dims it is sharded along."""
+    dims = sharded_dims(tensor)
+    boxes, local = boxes_here(tensor), tensor._local_tensor.detach()
+    full = local.new_zeros(tensor.shape)
+    groups = [tensor.device_mesh.get_group(dim) for dim in dims]
+    everyone: list[tuple[Box, ...]] = [boxes]
+    for group in groups:
+        found: list[list[tuple[Box, ...]]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(found, everyone, group=group)
+        everyone = [each for rank in found for each in rank]
+    largest = max(sum(box.numel for box in each) for each in everyone)
+    if largest:
+        for held, row in zip(everyone, gather_padded(local.reshape(-1), largest, groups), strict=True):
+            place(full, held, row)
+    return full
+
+
+def place(full: torch.Tensor, boxes: Sequence[Box], elements: torch.Tensor) -> None:
+    """Copy flat elements into boxes of a whole tensor, box after box."""
+    first = 0
+    for box in boxes:
+        view = full
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        view.copy_(elements[first : first + box.numel].view(box.lengths))
+        first += box.numel

@@ -1,0 +1,115 @@
+"""A frame: the description of a tensor's shards together with the mesh they lie on, shared by all tensors cut alike."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from megatron_fsdp.shard_description import ShardDescription, described_as_whole
+
+
+class ShardFrame:
+    """Where the elements of a tensor lie, for a parameter, its gradient and its optimizer state alike.
+
+    Attributes:
+        mesh: The ranks.
+        description: Who holds what.
+        placements: One per mesh dimension, as checkpoints and optimizers read them: `Shard(0)` along dimensions that
+            shards are spread over, even where the cut is not torch's.
+    """
+
+    def __init__(self, mesh: DeviceMesh, description: ShardDescription) -> None:
+        self.mesh = mesh
+        self.description = description
+        self.placements = _placements(description)
+        self._specs: dict[torch.dtype, Any] = {}
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, ShardFrame)
+            and self.description == other.description
+            and self.placements == other.placements
+            and self.mesh == other.mesh
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.description)
+
+    @functools.cached_property
+    def shape(self) -> torch.Size:
+        """Of the global tensor."""
+        return torch.Size(self.description.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all elements."""
+        return self.description.is_whole
+
+    @functools.cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that a reduction over all elements has to cross, one after another."""
+        return tuple(self.mesh.get_group(dim) for dim in self.description.spread_dims)
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        """What torch's DTensor wants to know besides the local tensor."""
+        found = self._specs.get(dtype)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                local = torch.empty(self.description.local_shape, dtype=dtype, device="meta")
+                stock = DTensor.from_local(
+                    local,
+                    self.mesh,
+                    self.placements,
+                    run_check=False,
+                    shape=self.shape,
+                    stride=contiguous_stride(self.shape),
+                )
+            found = self._specs[dtype] = stock._spec
+        return found
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a whole tensor that broadcasts to the global shape; a view where possible."""
+        description = self.description
+        full = full if full.shape == self.shape else full.expand(self.shape)
+        if description.tensor_cut is not None:
+            start, stop = description.part_range()
+            full = full.narrow(description.tensor_cut.dim, start, stop - start)
+        if description.num_shards == 1:
+            return full
+        start, stop = description.local_range
+        if description.has_whole_rows:
+            row_numel = math.prod(full.shape[1:])
+            return full[start // row_numel : stop // row_numel]
+        return full.reshape(-1)[start:stop]
+
+    def whole_like(self, shape: torch.Size) -> ShardFrame:
+        """The frame of another shape that every rank of this mesh holds whole."""
+        if shape == self.shape:
+            return self
+        use = self.description.use
+        return ShardFrame(self.mesh, described_as_whole(tuple(shape), use.sizes, self.description.coordinate))
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    stride, running = [], 1
+    for length in reversed(shape):
+        stride.append(running)
+        running *= max(length, 1)
+    return tuple(reversed(stride))
+
+
+def _placements(description: ShardDescription) -> tuple[Placement, ...]:
+    use = description.use
+    found: list[Placement] = [Shard(0) if dim in use.shard_dims else Replicate() for dim in range(len(use.sizes))]
+    if use.tensor_dim is not None:
+        found[use.tensor_dim] = Replicate() if description.tensor_cut is None else Shard(description.tensor_cut.dim)
+    return tuple(found)

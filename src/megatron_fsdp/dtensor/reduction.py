@@ -1,0 +1,188 @@
+"""Reductions of shards to one number: each rank's part, and what the ranks make of the parts."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+class Combine(enum.Enum):
+    """How the parts of ranks become one."""
+
+    SUM = "sum"
+    MAX = "max"
+    POWER = "power"
+
+
+@dataclass
+class Reduction:
+    """One number of which every rank has a part, until it is resolved.
+
+    Attributes:
+        part: () in the dtype that travels: float32, float64, complex or int64.
+        combine: SUM, MAX, or POWER: the root of the sum of powers.
+        groups: Crossed one after another; none where every rank has everything.
+        dtype: Of the result.
+        power: Of `POWER`.
+        divisor: The result is divided by it.
+        negate: The result is negated: a minimum is the negative maximum of negatives.
+        value: The result, once known.
+    """
+
+    part: torch.Tensor
+    combine: Combine
+    groups: Groups
+    dtype: torch.dtype
+    power: float = 1.0
+    divisor: int = 1
+    negate: bool = False
+    value: torch.Tensor | None = field(default=None, compare=False)
+
+    def key(self) -> tuple[Any, ...]:
+        """What has to agree for two reductions to share a collective."""
+        names = tuple(group.group_name for group in self.groups)
+        return self.combine.value, names, self.part.dtype, self.part.device, self.power
+
+    def finish(self, total: torch.Tensor) -> None:
+        """Take the combined parts, ()."""
+        if self.negate:
+            total = -total
+        if self.divisor != 1:
+            total = total / self.divisor
+        self.value = total.to(self.dtype)
+
+
+def resolve(reductions: Iterable[Reduction]) -> None:
+    """Finish reductions together: one collective for all that cross the same ranks in the same way.
+
+    Every rank has to resolve the same reductions in the same order.
+    """
+    batches: dict[tuple[Any, ...], list[Reduction]] = {}
+    for reduction in {id(each): each for each in reductions}.values():
+        if reduction.value is None:
+            batches.setdefault(reduction.key(), []).append(reduction)
+    with torch.no_grad():
+        for batch in batches.values():
+            totals = _combine(torch.stack([each.part for each in batch]), batch[0])
+            for each, total in zip(batch, totals, strict=True):
+                each.finish(total)
+
+
+def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
+    if like.combine is Combine.MAX:
+        return _largest(parts, like.groups)
+    if like.combine is Combine.POWER and like.groups:
+        parts = parts**like.power
+    for group in like.groups:
+        dist.all_reduce(parts, op=dist.ReduceOp.SUM, group=group)
+    if like.combine is Combine.POWER and like.groups:
+        parts = parts ** (1.0 / like.power)
+    return parts
+
+
+def _largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The largest of each; NaN wins, which a back end's own maximum does not promise."""
+    if not groups or not parts.is_floating_point():
+        for group in groups:
+            dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
+        return parts
+    unknown = parts.isnan()
+    both = torch.stack([parts.masked_fill(unknown, -math.inf), unknown.to(parts.dtype)])
+    for group in groups:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+class ReducedScalar(torch.Tensor):
+    """One number that is the same on every rank: a plain tensor as soon as any operation touches it.
+
+    The norms that `torch.nn.utils.clip_grad_norm_` takes of each tensor wait until they are stacked, and are then
+    reduced together. All other reductions are finished when this is made.
+    """
+
+    reduction: Reduction
+
+    @classmethod
+    def of(cls, reduction: Reduction) -> ReducedScalar:
+        """The number that a reduction has given or will give."""
+        part = reduction.part
+        made: ReducedScalar = torch.Tensor._make_wrapper_subclass(cls, (), dtype=reduction.dtype, device=part.device)
+        made.reduction = reduction
+        return made
+
+    def full_tensor(self) -> torch.Tensor:
+        """The number as a plain tensor, as of a DTensor."""
+        return self.clone()
+
+    def to_local(self) -> torch.Tensor:
+        """The number as a plain tensor, as of a DTensor."""
+        return self.clone()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        value = self.reduction.value
+        return f"ReducedScalar({'not reduced yet' if value is None else value.item()})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls.of(args[0].reduction)
+        if func is torch.ops.aten.stack.default:  # of a thousand norms: no need to search further
+            resolve(each.reduction for each in args[0] if isinstance(each, ReducedScalar))
+            return func([plain(each) for each in args[0]], *args[1:], **kwargs)
+        resolve(leaf.reduction for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar))
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def plain(value: Any) -> Any:
+    """The number in a resolved scalar; anything else as it is."""
+    if not isinstance(value, ReducedScalar):
+        return value
+    if value.reduction.value is None:
+        resolve([value.reduction])
+    return value.reduction.value
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts of a reduction over tensors of `dtype` travel."""
+    if dtype.is_complex or dtype == torch.float64:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each local tensor, 0 (or what else does not count) for one without elements."""
+    filled = [local for local in locals_ if local.numel()]
+    found = iter(torch._foreach_norm(filled, order, dtype=dtype) if filled else ())
+    neutral = math.inf if order < 0 else 0.0
+    return [
+        next(found) if local.numel() else torch.full((), neutral, dtype=dtype, device=local.device) for local in locals_
+    ]
+
+
+def norm_reduction(part: torch.Tensor, order: float, groups: Groups, dtype: torch.dtype) -> Reduction:
+    """The norm of a whole tensor from this rank's norm of its elements, which is not waited for."""
+    if math.isinf(order):
+        negate = order < 0
+        return Reduction(-part if negate else part, Combine.MAX, groups, dtype, negate=negate)
+    combine = Combine.SUM if order == 0 else Combine.POWER
+    return Reduction(part, combine, groups, dtype, power=order)

@@ -1,0 +1,264 @@
+"""A DTensor that knows how it is really cut."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from megatron_fsdp.dtensor.chunks import LocalChunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.gather import gather_full
+from megatron_fsdp.dtensor.reduction import plain
+from megatron_fsdp.errors import ShardOperationError
+from megatron_fsdp.shard_description import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
+
+
+class UnevenDTensor(DTensor):
+    """A DTensor over shards of any length, cut between or inside rows; parameters, gradients and states are such.
+
+    To torch it is a DTensor with a mesh, placements and a global shape, but torch never computes on it as if it were
+    cut evenly: elementwise operations between tensors cut alike run on the local tensors; reductions to one number
+    (`sum`, `mean`, `max`, `min`, `any`, `all`, norms) cross the ranks; random fills draw the whole tensor and keep
+    this rank's elements, so that equal seeds give what one process would have; `full_tensor` and `redistribute` gather
+    by the true cut; everything else raises. Where every rank holds the whole tensor, any operation is allowed.
+
+    Attributes:
+        shard_frame: How it is cut, and over which ranks.
+    """
+
+    shard_frame: ShardFrame
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Use `wrap`: the constructor is torch's and takes what torch gives it."""
+
+    @classmethod
+    def wrap(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool = False) -> UnevenDTensor:
+        """Wrap this rank's elements; no copy, no communication.
+
+        Args:
+            local: Of shape `frame.description.local_shape`.
+            frame: How the tensor is cut.
+            requires_grad: As of any tensor.
+        """
+        made: UnevenDTensor = cls(local, frame.spec(local.dtype), requires_grad=requires_grad)
+        made.shard_frame = frame
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        start, stop = self.shard_frame.description.local_range
+        return (
+            f"UnevenDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.placements}, "
+            f"local={self._local_tensor}, elements=[{start}, {stop}))"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        from megatron_fsdp.dtensor.dispatch import dispatch  # it needs this class, as this class needs it
+
+        return dispatch(func, args, kwargs or {})
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's elements; a gradient that comes back is this rank's gradient.
+
+        Raises:
+            ShardOperationError: `grad_placements` is given and differs from the tensor's own.
+        """
+        if grad_placements is not None and tuple(grad_placements) != self.placements:
+            raise ShardOperationError(
+                f"to_local(grad_placements={tuple(grad_placements)}) of a tensor placed as {self.placements} would "
+                "give its gradient another cut; leave the argument out"
+            )
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        return _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank; collective over the ranks that hold different elements.
+
+        A gradient that comes back is taken for the same on every rank, and each rank keeps its own elements.
+
+        Raises:
+            ShardOperationError: `grad_placements` is given and is not all `Replicate()`.
+        """
+        if any(not placement.is_replicate() for placement in grad_placements or ()):
+            raise ShardOperationError(
+                f"full_tensor(grad_placements={tuple(grad_placements or ())}): only a gradient that is the same on "
+                "every rank (Replicate) can be brought back to shards; leave the argument out"
+            )
+        return _FullTensor.apply(self)  # type: ignore[no-untyped-call]
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,  # noqa: ARG002
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """A stock DTensor with other placements on the same mesh, by way of the whole tensor.
+
+        Args:
+            device_mesh: The tensor's own, or None.
+            placements: Wanted; the tensor's own give the tensor itself, with its own cut.
+            async_op: The result is always ready.
+            forward_dtype: None.
+            backward_dtype: None.
+
+        Raises:
+            ShardOperationError: Another mesh, no or partial placements, or a dtype.
+        """
+        wanted = tuple(placements or ())
+        other_mesh = device_mesh is not None and device_mesh != self.device_mesh
+        if other_mesh or len(wanted) != self.device_mesh.ndim or any(placement.is_partial() for placement in wanted):
+            raise ShardOperationError(
+                f"redistribute to {wanted} on {device_mesh or self.device_mesh}: give one Shard or Replicate for each "
+                f"dimension of the tensor's own mesh, {self.device_mesh}"
+            )
+        if forward_dtype is not None or backward_dtype is not None:
+            raise ShardOperationError("redistribute of uneven shards takes no dtypes; cast before or after it")
+        if wanted == self.placements:
+            return self
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        whole = DTensor.from_local(self.full_tensor(), self.device_mesh, everywhere, run_check=False)
+        return whole if wanted == tuple(everywhere) else whole.redistribute(placements=wanted)
+
+    def norm(self, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
+        """As `torch.Tensor.norm`, reduced over the ranks at once (`torch.linalg.vector_norm` waits to be used)."""
+        result = super().norm(p, dim, keepdim, dtype)
+        plain(result)
+        return result
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only leaves can be deep-copied; detach the tensor first")
+        made = _rebuild(
+            self._local_tensor.detach().clone(), self.shard_frame, self.requires_grad, isinstance(self, nn.Parameter)
+        )
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        made.__dict__.update({key: copy.deepcopy(v, memo) for key, v in self.__dict__.items() if key not in _OWN})
+        return made
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        frame = self.shard_frame
+        local = self._local_tensor.detach().clone()
+        is_parameter = isinstance(self, nn.Parameter)
+        return _unpickle, (local, frame.mesh, frame.description, self.requires_grad, is_parameter)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self.shard_frame, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, _outer_size: Any, _outer_stride: Any
+    ) -> UnevenDTensor:
+        frame, requires_grad = flatten_spec
+        return UnevenDTensor.wrap(inner_tensors["_local_tensor"], frame, requires_grad)
+
+    # ---- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
+
+    def _chunks(self) -> LocalChunks:
+        return LocalChunks.of(self._local_tensor, self.shape, self.shard_frame.description.boxes())
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks().chunk_list()
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
+        return self._chunks().write_items(fqn, None)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks().shard_at(self._local_tensor, index)
+
+
+_OWN = frozenset({"shard_frame", "_is_param"})
+
+
+def _rebuild(local: torch.Tensor, frame: ShardFrame, requires_grad: bool, is_parameter: bool) -> UnevenDTensor:
+    made = UnevenDTensor.wrap(local, frame)
+    if is_parameter:
+        return nn.Parameter(made, requires_grad=requires_grad)  # type: ignore[return-value]
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _unpickle(
+    local: torch.Tensor, mesh: DeviceMesh, description: ShardDescription, requires_grad: bool, is_parameter: bool
+) -> UnevenDTensor:
+    """A tensor as it was pickled, on this rank, whatever this rank is now."""
+    return _rebuild(local, ShardFrame(mesh, description), requires_grad, is_parameter)
+
+
+class _ToLocal(torch.autograd.Function):
+    """Out of the DTensor and, for gradients, back into it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        ctx.frame = tensor.shard_frame
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return UnevenDTensor.wrap(grad.contiguous(), ctx.frame)
+
+
+class _FullTensor(torch.autograd.Function):
+    """Gather; the gradient of the whole tensor is the same everywhere, so each rank takes its elements."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
+        ctx.frame = tensor.shard_frame
+        return gather_full(tensor._local_tensor, tensor.shard_frame)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return UnevenDTensor.wrap(ctx.frame.take(grad).contiguous(), ctx.frame)
+
+
+@functools.cache
+def introduce_to_torch() -> None:
+    """Let torch use its list kernels on these tensors and load them with `weights_only`, as it does for DTensors.
+
+    torch keeps both as lists of exact classes, which it extends in the same way for DTensor.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if UnevenDTensor not in supported:
+            supported.append(UnevenDTensor)
+    torch.serialization.add_safe_globals(
+        [UnevenDTensor, _unpickle, ShardDescription, MeshUse, BufferCut, ListedCut, TensorParallelCut]
+    )
+
+
+def as_sharded(grad: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+    """A gradient of a sharded parameter as a tensor cut like the parameter.
+
+    A reduction hands back gradients of the global shape, the same on every rank; each rank keeps its own elements.
+    """
+    if isinstance(grad, UnevenDTensor):
+        return grad
+    if isinstance(grad, DTensor):
+        if not all(placement.is_replicate() for placement in grad.placements):
+            raise ShardOperationError(
+                f"a gradient placed as {grad.placements} has reached a parameter with shards of its own lengths; "
+                "redistribute it to Replicate first"
+            )
+        grad = grad._local_tensor
+    return UnevenDTensor.wrap(frame.take(grad).contiguous(), frame)

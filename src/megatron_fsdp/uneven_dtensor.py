@@ -1,0 +1,202 @@
+"""DTensors whose shards are not torch's even cut: chunk metadata, whole tensors, splitting; any back end.
+
+Every function takes the tensors of this library, which describe their cut and need no communication for that, and any
+other DTensor of `Shard`, strided shard and `Replicate` placements, whose ranks are asked for their local shapes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.foreign import boxes_here, check_dtensor, foreign_full, sharded_dims, single_chunk
+from megatron_fsdp.dtensor.gather import gather_full
+from megatron_fsdp.dtensor.split import split_tensor
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.notices import warn_caller
+
+_CHUNK_METHOD = "__create_chunk_list__"
+
+
+def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
+    """Which part of the global tensor this rank holds.
+
+    Arithmetic for tensors of this library; for others collective over each mesh dimension that they are sharded along.
+
+    Args:
+        dtensor: Any.
+
+    Returns:
+        Offsets and sizes per dimension; a size of 0 where this rank holds nothing.
+
+    Raises:
+        TypeError: No DTensor.
+        ValueError: A placement is neither shard nor replicate, there are several strided shards, or this rank's shard
+            is cut inside rows and so not one chunk.
+    """
+    return single_chunk(check_dtensor(dtensor))
+
+
+def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
+    """Let `torch.distributed.checkpoint` know which part of the global tensor the local tensor holds.
+
+    Sets `__create_chunk_list__`, `__create_write_items__` and `__get_tensor_shard__` on `dtensor._local_tensor`. A
+    shard cut inside rows has several chunks, an empty one none. Collective for DTensors that are not of this library.
+
+    Raises:
+        TypeError: No DTensor.
+        ValueError: As of `gather_and_compute_chunk_metadata`, but for several chunks.
+    """
+    dtensor = check_dtensor(dtensor)
+    local = dtensor._local_tensor
+    if not isinstance(dtensor, UnevenDTensor) and hasattr(local, _CHUNK_METHOD) and local.ndim == dtensor.ndim:
+        delattr(local, _CHUNK_METHOD)  # may be out of date; the ranks are asked again
+    describe_chunks(dtensor, boxes_here(dtensor))
+
+
+def validate_uneven_dtensor(dtensor: DTensor) -> None:
+    """Check that every chunk lies inside of the tensor and that chunks reach all its borders; collective.
+
+    Raises:
+        AssertionError: They do not; on every rank.
+    """
+    boxes = boxes_here(check_dtensor(dtensor))
+    ndim = dtensor.ndim
+    outside = any(
+        offset < 0 or offset + length > total
+        for box in boxes
+        for offset, length, total in zip(box.offsets, box.lengths, dtensor.shape, strict=True)
+    )
+    filled = [box for box in boxes if box.numel]
+    wrong_numel = sum(box.numel for box in filled) != dtensor._local_tensor.numel()
+    flags = [int(outside), int(wrong_numel)]
+    flags += [int(any(box.offsets[dim] == 0 for box in filled)) for dim in range(ndim)]
+    flags += [
+        int(any(box.offsets[dim] + box.lengths[dim] == dtensor.shape[dim] for box in filled)) for dim in range(ndim)
+    ]
+    found = torch.tensor(flags, dtype=torch.int64, device=dtensor._local_tensor.device)
+    for group in _groups(dtensor):
+        if dist.get_backend(group) == "fake":
+            return
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    out, numel, *borders = found.tolist()
+    assert not out, f"a rank holds elements outside of the tensor of shape {tuple(dtensor.shape)}"
+    assert not numel, (
+        f"a rank's local tensor of a tensor of shape {tuple(dtensor.shape)} has not as many elements as its chunks"
+    )
+    assert not dtensor.numel() or all(borders), f"no rank holds a border of the tensor of shape {tuple(dtensor.shape)}"
+
+
+def _groups(dtensor: DTensor) -> Sequence[dist.ProcessGroup]:
+    if isinstance(dtensor, UnevenDTensor):
+        return dtensor.shard_frame.groups
+    return [dtensor.device_mesh.get_group(dim) for dim in sharded_dims(dtensor)]
+
+
+def filter_unflattened_state_dict(
+    state_dict: Any,
+    key_chain: Sequence[Any] | None = None,
+    visit_condition: Callable[[Any], bool] = lambda _value: False,
+) -> list[list[Any]]:
+    """Chains of keys to all values of nested dicts that a condition holds for.
+
+    Args:
+        state_dict: Nested dicts; a value for which the condition holds is not searched further.
+        key_chain: Keys that lead to `state_dict`.
+        visit_condition: Which values are wanted.
+    """
+    chain = list(key_chain or ())
+    if visit_condition(state_dict):
+        return [chain]
+    if not isinstance(state_dict, dict):
+        return []
+    found = (filter_unflattened_state_dict(value, [*chain, key], visit_condition) for key, value in state_dict.items())
+    return list(itertools.chain.from_iterable(found))
+
+
+def get_unflattened_state_dict(state_dict: Any, key_chain: Sequence[Any] | None = None) -> Any:
+    """The value of nested dicts at a chain of keys.
+
+    Raises:
+        KeyError: A key is missing; names the whole chain.
+    """
+    value = state_dict
+    for key in key_chain or ():
+        if not isinstance(value, dict) or key not in value:
+            raise KeyError(f"{key!r} of the chain {list(key_chain or ())} is not in the state dict")
+        value = value[key]
+    return value
+
+
+def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    """Describe the chunks of every DTensor in nested dicts, in the sorted order of their keys; returns the same dict.
+
+    Collective where DTensors are not of this library: every rank needs the same keys.
+    """
+    chains = filter_unflattened_state_dict(state_dict, visit_condition=lambda value: isinstance(value, DTensor))
+    for chain in sorted(chains, key=lambda keys: [str(key) for key in keys]):
+        update_uneven_dtensor_chunk_metadata(get_unflattened_state_dict(state_dict, chain))
+    return state_dict
+
+
+def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank, detached; collective, on any back end.
+
+    Raises:
+        TypeError: No DTensor.
+        ValueError: A placement is neither shard nor replicate, or several are strided.
+    """
+    dtensor = check_dtensor(dtensor)
+    if isinstance(dtensor, UnevenDTensor):
+        return gather_full(dtensor._local_tensor, dtensor.shard_frame)
+    return foreign_full(dtensor)
+
+
+def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
+    """The whole tensor on every rank as a DTensor with only `Replicate` placements; collective.
+
+    Raises:
+        TypeError: No DTensor.
+        ValueError: As of `uneven_dtensor_to_full_tensor`.
+    """
+    full = uneven_dtensor_to_full_tensor(dtensor)
+    mesh = dtensor.device_mesh
+    return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def gather_uneven_dtensor_to_full_tensor(dtensor: DTensor) -> DTensor:
+    """Deprecated name of `redistribute_uneven_dtensor_to_replicated`."""
+    warn_caller(
+        "gather_uneven_dtensor_to_full_tensor is an old name; call redistribute_uneven_dtensor_to_replicated",
+        DeprecationWarning,
+    )
+    return redistribute_uneven_dtensor_to_replicated(dtensor)
+
+
+def split_dtensor(
+    dtensor: DTensor,
+    split_size_or_sections: int | Sequence[int],
+    dim: int = 0,
+    update_uneven_dtensor_chunk_meta: bool = False,
+) -> Iterator[DTensor]:
+    """The DTensors that `torch.split` would make of the global tensor; each rank keeps what it holds, as views.
+
+    Args:
+        dtensor: Any.
+        split_size_or_sections: Length of each piece but the last, or all lengths.
+        dim: Along which.
+        update_uneven_dtensor_chunk_meta: Describe the chunks of each piece for `torch.distributed.checkpoint`.
+
+    Raises:
+        TypeError: No DTensor.
+        ValueError: A length is negative or they do not add up; or shards that are cut inside rows would be split
+            along another dimension than the first.
+    """
+    return split_tensor(dtensor, split_size_or_sections, dim, update_uneven_dtensor_chunk_meta)

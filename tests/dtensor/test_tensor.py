@@ -1,0 +1,253 @@
+"""Tensors that are cut unevenly, on real ranks: operations and reductions as on the whole tensor."""
+
+import copy
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
+from megatron_fsdp.errors import ShardOperationError
+from tests.conftest import RunRanks
+from tests.support.uneven import CASES, UnevenCase, make_mesh
+
+Failures = list[str]
+
+
+def check(failures: Failures, name: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> None:
+    """Note a difference in type, shape, dtype or value."""
+    same = type(got) is Tensor and (got.shape, got.dtype) == (want.shape, want.dtype)
+    if not same or not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
+        failures.append(f"{name}: got {type(got).__name__} {got}, expected {want}")
+
+
+def gather(case: UnevenCase, failures: Failures) -> None:
+    mesh = make_mesh(case.sizes)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        tensor, whole = case.tensor(mesh, dtype=dtype), case.whole().to(dtype)
+        check(failures, f"full {dtype}", tensor.full_tensor(), whole)
+    tensor, whole = case.tensor(mesh), case.whole()
+    everywhere = [Replicate()] * mesh.ndim
+    replicated = tensor.redistribute(placements=everywhere)
+    if not (type(replicated) is DTensor or tensor.placements == tuple(everywhere)):
+        failures.append(f"replicated is {type(replicated)}")
+    check(failures, "replicated", replicated.full_tensor(), whole)
+    last = [Replicate()] * (mesh.ndim - 1) + [Shard(case.whole().ndim - 1)]
+    if tuple(last) != tensor.placements:
+        check(failures, "even cut", tensor.redistribute(placements=last).full_tensor(), whole)
+    if tensor.redistribute(placements=tensor.placements) is not tensor:
+        failures.append("redistribute to its own placements")
+    assert repr(tensor).startswith("UnevenDTensor(")
+
+
+def operate(case: UnevenCase, failures: Failures) -> None:
+    mesh = make_mesh(case.sizes)
+    a, b, x, y = case.tensor(mesh, 1), case.tensor(mesh, 2), case.whole(1), case.whole(2)
+    scalar = torch.tensor(0.5)
+    operations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "mul": lambda s, t: s * t + 2 * s - t / 3,
+        "where": lambda s, t: torch.where(s > t, s, t.abs()),
+        "lerp": lambda s, t: torch.lerp(s, t, 0.25),
+        "scalar": lambda s, t: s * scalar + t,
+        "cast": lambda s, t: (s.to(torch.bfloat16) * t).double(),
+        "in place": lambda s, t: s.clone().mul_(2).addcmul_(s, t, value=0.5).add_(t).clamp_(min=-1),
+        "like": lambda s, t: torch.zeros_like(s) + torch.full_like(t, 3.0) + torch.ones_like(s) * s.new_ones(s.shape),
+        "list": lambda s, t: torch._foreach_addcdiv([s, t], [t, s], [s + 3, t * t + 1], 0.1)[1],
+        "view": lambda s, t: s.view(s.shape) + t.expand(t.shape).contiguous(),
+        "isnan": lambda s, t: (s / t.sign().clamp(min=0)).isnan(),
+        "masked": lambda s, t: s.masked_fill(t > 0, -1.0),
+    }
+    for name, operation in operations.items():
+        result = operation(a, b)
+        if not isinstance(result, UnevenDTensor):
+            failures.append(f"{name} gave {type(result)}")
+        check(failures, name, result.full_tensor(), operation(x, y), 1e-6)
+
+
+def reduce(case: UnevenCase, failures: Failures) -> None:
+    mesh = make_mesh(case.sizes)
+    tensor, whole = case.tensor(mesh), case.whole()
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda t: t.sum(),
+        "sum of dims": lambda t: t.sum(dim=tuple(range(t.ndim))),
+        "sum of counts": lambda t: (t > 0).sum(),
+        "mean": lambda t: t.mean(),
+        "any": lambda t: (t > 1).any(),
+        "all": lambda t: (t > -1).all(),
+        "count": torch.count_nonzero,
+        "norm 0": lambda t: torch.linalg.vector_norm(t, 0),
+        "norm 1": lambda t: t.norm(1),
+        "norm 2": lambda t: t.norm(),
+        "norm 3": lambda t: torch.linalg.vector_norm(t, 3.0),
+        "bf16 sum": lambda t: (t * 0 + 1).bfloat16().sum(),
+    }
+    if whole.numel():
+        reductions |= {
+            "max": lambda t: t.max(),
+            "min": lambda t: t.amin(),
+            "int max": lambda t: (t * 10).long().max(),
+            "norm inf": lambda t: torch.linalg.vector_norm(t, math.inf),
+            "norm -inf": lambda t: torch.linalg.vector_norm(t, -math.inf),
+            "nan max": lambda t: torch.where(t == t.max(), math.nan, t).max(),
+            "nan": lambda t: torch.linalg.vector_norm(torch.where(t == t.max(), math.nan, t), math.inf),
+        }
+    for name, reduction in reductions.items():
+        check(failures, name, reduction(tensor).full_tensor(), reduction(whole), 1e-5)  # type: ignore[attr-defined]
+    if tensor.sum().item() != pytest.approx(whole.sum().item(), abs=1e-5):
+        failures.append("item")
+    if not torch.equal(tensor, tensor.clone()) or (whole.numel() and torch.equal(tensor, tensor + 1)):
+        failures.append("equal")
+
+
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum of squares": lambda p: (p**2).sum(),
+    "half": lambda p: (0.5 * (2 * p * p)).sum(),
+    "sum": lambda p: p.sum() * 3,
+    "mean": lambda p: (p.exp() * 2).mean(),
+    "norm": lambda p: p.norm(),
+    "vector norm": lambda p: torch.linalg.vector_norm(p, 3),
+    "absolute": lambda p: p.abs().mean(),
+    "gathered": lambda p: ((p.full_tensor() if isinstance(p, DTensor) else p) ** 3).sum(),
+}
+
+
+def differentiate(case: UnevenCase, failures: Failures) -> None:
+    mesh = make_mesh(case.sizes)
+    if not case.whole().numel():
+        return
+    for name, penalty in PENALTIES.items():
+        reference = nn.Parameter(case.whole())
+        param = nn.Parameter(case.tensor(mesh))
+        frame = param.shard_frame  # type: ignore[attr-defined]
+        param.register_hook(lambda grad, frame=frame: as_sharded(grad, frame))
+        for _ in range(2):  # the second adds to the first
+            x = torch.ones((), requires_grad=True)
+            loss = x * 2 + 0.3 * penalty(param)
+            other = 2 + 0.3 * penalty(reference)
+            loss.backward()
+            other.backward()
+            check(failures, f"{name} loss", loss.detach(), other.detach(), 1e-5)
+            assert x.grad is not None
+            assert type(x.grad) is Tensor
+        assert isinstance(param.grad, UnevenDTensor)
+        assert reference.grad is not None
+        check(failures, f"{name} gradient", param.grad.full_tensor(), reference.grad, 1e-5)
+    param = nn.Parameter(case.tensor(mesh))
+    (param.to_local() ** 2).sum().backward()  # type: ignore[attr-defined]
+    assert param.grad is not None
+    check(failures, "to_local gradient", param.grad.full_tensor(), 2 * case.whole())  # type: ignore[attr-defined]
+
+
+def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
+    introduce_to_torch()
+    mesh = make_mesh(case.sizes)
+    whole = case.whole()
+    param = nn.Parameter(case.tensor(mesh))
+    assert (type(param), isinstance(param, nn.Parameter)) == (UnevenDTensor, True)
+    again = copy.deepcopy(param)
+    assert isinstance(again, nn.Parameter)
+    assert again._local_tensor.data_ptr() != param._local_tensor.data_ptr() or not param._local_tensor.numel()
+    check(failures, "deepcopy", again.detach().full_tensor(), whole)  # type: ignore[attr-defined]
+    file = io.BytesIO()
+    torch.save({"w": param.detach(), "p": param}, file)
+    for weights_only in (True, False):
+        file.seek(0)
+        loaded = torch.load(file, weights_only=weights_only)
+        assert isinstance(loaded["p"], nn.Parameter)
+        assert torch.equal(loaded["w"]._local_tensor, param.detach()._local_tensor)
+        assert loaded["w"].shard_frame.description == param.shard_frame.description  # type: ignore[attr-defined]
+    torch.manual_seed(3)
+    nn.init.normal_(param, std=2.0)
+    drawn = torch.randn_like(param.detach())
+    torch.manual_seed(3)
+    wanted = nn.init.normal_(torch.empty(whole.shape), std=2.0)
+    check(failures, "normal_", param.detach().full_tensor(), wanted)  # type: ignore[attr-defined]
+    check(failures, "randn_like", drawn.full_tensor(), torch.randn_like(wanted))  # type: ignore[attr-defined]
+    before = param._version + param._local_tensor._version
+    with torch.no_grad():
+        param.mul_(2)
+    assert param._version + param._local_tensor._version > before
+
+
+def refuse(case: UnevenCase, failures: Failures) -> None:
+    mesh = make_mesh(case.sizes)
+    tensor, whole = case.tensor(mesh), case.whole()
+    if tensor.shard_frame.is_whole or not whole.numel():
+        return
+    even = DTensor.from_local(tensor._local_tensor, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    attempts: dict[str, Callable[[], object]] = {
+        "matmul": lambda: tensor @ tensor,
+        "index": lambda: tensor[0],
+        "sum of a dim": lambda: tensor.sum(dim=0, keepdim=True),
+        "transpose": lambda: tensor.transpose(0, -1) + 1,
+        "flatten": lambda: tensor.view(-1, 1),
+        "plain": lambda: tensor + whole,
+        "plain from left": lambda: whole * tensor,
+        "copy of plain": lambda: tensor.copy_(whole),
+        "copy to plain": lambda: whole.clone().copy_(tensor),
+        "even": lambda: tensor + even,
+        "even in place": lambda: even.add_(tensor),
+        "softmax": lambda: tensor.softmax(-1),
+        "sort": lambda: tensor.sort(),
+        "cumsum": lambda: tensor.cumsum(0),
+        "std": lambda: tensor.std(),
+        "prod": lambda: tensor.prod(),
+        "dropout": lambda: nn.functional.dropout(tensor),
+        "gradient cut": lambda: tensor.to_local(grad_placements=[Shard(1)] * mesh.ndim),
+        "list": lambda: torch._foreach_add([tensor], [even]),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            failures.append(f"{name} was not refused")
+        except ShardOperationError:
+            pass
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim)
+    check(failures, "with replicated", (tensor + replicated).full_tensor(), whole + whole)
+    check(failures, "with a row", (tensor * replicated[:1]).full_tensor(), whole * whole[:1])
+
+
+CHECKS: list[Callable[[UnevenCase, Failures], None]] = [gather, operate, reduce, differentiate, copy_and_draw, refuse]
+
+
+def run_all(names: list[str], check_name: str) -> Failures:
+    failures: Failures = []
+    for case in CASES:
+        if case.name in names:
+            found: Failures = []
+            next(each for each in CHECKS if each.__name__ == check_name)(case, found)
+            failures += [f"{case.name}: {text}" for text in found]
+            dist.barrier()
+    return failures
+
+
+@pytest.mark.parametrize("check_name", [each.__name__ for each in CHECKS])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_uneven_tensors_are_as_the_whole_tensor(run_ranks: RunRanks, num_ranks: int, check_name: str) -> None:
+    names = [case.name for case in CASES if case.num_ranks == num_ranks]
+    assert names
+    for failures in run_ranks(num_ranks, run_all, names, check_name):
+        assert failures == []
+
+
+def replicated_operations() -> Failures:
+    failures: Failures = []
+    case = next(case for case in CASES if case.name == "whole everywhere")
+    mesh = make_mesh(case.sizes)
+    tensor, whole = case.tensor(mesh), case.whole()
+    check(failures, "matmul", (tensor @ tensor.t()).full_tensor(), whole @ whole.t())  # type: ignore[attr-defined]
+    check(failures, "rows", tensor.sum(dim=0).full_tensor(), whole.sum(dim=0))  # type: ignore[attr-defined]
+    check(failures, "index", tensor[1:].full_tensor(), whole[1:])  # type: ignore[attr-defined]
+    row = tensor[0]
+    check(failures, "row", (tensor * row).full_tensor(), whole * whole[0])  # type: ignore[attr-defined]
+    check(failures, "into plain", torch.zeros(4, 3).copy_(tensor), whole)
+    return failures
+
+
+def test_a_tensor_that_every_rank_has_whole_takes_any_operation(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, replicated_operations) == [[], []]

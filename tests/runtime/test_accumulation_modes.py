@@ -1,0 +1,135 @@
+"""Every way to say when gradients are reduced, mixed inside one accumulation, equals one process.
+
+A microbatch is run in one of these ways:
+
+    auto     every backward synchronises, the default of `fully_shard`
+    wait     `set_model_auto_sync(False)`, and it is not the last microbatch
+    last     the same, but it is
+    no_sync  inside `no_sync()`
+    sync     auto sync is off, inside `sync()`
+    hand     as wait, then `finish_grad_sync()`
+"""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, mesh
+from tests.support.models import MODEL_CASES
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+
+ALL = tuple(Setting(strategy) for strategy in range(4))
+SHOWS = ("auto", "last", "sync", "hand")
+"""After these the sum of everything so far is visible as `.grad`."""
+WAYS = (*SHOWS, "wait", "no_sync")
+
+
+def _enter(model: MegatronFSDP, way: str) -> AbstractContextManager[None]:
+    if way != "no_sync":
+        model.set_model_auto_sync(way == "auto")
+        model.is_last_microbatch = way == "last"
+    if way == "no_sync":
+        return model.no_sync()
+    return model.sync() if way == "sync" else nullcontext()
+
+
+def _accumulate(run: Run, ways: Sequence[str], first: int) -> None:
+    for position, way in enumerate(ways):
+        with _enter(run.sharded, way) if run.sharded is not None else nullcontext():
+            (run.loss(first + position) / len(ways)).backward()
+        if way == "hand" and run.sharded is not None:
+            run.sharded.finish_grad_sync()
+        if way in SHOWS:
+            run.note_gradients(f"{ways} after {position}")
+    run.optimizer.step()
+    run.note_parameters(str(ways))
+    run.optimizer.zero_grad()
+
+
+def walk() -> list[str]:
+    """All ways in an order in which each follows each, itself included, once; Hierholzer's algorithm on pairs."""
+    left = {way: list(WAYS) for way in WAYS}
+    stack, found = [WAYS[0]], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            found.append(stack.pop())
+    return found[::-1]
+
+
+def sequences() -> list[tuple[str, ...]]:
+    """Accumulations of 1 to 4 microbatches: each way alone, then the walk cut into pieces of 2, 3 and 4."""
+    pieces: list[tuple[str, ...]] = [(way,) for way in WAYS]
+    start, ways = 0, walk()
+    for length in itertools.cycle((2, 3, 4)):
+        if start == len(ways) - 1:
+            break
+        pieces.append(tuple(ways[start : start + length]))
+        start += length - 1  # the next piece begins with the last of this one, so no pair is lost
+    return pieces
+
+
+def test_every_way_follows_every_way_in_some_accumulation() -> None:
+    pieces = sequences()
+    assert {len(piece) for piece in pieces} == {1, 2, 3, 4}
+    assert {pair for piece in pieces for pair in itertools.pairwise(piece)} == set(itertools.product(WAYS, WAYS))
+    assert {piece[-1] for piece in pieces} == set(WAYS)
+
+
+def train_mixed(run: Run) -> None:
+    for number, ways in enumerate(sequences()):
+        _accumulate(run, ways, 10 * number)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_any_mixture_of_ways_to_synchronise_gives_the_sum(run_ranks: RunRanks, num_ranks: int) -> None:
+    """Whatever was deferred or not shown by then is in the step."""
+    check_strategies(run_ranks, num_ranks, Scenario(train_mixed, MODEL_CASES["odd_shapes"]), ALL)
+
+
+def states_around_exceptions() -> list[tuple[object, ...]]:
+    """Switches before, inside and after each context that a backward inside breaks."""
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], sync_model_each_microbatch=False)
+    model.is_last_microbatch = True
+    found = []
+    for context in (model.no_sync, model.sync):
+        states = [(model.model_auto_sync, model.is_last_microbatch)]
+        try:
+            with context():
+                states.append((model.model_auto_sync, model.is_last_microbatch))
+                backward(model, next(batches(1)))
+                raise RuntimeError("after a microbatch")
+        except RuntimeError:
+            states.append((model.model_auto_sync, model.is_last_microbatch))
+        found.append(tuple(states))
+    return found
+
+
+def test_an_exception_inside_a_context_restores_what_was_there_before(run_ranks: RunRanks) -> None:
+    before = (False, True)
+    for found in run_ranks(2, states_around_exceptions):
+        assert found == [(before, (False, False), before), (before, (True, True), before)]
+
+
+def count_microbatches() -> list[int]:
+    """`microbatch_count` after each backward: those since the last sync."""
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], sync_model_each_microbatch=False)
+    counts = []
+    for position, batch in enumerate(batches(7)):
+        model.is_last_microbatch = position in (2, 6)
+        backward(model, batch)
+        counts.append(model.microbatch_count)
+        if position == 4:
+            model.finish_grad_sync()
+            counts.append(model.microbatch_count)
+    return counts
+
+
+def test_microbatches_are_counted_from_sync_to_sync(run_ranks: RunRanks) -> None:
+    for counts in run_ranks(2, count_microbatches):
+        assert counts == [1, 2, 0, 1, 2, 0, 1, 0]

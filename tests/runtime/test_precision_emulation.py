@@ -1,0 +1,109 @@
+"""Every dtype of the policy is the one that is used: bit for bit what one process gets by naming each cast and sum."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.conftest import RunRanks
+from tests.support.models import Batch
+from tests.support.precision_emulation import Job, emulate
+from tests.support.precision_run import BF16, CASES, FP16, FP32, FP64, MIXED, check, loss_in_own_dtype
+
+# ---- all pairs of dtypes and strategies ----------------------------------------------------------------------------
+
+_TIMES = ((0, 0, 0, 0), (0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2))
+"""Multiplication in the field of four elements; addition is exclusive or."""
+
+MAIN_PARAMS = (None, FP32, BF16, FP64)
+MAIN_GRADS = (FP64, None, FP32, BF16)
+GRAD_COMM = (BF16, FP32, None, FP16)
+COMPUTE = (FP32, BF16, FP16, BF16)
+
+
+def covering_jobs() -> list[Job]:
+    """16 jobs in which every value of each choice meets every value of each other (Bose's orthogonal array, 1938)."""
+    jobs = []
+    for a in range(4):
+        for b in range(4):
+            params, grads, comm, compute, strategy = a, b, a ^ b, a ^ _TIMES[2][b], a ^ _TIMES[3][b]
+            policy = MixedPrecisionPolicy(MAIN_PARAMS[params], MAIN_GRADS[grads], GRAD_COMM[comm])
+            jobs.append(Job(CASES[COMPUTE[compute]], policy, strategy))
+    return jobs
+
+
+def test_the_jobs_cover_every_pair_of_choices() -> None:
+    dtype_of = {case: dtype for dtype, case in CASES.items()}
+    rows = [
+        (job.strategy, dtype_of[job.case], job.policy.main_params_dtype, job.policy.main_grads_dtype,
+         job.policy.grad_comm_dtype)
+        for job in covering_jobs()
+    ]  # fmt: skip
+    levels = [set(column) for column in zip(*rows, strict=True)]
+    assert [len(values) for values in levels] == [4, 3, 4, 4, 4]
+    for i in range(5):
+        for j in range(i):
+            assert len({(row[i], row[j]) for row in rows}) == len(levels[i]) * len(levels[j])
+
+
+@pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
+def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRanks, mode: str) -> None:
+    check(run_ranks, 2, [replace(job, mode=mode) for job in covering_jobs()])
+
+
+def test_sums_of_four_ranks_are_taken_in_rank_order(run_ranks: RunRanks) -> None:
+    check(run_ranks, 4, [replace(job, mode="each", steps=1) for job in covering_jobs() if job.strategy > 0])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(None, None, FP32),
+        MixedPrecisionPolicy(FP32, FP32, BF16),
+        MixedPrecisionPolicy(FP64, BF16, FP16),
+    ],
+    ids=str,
+)
+def test_each_dtype_inside_a_unit_follows_by_itself(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
+    check(run_ranks, 2, [Job(MIXED, policy, strategy) for strategy in range(4)])
+
+
+# ---- what accumulation in 16 bits costs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_accumulation_is_in_main_grads_dtype_and_in_no_other(run_ranks: RunRanks, strategy: int) -> None:
+    """Twelve microbatches: bfloat16 loses what float32 keeps, and both are what one process gets in that dtype."""
+    sums = {}
+    for grads in (BF16, FP32):
+        job = Job(CASES[BF16], MixedPrecisionPolicy(FP32, grads, FP32), strategy, steps=1, microbatches=12)
+        check(run_ranks, 2, [job])
+        sums[grads] = emulate(job, 2).gradients[0]
+    for name, in_fp32 in sums[FP32].items():
+        assert torch.equal(sums[BF16][name], sums[BF16][name].bfloat16().float())
+        largest = in_fp32.abs().max()
+        lost = (sums[BF16][name] - in_fp32).abs().max() / largest
+        assert 2**-10 < lost < 12 * 2**-8, name  # each of 12 sums is rounded by up to 2**-9 of its value
+
+
+# ---- float16 in transit --------------------------------------------------------------------------------------------
+
+
+def large_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Gradients of tens of thousands: their sum over four ranks leaves the range of float16, their mean does not."""
+    return 2e5 * loss_in_own_dtype(model, batch)
+
+
+@pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
+def test_float16_sums_of_large_gradients_stay_in_range(run_ranks: RunRanks, mode: str) -> None:
+    case = replace(CASES[FP32], loss=large_loss)
+    policy = MixedPrecisionPolicy(FP32, FP32, FP16)
+    jobs = [Job(case, policy, strategy, mode, steps=1, microbatches=2) for strategy in (1, 2, 3)]
+    check(run_ranks, 4, jobs)
+    for job in jobs:
+        gradients = emulate(job, 4).gradients[0].values()
+        assert max(gradient.abs().max().item() for gradient in gradients) > 65504 / 4
+        assert all(gradient.isfinite().all() for gradient in gradients)

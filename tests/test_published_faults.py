@@ -1,0 +1,296 @@
+"""Faults of the published package that were seen by running it; each is a test here, or one that is named here.
+
+Silent wrong results:
+
+    1  Adam state made by a fake step       runtime/test_optimizer.py  test_sharding_makes_no_fake_step
+    2  stale weights without overlap        below
+    3  mapping outputs, unused last module  below
+    4  optimizer built after a forward      runtime/test_optimizer.py  test_an_optimizer_may_be_built_after_a_forward
+    5  parameter groups collapsed           runtime/test_optimizer.py  test_groups_keep_order_and_options_...
+    6  auto sync and accumulation           below, and runtime/test_accumulation_modes.py
+    7  never reduced, if nobody says "last" below, and runtime/test_accumulation_modes.py
+    8  ranks with different weights         test_rank_disagreement.py  test_all_ranks_get_the_weights_of_rank_zero_...
+    9  step(closure) returns None           runtime/test_optimizer_step.py  test_step_runs_a_closure_and_...
+    10 contexts do not restore              test_wrapper.py  test_sync_and_no_sync_restore_what_was_there_before
+    11 arguments dropped by fully_shard     below
+    12 communication dtype never changes    runtime/test_communication_precision.py
+    14 loaded weights not used in compute   below
+
+Loud ones:
+
+    average_in_collective                   runtime/test_parity.py  test_averaging_in_the_collective_gives_the_same_mean
+    strategy 3 without units                below
+    a mesh without tp_dim                   every test that uses support/api_net.py
+    clip_grad_norm_ on uneven shards        runtime/test_parity_clipping.py
+    shapes that cannot be wrapped           below; padding: test_padding_table.py
+    main_grads_dtype=float64                runtime/test_precision_emulation.py
+    a class that matches no module          test_bad_input.py  class_that_matches_nothing
+    the caller's config is changed          test_wrapper.py  test_the_class_syncs_only_when_told_and_...
+    requires_grad changed later             test_wrapper_weights.py  test_freezing_after_wrapping_is_refused_...
+    memory held by reference cycles         test_lifetime.py
+    unused parameters get zeros             runtime/test_parity.py, model "unused"
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
+from tests.support.parity import fixed_seed
+
+STRATEGIES = range(4)
+TOLERANCE = 2e-6  # sums of 12 samples in another order, on weights of about 1
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained_alone(steps: int) -> dict[str, Tensor]:
+    net = build()
+    train(net, sgd(net), steps)
+    return weights(net)
+
+
+# ---- 2: weights that were never gathered again ---------------------------------------------------------------------
+
+
+def train_without_overlap(strategy: int, overlap_grad_reduce: bool) -> float:
+    """Distance to one process after steps with both overlaps switched off."""
+    net = build()
+    model, optimizer = fully_shard(
+        net,
+        sgd(net),
+        mesh(),
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        overlap_param_gather=False,
+        overlap_grad_reduce=overlap_grad_reduce,
+    )
+    train(model, optimizer, 4)
+    return largest_difference(weights(model), trained_alone(4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("overlap_grad_reduce", [False, True])
+def test_without_overlap_every_rank_computes_with_the_weights_of_the_last_step(
+    run_ranks: RunRanks, strategy: int, overlap_grad_reduce: bool
+) -> None:
+    assert max(run_ranks(2, train_without_overlap, strategy, overlap_grad_reduce)) <= TOLERANCE
+
+
+# ---- 3: gradients that never arrive --------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What the model below returns inside its dictionary."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Mapped(nn.Module):
+    """Returns a mapping, and registers last a module that forward never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(5, 3)
+        self.never_called = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"result": Result(self.head(x), x), "count": 2}
+
+
+def mapped_gradients(strategy: int) -> dict[str, Tensor | None]:
+    with fixed_seed(0):
+        model = fully_shard_model(Mapped(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    _mapped_backward(model, sharded=True)
+    return {name: None if grad is None else grad.clone() for name, grad in model.full_gradients().items()}
+
+
+def _mapped_backward(model: nn.Module, sharded: bool) -> None:
+    inputs, targets = (own_part(each) if sharded else each for each in next(batches(1)))
+    nn.functional.mse_loss(model(inputs)["result"].logits, targets).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(
+    run_ranks: RunRanks, strategy: int
+) -> None:
+    with fixed_seed(0):
+        alone = Mapped()
+    _mapped_backward(alone, sharded=False)
+    for found in run_ranks(2, mapped_gradients, strategy):
+        for name, param in alone.named_parameters():
+            got = found[name]
+            assert (got is None) is (param.grad is None) is name.startswith("never_called")
+            if got is not None and param.grad is not None:
+                assert largest_difference({name: got}, {name: param.grad}) <= TOLERANCE
+
+
+# ---- 6 and 7: reduced twice, or never ------------------------------------------------------------------------------
+
+
+def train_in_microbatches(strategy: int, auto_sync: bool, count: int) -> tuple[float, float]:
+    """Distance to one process, and between the ranks, after two steps of some microbatches; nothing is ever said."""
+    net = build()
+    model, optimizer = fully_shard(
+        net,
+        sgd(net),
+        mesh(),
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        sync_model_each_microbatch=auto_sync,
+    )
+    alone = build()
+    both = ((model, optimizer), (alone, sgd(alone)))
+    for each, its_optimizer in both:
+        for step in range(2):
+            for batch in batches(count, step * count):
+                backward(each, batch)
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    mine = torch.cat([tensor.flatten() for tensor in weights(model).values()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return largest_difference(weights(model), weights(alone)), (mine - first).abs().max().item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("auto_sync", "count"), [(True, 3), (False, 1)])
+def test_gradients_are_reduced_exactly_once_with_nothing_said(
+    run_ranks: RunRanks, strategy: int, auto_sync: bool, count: int
+) -> None:
+    for from_alone, from_first_rank in run_ranks(2, train_in_microbatches, strategy, auto_sync, count):
+        assert from_alone <= 3 * TOLERANCE  # three times as many samples are added up
+        assert from_first_rank == 0.0
+
+
+# ---- 11: arguments that are dropped --------------------------------------------------------------------------------
+
+
+def passed_on() -> tuple[set[str], set[str]]:
+    """The arguments that `fully_shard` gives to `fully_shard_model`, and those that it takes."""
+    net = build()
+    module = inspect.getmodule(fully_shard)
+    with mock.patch.object(module, "fully_shard_model", side_effect=InterruptedError) as called:
+        try:
+            fully_shard(net, sgd(net), mesh())
+        except InterruptedError:
+            return set(called.call_args.kwargs), set(inspect.signature(fully_shard).parameters)
+    raise AssertionError("fully_shard did not call fully_shard_model")
+
+
+def test_the_one_call_hands_every_argument_on(run_ranks: RunRanks) -> None:
+    ((given, taken),) = run_ranks(1, passed_on)
+    assert given == taken - {"optimizer"}
+    assert given == set(inspect.signature(fully_shard_model).parameters)
+
+
+# ---- 14: loaded, but not used --------------------------------------------------------------------------------------
+
+
+def load_in_place(strategy: int, folder: str) -> tuple[list[float], bool]:
+    """Losses before saving, after more training, and after a bare load into the tensors of the state dict."""
+    net = build().bfloat16()
+    model, optimizer = fully_shard(net, sgd(net), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    train(model, optimizer, 1)
+    losses = [_loss(model)]
+    saved = weights(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    train(model, optimizer, 2, first=1)
+    losses.append(_loss(model))
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    losses.append(_loss(model))
+    return losses, largest_difference(weights(model), saved) == 0.0
+
+
+def _loss(model: MegatronFSDP) -> float:
+    inputs, targets = next(batches(1, 7))
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets).item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_bare_load_reaches_the_weights_that_compute_uses(run_ranks: RunRanks, strategy: int, tmp_path: Path) -> None:
+    for (before, later, loaded), is_equal in run_ranks(2, load_in_place, strategy, str(tmp_path)):
+        assert later != before
+        assert loaded == before
+        assert is_equal
+
+
+# ---- strategy 3 without units; shapes that do not divide ------------------------------------------------------------
+
+
+class OddShapes(nn.Module):
+    """Parameters of 12, 10 and 8 elements whose rows no shard edge of two ranks respects by luck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(shape)) for shape in ((1, 12), (2, 5), (2, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.a.sum() + (x @ self.b.T @ self.c).sum(dim=1, keepdim=True)
+
+
+def train_whole(kind: type[nn.Module], strategy: int) -> dict[str, Tensor]:
+    """Weights after two steps of a model that is one unit alone, with the units left to be found."""
+    with fixed_seed(0):
+        model = fully_shard_model(kind(), mesh(), zero_dp_strategy=strategy)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    _train_whole(model, optimizer, sharded=True)
+    return weights(model)
+
+
+def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bool) -> None:
+    for inputs, _ in batches(2):
+        optimizer.zero_grad()
+        model(own_part(inputs) if sharded else inputs).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [OddShapes, Layer])
+def test_a_model_without_units_trains_whatever_its_shapes(
+    run_ranks: RunRanks, kind: type[nn.Module], strategy: int
+) -> None:
+    with fixed_seed(0):
+        alone = kind()
+    _train_whole(alone, torch.optim.SGD(alone.parameters(), lr=0.01), sharded=False)
+    for found in run_ranks(2, train_whole, kind, strategy):
+        scale = max(weight.abs().max().item() for weight in weights(alone).values())
+        assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)
+
+
+def save_between_forwards() -> float:
+    """A state dict that is only read, between two forwards and their backwards, changes nothing."""
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
+    alone = build()
+    for each in (model, alone):
+        losses = []
+        for inputs, targets in batches(2):
+            if each is model:
+                inputs, targets = own_part(inputs), own_part(targets)
+            losses.append(nn.functional.mse_loss(each(inputs), targets))
+            each.state_dict()
+        for loss in losses:
+            loss.backward()
+    expected = {name: param.grad for name, param in alone.named_parameters() if param.grad is not None}
+    found = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+    return largest_difference(found, expected)
+
+
+def test_reading_a_state_dict_between_forwards_changes_nothing(run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, save_between_forwards)) <= 2 * TOLERANCE
