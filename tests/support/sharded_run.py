@@ -6,7 +6,7 @@ compared; the same lines run in both settings, so a test cannot compare two diff
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.models import Batch, ModelCase
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
@@ -25,7 +26,6 @@ SAMPLES = 12
 
 RunRanks = Callable[..., list[Any]]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
-Values = Mapping[str, Tensor | None]
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
@@ -54,6 +54,9 @@ class Setting:
         one_call: shard model and optimizer by `fully_shard`, else each by its own function.
         average_in_collective: let the collective average.
         auto_sync: `sync_model_each_microbatch`.
+        outer_strategy: 0 or 1, on the outer axis of hybrid sharding.
+        per_token: `calculate_per_token_loss`.
+        arrangement: Meshes, and who holds and computes what.
         options: further arguments of `fully_shard` and `fully_shard_model`, as (name, value).
     """
 
@@ -62,6 +65,9 @@ class Setting:
     one_call: bool = True
     average_in_collective: bool = False
     auto_sync: bool = True
+    outer_strategy: int = 0
+    per_token: bool = False
+    arrangement: Arrangement = FLAT
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -113,6 +119,7 @@ class Run:
         self.num_ranks = num_ranks
         self.recording = Recording()
         self.sharded: MegatronFSDP | None = None
+        self.arrangement = FLAT if setting is None else setting.arrangement
         with fixed_seed(0):
             self.model: nn.Module = scenario.case.build()
         if setting is None:
@@ -123,27 +130,22 @@ class Run:
             self._shard(scenario, setting)
 
     def _shard(self, scenario: Scenario, setting: Setting) -> None:
+        arguments = {
+            **setting.arrangement.arguments(),
+            "fsdp_unit_modules": scenario.case.unit_classes,
+            "zero_dp_strategy": setting.strategy,
+            "outer_dp_sharding_strategy": setting.outer_strategy,
+            "mixed_precision_policy": setting.policy,
+            "average_in_collective": setting.average_in_collective,
+            "calculate_per_token_loss": setting.per_token,
+            "sync_model_each_microbatch": setting.auto_sync,
+            **dict(setting.options),
+        }
+        self.arrangement.place(self.model)
         if setting.one_call:
-            self.sharded, self.optimizer = fully_shard(
-                self.model,
-                scenario.optimizer(self.model),
-                fsdp_unit_modules=scenario.case.unit_classes,
-                zero_dp_strategy=setting.strategy,
-                mixed_precision_policy=setting.policy,
-                average_in_collective=setting.average_in_collective,
-                sync_model_each_microbatch=setting.auto_sync,
-                **dict(setting.options),
-            )
+            self.sharded, self.optimizer = fully_shard(self.model, scenario.optimizer(self.model), **arguments)
         else:
-            self.sharded = fully_shard_model(
-                self.model,
-                fsdp_unit_modules=scenario.case.unit_classes,
-                zero_dp_strategy=setting.strategy,
-                mixed_precision_policy=setting.policy,
-                average_in_collective=setting.average_in_collective,
-                sync_model_each_microbatch=setting.auto_sync,
-                **dict(setting.options),
-            )
+            self.sharded = fully_shard_model(self.model, **arguments)
             self.optimizer = fully_shard_optimizer(scenario.optimizer(self.sharded))
         self.model = self.sharded
 
@@ -154,9 +156,9 @@ class Run:
         return self.case.make_batch(SAMPLES, torch.Generator().manual_seed(index))
 
     def batch(self, index: int) -> Batch:
-        """What this process computes of batch `index`: everything, or the slice of its rank."""
+        """What this process computes of batch `index`: everything, or the part of its rank."""
         whole = self.whole_batch(index)
-        return whole.part(self.ranks_here[0], self.num_ranks) if self.sharded is not None else whole
+        return self.arrangement.part(whole) if self.sharded is not None else whole
 
     def loss(self, index: int) -> Tensor:
         """The noted loss of this process' samples of batch `index`."""
@@ -198,14 +200,16 @@ class Run:
     def note_gradients(self, label: str = "gradients") -> None:
         """Note every gradient, None included."""
         if self.sharded is not None:
-            self.note(label, self.sharded.full_gradients())
+            self.note(label, self.arrangement.whole(self.sharded.full_gradients()))
         else:
             self.note(label, {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad})
 
     def note_parameters(self, label: str = "parameters") -> None:
         """Note every main weight."""
-        named = self.sharded.full_parameters() if self.sharded is not None else dict(self.model.named_parameters())
-        self.note(label, named)
+        if self.sharded is not None:
+            self.note(label, self.arrangement.whole(self.sharded.full_parameters()))
+        else:
+            self.note(label, dict(self.model.named_parameters()))
 
     def step(self) -> None:
         """Note the gradients, step and note the weights, then zero."""
@@ -250,10 +254,15 @@ def run_sharded(jobs: Sequence[tuple[Scenario, Setting]]) -> list[Outcome]:
         except Exception as error:
             error.add_note(f"in {scenario.script.__name__} with {setting}")
             raise
-        recording = run.recording
-        notes = recording.notes if dist.get_rank() == 0 else None
-        outcomes.append(Outcome(recording.losses, _digest(recording), notes))
+        outcomes.append(outcome_of(run))
     return outcomes
+
+
+def outcome_of(run: Run) -> Outcome:
+    """What this rank sends home of a run."""
+    recording = run.recording
+    notes = recording.notes if dist.get_rank() == 0 else None
+    return Outcome(recording.losses, _digest(recording), notes)
 
 
 @cache

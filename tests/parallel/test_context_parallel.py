@@ -1,0 +1,148 @@
+"""FSDP 2 x CP 2 on a transformer whose ranks share the tokens of every sequence equals one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.conftest import RunRanks
+from tests.support.arrangements import Arrangement, flattened, mesh_of
+from tests.support.by_hand import average_over, run_by_hand
+from tests.support.models import Batch, ModelCase
+from tests.support.parallel_transformer import (
+    IGNORED,
+    ParallelBlock,
+    build_dense,
+    divide_context,
+    make_tokens,
+    make_tokens_with_gaps,
+    mean_loss,
+    summed_loss,
+)
+from tests.support.sharded_run import FP32, SAMPLES, Run, Scenario, Setting, assert_parity, check_strategies, reference
+
+CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
+UNEVEN = ModelCase(build_dense, make_tokens_with_gaps, summed_loss, (ParallelBlock,))
+"""Ranks have different numbers of tokens, so that a mean of means would be wrong."""
+
+
+def mesh() -> DeviceMesh:
+    return mesh_of((dist.get_world_size() // 2, 2), ("dp", "cp"))
+
+
+def arguments() -> dict[str, Any]:
+    """Gradients are averaged over data-parallel and context-parallel ranks alike: one flattened dimension."""
+    flattened(mesh(), ("dp", "cp"), "dp_cp")
+    return {"device_mesh": mesh(), "dp_shard_dim": "dp_cp"}
+
+
+def hybrid_mesh() -> DeviceMesh:
+    return mesh_of((2, 1, 2), ("dp_outer", "dp", "cp"))
+
+
+def hybrid_arguments() -> dict[str, Any]:
+    """Sharded over the ranks that share sequences, replicated over those that share samples."""
+    flattened(hybrid_mesh(), ("dp", "cp"), "dp_cp")
+    group = flattened(hybrid_mesh(), ("dp_outer", "dp", "cp"), "dp_all").get_group()
+    axes = {"dp_outer_dim": "dp_outer", "dp_shard_dim": "dp_cp"}
+    return {"device_mesh": hybrid_mesh(), "hybrid_fsdp_group": group, **axes}
+
+
+def place(model: nn.Module) -> None:
+    divide_context(model, mesh()["cp"].get_group())
+
+
+def part(whole: Batch) -> Batch:
+    """Samples by the data-parallel rank, and of each the tokens by the context-parallel rank."""
+    samples = whole.part(dist.get_rank() // 2, dist.get_world_size() // 2)
+    context = dist.get_rank() % 2
+    inputs, targets = (values.chunk(2, dim=1)[context].contiguous() for values in (samples.inputs, samples.targets))
+    return Batch(inputs, targets)
+
+
+ARRANGEMENT = Arrangement("context parallel", arguments, place, part)
+HYBRID = Arrangement("hybrid and context parallel", hybrid_arguments, place, part)
+
+
+def three_steps(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+def average(model: nn.Module) -> None:
+    average_over(model, None, dist.get_world_size())
+
+
+def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRanks) -> None:
+    scenario = Scenario(three_steps, CASE)
+    outcomes = run_ranks(4, run_by_hand, scenario, ARRANGEMENT, average)
+    assert_parity(outcomes, reference(scenario), FP32)
+
+
+# ---- parity ----------------------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def three_microbatches(run: Run) -> None:
+    for step in range(2):
+        with run.no_sync():
+            (run.loss(3 * step) / 3).backward()
+            (run.loss(3 * step + 1) / 3).backward()
+        (run.loss(3 * step + 2) / 3).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("average_in_collective", [False, True])
+def test_gradients_are_averaged_over_data_and_context_parallel_ranks(
+    run_ranks: RunRanks, average_in_collective: bool
+) -> None:
+    settings = [
+        Setting(inner, average_in_collective=average_in_collective, arrangement=ARRANGEMENT) for inner in range(4)
+    ]
+    check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw), settings)
+
+
+def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
+    settings = [Setting(inner, one_call=False, arrangement=ARRANGEMENT) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE), settings)
+
+
+def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks: RunRanks) -> None:
+    pairs = ((1, 0), (3, 0), (3, 1))
+    settings = [Setting(inner, outer_strategy=outer, arrangement=HYBRID) for inner, outer in pairs]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE, adamw), settings)
+
+
+# ---- losses per token ------------------------------------------------------------------------------------------------
+
+
+def mean_over_all_tokens(run: Run) -> None:
+    """Each rank divides the sum over its tokens by the number of tokens that all ranks have in all microbatches."""
+    for step in range(2):
+        counts = [count_of(run.whole_batch(2 * step + microbatch)) for microbatch in range(2)]
+        for microbatch in range(2):
+            loss = run.case.loss(run.model, run.batch(2 * step + microbatch)) / sum(counts)
+            run.note_loss(loss if run.sharded is None else loss * run.num_ranks)
+            loss.backward()
+        run.step()
+
+
+def count_of(batch: Batch) -> int:
+    return int((batch.targets != IGNORED).sum())
+
+
+def counts_by_rank() -> int:
+    return count_of(part(make_tokens_with_gaps(SAMPLES, torch.Generator().manual_seed(0))))
+
+
+def test_per_token_losses_are_summed_over_uneven_ranks(run_ranks: RunRanks) -> None:
+    assert len(set(run_ranks(4, counts_by_rank))) > 2
+    settings = [Setting(inner, per_token=True, arrangement=ARRANGEMENT) for inner in range(4)]
+    settings += [Setting(3, per_token=True, outer_strategy=outer, arrangement=HYBRID) for outer in (0, 1)]
+    check_strategies(run_ranks, 4, Scenario(mean_over_all_tokens, UNEVEN), settings)

@@ -1,0 +1,215 @@
+"""EP 2 x FSDP 2 on a mixture of experts equals one process that holds all experts."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.conftest import RunRanks
+from tests.support.arrangements import Arrangement, Values
+from tests.support.by_hand import average_over, run_by_hand
+from tests.support.expert_meshes import FLAT, expert_mesh, experts_of
+from tests.support.mixture import ListedExperts, MixtureOfExperts
+from tests.support.models import ModelCase
+from tests.support.parallel_transformer import (
+    IGNORED,
+    ParallelBlock,
+    build_top1_experts,
+    build_top2_experts,
+    build_with_experts,
+    make_tokens,
+    make_tokens_with_gaps,
+    mean_loss,
+    summed_loss,
+)
+from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
+
+EXPERTS = experts_of(FLAT)
+HYBRIDS = tuple(
+    experts_of(sizes)
+    for sizes in (
+        (("dp_outer", 2), ("ep", 2), ("dp_shard", 1)),
+        (("dp_outer", 2), ("ep", 1), ("dp_shard", 2)),
+        (("ep", 2), ("dp_outer", 2), ("dp_shard", 1)),
+        (("dp_outer", 1), ("ep", 2), ("dp_shard", 2)),
+    )
+)
+"""In the last two the outer ranks of experts are others than those of dense parameters."""
+
+TOP1 = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
+TOP2 = ModelCase(build_top2_experts, make_tokens, mean_loss, (ParallelBlock,))
+UNEVEN = ModelCase(build_top2_experts, make_tokens_with_gaps, summed_loss, (ParallelBlock,))
+
+
+def three_steps(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+def average(model: nn.Module) -> None:
+    """The factor of an expert is that of the dense parameters: its gradient already has other ranks' tokens in it."""
+    average_over(model, expert_mesh(FLAT)["dp_shard"].get_group(), 4, among=".experts.")
+    for name, module in model.named_modules():
+        if not name.endswith((".experts", ".mlp")) and list(module.parameters(recurse=False)):
+            average_over(module, None, 4)
+
+
+@pytest.mark.parametrize("case", [TOP1, TOP2])
+def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRanks, case: ModelCase) -> None:
+    scenario = Scenario(three_steps, case)
+    outcomes = run_ranks(4, run_by_hand, scenario, EXPERTS, average)
+    assert_parity(outcomes, reference(scenario), FP32)
+
+
+# ---- parity ----------------------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def three_microbatches(run: Run) -> None:
+    for step in range(2):
+        with run.no_sync():
+            (run.loss(3 * step) / 3).backward()
+            (run.loss(3 * step + 1) / 3).backward()
+        (run.loss(3 * step + 2) / 3).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("average_in_collective", [False, True])
+def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
+    run_ranks: RunRanks, average_in_collective: bool
+) -> None:
+    """A collective that averages an expert over its 2 ranks has to be corrected to the mean over 4."""
+    for case in (TOP1, TOP2):
+        settings = [
+            Setting(inner, one_call=inner % 2 == 0, average_in_collective=average_in_collective, arrangement=EXPERTS)
+            for inner in range(4)
+        ]
+        check_strategies(run_ranks, 4, Scenario(three_steps, case), settings)
+
+
+def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
+    settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2, adamw), settings)
+
+
+@pytest.mark.parametrize("arrangement", HYBRIDS)
+@pytest.mark.parametrize("average_in_collective", [False, True])
+def test_hybrid_sharding_with_experts_equals_one_process(
+    run_ranks: RunRanks, arrangement: Arrangement, average_in_collective: bool
+) -> None:
+    """Experts are reduced over their own outer group, not that of dense parameters."""
+    pairs = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1))
+    settings = [
+        Setting(inner, average_in_collective=average_in_collective, outer_strategy=outer, arrangement=arrangement)
+        for inner, outer in pairs
+    ]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2), settings)
+
+
+def mean_over_all_tokens(run: Run) -> None:
+    """Each rank divides the sum over its tokens by the number of tokens that all ranks have."""
+    for step in range(2):
+        count = int((run.whole_batch(step).targets != IGNORED).sum())
+        loss = run.case.loss(run.model, run.batch(step)) / count
+        run.note_loss(loss if run.sharded is None else loss * run.num_ranks)
+        loss.backward()
+        run.step()
+
+
+def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> None:
+    settings = [Setting(inner, per_token=True, arrangement=EXPERTS) for inner in range(4)]
+    settings += [Setting(3, per_token=True, arrangement=arrangement) for arrangement in HYBRIDS]
+    check_strategies(run_ranks, 4, Scenario(mean_over_all_tokens, UNEVEN), settings)
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+def clip_by_model(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        if run.sharded is not None:
+            norm = run.sharded.clip_grad_norm_(0.05)
+        else:
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm})
+        run.step()
+
+
+def clip_by_torch(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
+        run.step()
+
+
+@pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
+def test_the_norm_is_that_of_dense_parameters_and_all_experts(
+    run_ranks: RunRanks, script: Callable[[Run], None]
+) -> None:
+    settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
+    settings += [Setting(3, outer_strategy=outer, arrangement=found) for found in HYBRIDS for outer in (0, 1)]
+    check_strategies(run_ranks, 4, Scenario(script, TOP1), settings)
+
+
+# ---- experts as modules, some of them without tokens -----------------------------------------------------------------
+
+
+def build_listed() -> nn.Module:
+    """The last of four experts is never chosen; the others may be without tokens on some ranks."""
+    model = build_with_experts(kind=ListedExperts)
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.closed = 1
+    return model
+
+
+def whole_list(values: Values) -> Values:
+    """Number each rank's experts on from those of the rank before."""
+    group = expert_mesh(FLAT)["ep"].get_group()
+    mine = {name: value for name, value in values.items() if ".experts." in name}
+    by_rank: list[dict[str, torch.Tensor | None]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(by_rank, mine, group=group)
+    found = {name: value for name, value in values.items() if name not in mine}
+    for rank, theirs in enumerate(by_rank):
+        for name, value in theirs.items():
+            before, after = name.split(".experts.")
+            local, rest = after.split(".", 1)
+            found[f"{before}.experts.{2 * rank + int(local)}.{rest}"] = value
+    return found
+
+
+LISTED = ModelCase(build_listed, make_tokens, mean_loss, (ParallelBlock,))
+AS_LIST = Arrangement("listed experts", EXPERTS.arguments, EXPERTS.place, whole=whole_list)
+
+
+def decayed_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Would decay what has a gradient of zeros in place of none."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def four_steps(run: Run) -> None:
+    run.train(0, 1, 2)
+    with run.no_sync():
+        run.loss(3).backward()
+    run.loss(4).backward()
+    run.step()
+
+
+def test_an_expert_without_tokens_anywhere_has_no_gradient_and_is_left_alone(run_ranks: RunRanks) -> None:
+    """Its namesake on the other ranks, which is another expert, is trained."""
+    expected = reference(Scenario(four_steps, LISTED, decayed_adamw)).notes[0][1]
+    unused = {name for name, value in expected.items() if value is None}
+    assert unused == {f"blocks.{block}.mlp.experts.3.{part}" for block in (0, 1) for part in PARTS}
+    settings = [Setting(inner, arrangement=AS_LIST) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(four_steps, LISTED, decayed_adamw), settings)
+
+
+PARTS = ("0.weight", "0.bias", "2.weight", "2.bias")

@@ -1,0 +1,141 @@
+"""`fsdp_group_ag` and `expt_fsdp_group_ag`: weights are gathered on groups of their own, and nothing else is."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, second_group
+from tests.support.expert_meshes import FLAT as EXPERT_MESH
+from tests.support.expert_meshes import arguments, expert_mesh, experts_of, place
+from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
+from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.parallel_transformer import ParallelBlock, build_top1_experts, make_tokens, mean_loss
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.tower import FLOORS, Floor, Tower, tower_loss
+
+EXPERTS = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
+
+
+def flat() -> dict[str, Any]:
+    mesh = mesh_of((dist.get_world_size(),), ("dp_shard",))
+    return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "fsdp_group_ag": second_group(mesh)}
+
+
+def hybrid() -> dict[str, Any]:
+    found = hybrid_arguments(2, 2)
+    return {**found, "fsdp_group_ag": second_group(found["device_mesh"]["dp_shard"])}
+
+
+def with_experts() -> dict[str, Any]:
+    found = arguments(EXPERT_MESH)
+    return {
+        **found,
+        "fsdp_group_ag": second_group(found["device_mesh"]),
+        "expt_fsdp_group_ag": second_group(expert_mesh(EXPERT_MESH)["dp_shard"]),
+    }
+
+
+def three_steps(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+FLAT, HYBRID = Arrangement("flat, second group", flat), Arrangement("hybrid, second group", hybrid)
+WITH_EXPERTS = Arrangement(
+    "experts, second groups", with_experts, partial(place, EXPERT_MESH), whole=experts_of(EXPERT_MESH).whole
+)
+
+
+def test_values_do_not_change(run_ranks: RunRanks) -> None:
+    odd = Scenario(three_steps, MODEL_CASES["odd_shapes"])
+    check_strategies(run_ranks, 3, odd, [Setting(inner, arrangement=FLAT) for inner in range(4)])
+    settings = [Setting(inner, outer_strategy=outer, arrangement=HYBRID) for inner, outer in ((1, 0), (3, 0), (3, 1))]
+    check_strategies(run_ranks, 4, odd, settings)
+    experts = [Setting(inner, arrangement=WITH_EXPERTS) for inner in (1, 3)]
+    check_strategies(run_ranks, 4, Scenario(three_steps, EXPERTS), experts)
+
+
+Counts = dict[str, tuple[int, int]]
+
+
+def count(strategy: int, is_hybrid: bool) -> Counts:
+    found = hybrid() if is_hybrid else flat()
+    group, gather_group = found["device_mesh"]["dp_shard"].get_group(), found["fsdp_group_ag"]
+    assert group.group_name != gather_group.group_name
+    model = Tower()
+    sharded, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        zero_dp_strategy=strategy,
+        fsdp_unit_modules=[Floor],
+        **found,
+    )
+    for _ in range(2):
+        with GroupCounts() as counts:
+            tower_loss(sharded, torch.ones(2, 16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "gathers on the second group": counts.on(gather_group, GATHER),
+        "all on the second group": counts.on(gather_group),
+        "gathers on the first": counts.on(group, GATHER),
+        "reductions on the first": counts.on(group, EXCHANGE, ALL_REDUCE),
+    }
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [(0, 0), (1, FLOORS + 1), (2, FLOORS + 1), (3, 2 * FLOORS - 1)])
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_weights_are_gathered_on_the_second_group_only(
+    run_ranks: RunRanks, strategy: int, gathers: int, is_hybrid: bool
+) -> None:
+    for found in run_ranks(4 if is_hybrid else 2, count, strategy, is_hybrid):
+        assert found["gathers on the second group"][0] == gathers
+        assert found["all on the second group"] == found["gathers on the second group"]
+        assert found["gathers on the first"] == (0, 0)
+        assert found["reductions on the first"][0] == FLOORS + 1
+
+
+def count_experts() -> list[tuple[int, int]]:
+    found = with_experts()
+    model = build_top1_experts()
+    place(EXPERT_MESH, model)
+    sharded, optimizer = fully_shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[ParallelBlock], **found
+    )
+    batch = make_tokens(2, torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        with GroupCounts() as counts:
+            mean_loss(sharded, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    groups = (found["fsdp_group_ag"], found["expt_fsdp_group_ag"], expert_mesh(EXPERT_MESH)["dp_shard"].get_group())
+    return [(counts.on(group, GATHER)[0], counts.on(group)[0]) for group in groups]
+
+
+def test_experts_are_gathered_on_their_own_second_group(run_ranks: RunRanks) -> None:
+    """Two blocks, each with experts, and a root without; both blocks stay gathered."""
+    for dense, experts, first_of_experts in run_ranks(4, count_experts):
+        assert dense == (3, 3)
+        assert experts == (2, 2)
+        assert first_of_experts == (0, 2)
+
+
+def wrong(argument: str) -> str:
+    found = with_experts()
+    found[argument] = mesh_of((2, 2), ("a", "b"))["a"].get_group()  # other pairs than those that share experts
+    try:
+        fully_shard(model := build_top1_experts(), torch.optim.SGD(model.parameters()), **found)
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("argument", ["fsdp_group_ag", "expt_fsdp_group_ag"])
+def test_a_group_of_other_ranks_is_refused(run_ranks: RunRanks, argument: str) -> None:
+    for message in run_ranks(4, wrong, argument):
+        assert f"{argument} has the ranks" in message

@@ -1,0 +1,258 @@
+"""HSDP and HFSDP equal one process on the whole batch: losses, gradients and the first three updates.
+
+Each (mesh, inner and outer strategy) trains some models of the zoo; scripts, optimizers and ways to call are dealt out.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid
+from tests.support.models import MODEL_CASES, ModelName
+from tests.support.sharded_run import (
+    EXACT,
+    FP32,
+    OptimizerFn,
+    Run,
+    Scenario,
+    Setting,
+    Tolerance,
+    assert_parity,
+    check_strategies,
+    reference,
+    run_sharded,
+    sgd,
+)
+from tests.support.usage_models import Branches, vector_case
+
+MESHES = ((2, 2), (1, 4), (4, 1), (1, 2), (2, 1))
+"""Outer times inner ranks."""
+
+STRATEGIES = ((0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1))
+"""Inner, outer."""
+
+HSDP, HFSDP = Setting(3, arrangement=hybrid(2, 2)), Setting(3, outer_strategy=1, arrangement=hybrid(2, 2))
+EACH = tuple(Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in STRATEGIES)
+
+_OWN_DTYPES = MixedPrecisionPolicy(main_params_dtype=None)
+_BF16 = Tolerance(rtol=2**-5, atol=2**-6)
+"""bfloat16 has 8 bits; slices of a batch and three updates each round."""
+
+_EPS = 1e-3  # an exact gradient of 0 is rounding noise in both runs, which a small eps would turn into full steps
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two parameter groups of different rates."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=_EPS)
+
+
+def one_microbatch(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+def three_microbatches(run: Run) -> None:
+    """A plain loop: every backward synchronises, and adds to what is there."""
+    for step in range(3):
+        for microbatch in range(3):
+            (run.loss(10 * step + microbatch) / 3).backward()
+        run.step()
+
+
+SCRIPTS = (one_microbatch, three_microbatches)
+OPTIMIZERS: tuple[OptimizerFn, ...] = (sgd, adamw)
+
+
+def jobs_of(mesh: tuple[int, int]) -> list[tuple[ModelName, Scenario, Setting]]:
+    """Four models under every pair of strategies on the square mesh, two on the others."""
+    names = list(MODEL_CASES)
+    count = 4 if mesh == (2, 2) else 2
+    jobs = []
+    for turn, (inner, outer) in enumerate(STRATEGIES):
+        for position in range(count):
+            name = names[(position * (len(names) // count) + turn + MESHES.index(mesh)) % len(names)]
+            script = SCRIPTS[(position + turn) % 2]
+            optimizer = OPTIMIZERS[(position // 2 + turn) % 2]
+            policy = _OWN_DTYPES if name in ("fp32_fp64_norm", "bf16_fp32_norm") else MixedPrecisionPolicy()
+            setting = Setting(
+                inner, policy, (turn // 2 + position) % 2 == 0, outer_strategy=outer, arrangement=hybrid(*mesh)
+            )
+            jobs.append((name, Scenario(script, MODEL_CASES[name], optimizer), setting))
+    return jobs
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
+    jobs = jobs_of(mesh)
+    by_rank = run_ranks(math.prod(mesh), run_sharded, [(scenario, setting) for _, scenario, setting in jobs])
+    for (name, scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
+        try:
+            assert_parity(outcomes, reference(scenario), _BF16 if name == "bf16_fp32_norm" else FP32)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {scenario.script.__name__}, {setting}: {error}") from None
+
+
+def test_the_deal_covers_every_model_and_every_pair() -> None:
+    dealt = [(mesh, *job) for mesh in MESHES for job in jobs_of(mesh)]
+    pairs = {(setting.strategy, setting.outer_strategy) for *_, setting in dealt}
+    assert pairs == set(STRATEGIES)
+    for mesh in MESHES:
+        assert {name for at, name, _, _ in dealt if at == mesh} == set(MODEL_CASES)
+        scripts = {(s.strategy, s.outer_strategy, job.script) for at, _, job, s in dealt if at == mesh}
+        assert scripts == {(*pair, script) for pair, script in product(STRATEGIES, SCRIPTS)}
+    assert {(name, job.optimizer) for _, name, job, _ in dealt} == set(product(MODEL_CASES, OPTIMIZERS))
+    assert {(s.strategy, s.outer_strategy, s.one_call) for *_, s in dealt} == {
+        (*pair, one_call) for pair, one_call in product(STRATEGIES, (True, False))
+    }
+
+
+# ---- when gradients are synchronised ---------------------------------------------------------------------------------
+
+
+def say_which_is_last(run: Run) -> None:
+    """The loop of the published package's users."""
+    for step in range(3):
+        for microbatch in range(3):
+            if run.sharded is not None:
+                run.sharded.set_model_auto_sync(microbatch == 2)
+            (run.loss(10 * step + microbatch) / 3).backward()
+        run.step()
+
+
+def set_is_last_microbatch(run: Run) -> None:
+    if run.sharded is not None:
+        run.sharded.set_model_auto_sync(False)
+    for step in range(3):
+        for microbatch in range(3):
+            if run.sharded is not None:
+                run.sharded.is_last_microbatch = microbatch == 2
+            (run.loss(10 * step + microbatch) / 3).backward()
+        run.step()
+
+
+def defer_two_of_three(run: Run) -> None:
+    for step in range(3):
+        with run.no_sync():
+            (run.loss(10 * step) / 3).backward()
+            (run.loss(10 * step + 1) / 3).backward()
+        (run.loss(10 * step + 2) / 3).backward()
+        run.step()
+
+
+def let_the_optimizer_synchronise(run: Run) -> None:
+    if run.sharded is not None:
+        run.sharded.set_model_auto_sync(False)
+    for step in range(3):
+        run.loss(2 * step).backward()
+        run.loss(2 * step + 1).backward()
+        run.optimizer.step()
+        run.note_gradients()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+def mix_every_way(run: Run) -> None:
+    """Visible gradients, deferred ones, clipped ones and visible ones again add up; nothing is zeroed between."""
+    run.loss(0).backward()
+    run.note_gradients("first")
+    with run.no_sync():
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.note_gradients("second")
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+    run.loss(3).backward()
+    run.step()
+    run.loss(4).backward()
+    run.optimizer.zero_grad()
+    run.train(5)
+
+
+WAYS = (say_which_is_last, set_is_last_microbatch, defer_two_of_three, let_the_optimizer_synchronise, mix_every_way)
+
+
+@pytest.mark.parametrize("script", WAYS)
+def test_every_way_to_accumulate_gives_the_sum(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    check_strategies(run_ranks, 4, Scenario(script, MODEL_CASES["odd_shapes"], adamw), EACH)
+
+
+def test_unused_parameters_keep_no_gradient_when_everything_is_deferred(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 4, Scenario(defer_two_of_three, MODEL_CASES["unused"], adamw), EACH)
+
+
+def use_a_branch_on_one_rank(run: Run) -> None:
+    """No rank uses a branch in the first step, one in the second, others in the third."""
+    for step, users in enumerate(((), (3,), (0, 2))):
+        for rank in run.ranks_here:
+            for layer in run.module.layers:  # type: ignore[union-attr]
+                layer.branch = "even" if rank in users else None
+            part = run.whole_batch(step).part(rank, run.num_ranks)
+            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+        run.step()
+
+
+def test_parameters_that_only_some_outer_or_inner_ranks_use(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 4, Scenario(use_a_branch_on_one_rank, vector_case(Branches), adamw), EACH)
+
+
+# ---- one value over all ranks ----------------------------------------------------------------------------------------
+
+
+def clip_by_model(run: Run) -> None:
+    for step in range(3):
+        run.loss(step).backward()
+        if run.sharded is not None:
+            norm = run.sharded.clip_grad_norm_(0.05)
+        else:
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm})
+        run.step()
+
+
+def clip_by_torch(run: Run) -> None:
+    for step in range(3):
+        run.loss(step).backward()
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
+        run.step()
+
+
+@pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
+def test_clipping_equals_one_process(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    for name in ("scalars", "partly_frozen"):
+        check_strategies(run_ranks, 4, Scenario(script, MODEL_CASES[name]), EACH)
+
+
+def test_averaging_in_the_collectives_gives_the_same_mean(run_ranks: RunRanks) -> None:
+    settings = [
+        Setting(inner, average_in_collective=True, outer_strategy=outer, arrangement=hybrid(2, 2))
+        for inner, outer in STRATEGIES
+    ]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, MODEL_CASES["odd_shapes"]), settings)
+
+
+def summed_over_ranks(run: Run) -> None:
+    """Without a factor the gradient is the sum over the ranks, each of which divides by what it knows of all."""
+    for step in range(3):
+        (run.loss(step) / (1 if run.sharded is None else run.num_ranks)).backward()
+        run.step()
+
+
+def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> None:
+    settings = [
+        Setting(inner, per_token=True, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in STRATEGIES
+    ]
+    check_strategies(run_ranks, 4, Scenario(summed_over_ranks, MODEL_CASES["odd_shapes"]), settings)
+
+
+def test_one_rank_on_both_axes_is_exact(run_ranks: RunRanks) -> None:
+    settings = [Setting(inner, outer_strategy=outer, arrangement=hybrid(1, 1)) for inner, outer in STRATEGIES]
+    check_strategies(run_ranks, 1, Scenario(three_microbatches, MODEL_CASES["scalars"], adamw), settings, EXACT)

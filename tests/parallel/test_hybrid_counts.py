@@ -1,0 +1,254 @@
+"""What hybrid sharding sends on which axis, how often, and what it holds, by hand-made sums.
+
+The tower has 8 units of 1024 parameters and a root of 512, which 4 ranks divide without padding. P is their sum, N = 2
+inner and M = 2 outer ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid_arguments
+from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
+from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
+
+UNITS = FLOORS + 1
+P = ROOT_NUMEL + FLOORS * FLOOR_NUMEL
+REGATHERED = (FLOORS - 2) * FLOOR_NUMEL
+"""Two floors stay gathered at a time, so the last two of forward are the first two of backward."""
+
+FP32, BF16 = 4, 2
+STRATEGIES = ((3, 0), (3, 1))
+Loop = Callable[[MegatronFSDP, torch.Tensor, int], None]
+
+
+def set_auto_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
+    for microbatch in range(microbatches):
+        model.set_model_auto_sync(microbatch == microbatches - 1)
+        tower_loss(model, x).backward()
+
+
+def set_last(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
+    model.set_model_auto_sync(False)
+    for microbatch in range(microbatches):
+        model.is_last_microbatch = microbatch == microbatches - 1
+        tower_loss(model, x).backward()
+
+
+def leave_it_to_the_optimizer(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
+    model.set_model_auto_sync(False)
+    for _ in range(microbatches):
+        tower_loss(model, x).backward()
+
+
+def no_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
+    with model.no_sync():
+        for _ in range(microbatches - 1):
+            tower_loss(model, x).backward()
+    tower_loss(model, x).backward()
+
+
+def plain(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
+    for _ in range(microbatches):
+        tower_loss(model, x).backward()
+
+
+LOOPS = (set_auto_sync, set_last, leave_it_to_the_optimizer, no_sync, plain)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """(calls, bytes sent) of one steady optimizer step of one rank."""
+
+    inner_gathers: tuple[int, int]
+    inner_reductions: tuple[int, int]
+    outer_gathers: tuple[int, int]
+    outer_exchanges: tuple[int, int]
+    outer_sums: tuple[int, int]
+    everything: int
+
+
+def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    model = Tower().to(dtype)
+    return fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        zero_dp_strategy=inner,
+        outer_dp_sharding_strategy=outer,
+        fsdp_unit_modules=[Floor],
+        **hybrid_arguments(2, 2),
+    )
+
+
+def count_all(microbatches: int) -> dict[tuple[int, int, str], Reading]:
+    mesh = hybrid_arguments(2, 2)["device_mesh"]
+    inner_group, outer_group = mesh["dp_shard"].get_group(), mesh["dp_outer"].get_group()
+    readings = {}
+    for inner, outer in STRATEGIES:
+        for loop in LOOPS:
+            model, optimizer = shard(inner, outer, torch.float32)
+            for _ in range(3):
+                with GroupCounts() as counts:
+                    loop(model, torch.ones(2, 16), microbatches)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            readings[inner, outer, loop.__name__] = Reading(
+                counts.on(inner_group, GATHER),
+                counts.on(inner_group, EXCHANGE, ALL_REDUCE),
+                counts.on(outer_group, GATHER),
+                counts.on(outer_group, EXCHANGE),
+                counts.on(outer_group, ALL_REDUCE),
+                counts.calls.total(),
+            )
+    return readings
+
+
+Readings = dict[int, list[dict[tuple[int, int, str], Reading]]]
+
+
+@pytest.fixture(scope="module")
+def readings(run_ranks: RunRanks) -> Readings:
+    return {microbatches: run_ranks(4, count_all, microbatches) for microbatches in (1, 3)}
+
+
+each_loop = pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
+each_count = pytest.mark.parametrize("microbatches", [1, 3])
+
+
+@each_count
+@each_loop
+def test_hsdp_sums_shards_over_outer_ranks_once_per_step(readings: Readings, loop: str, microbatches: int) -> None:
+    """2P/N times (M - 1)/M elements in one all-reduce per unit; a plain loop shows gradients after each backward."""
+    syncs = microbatches if loop == "plain" else 1
+    for rank in readings[microbatches]:
+        reading = rank[3, 0, loop]
+        assert reading.outer_sums == (syncs * UNITS, syncs * (2 * P // 2) // 2 * FP32)
+        assert reading.outer_gathers == reading.outer_exchanges == (0, 0)
+
+
+@each_count
+@each_loop
+def test_hfsdp_shares_out_and_gathers_over_outer_ranks_once_per_step(
+    readings: Readings, loop: str, microbatches: int
+) -> None:
+    """P/N times (M - 1)/M elements each way: gradients out, new weights back."""
+    syncs = microbatches if loop == "plain" else 1
+    for rank in readings[microbatches]:
+        reading = rank[3, 1, loop]
+        assert reading.outer_exchanges == (syncs * UNITS, syncs * (P // 2) // 2 * FP32)
+        assert reading.outer_gathers == (UNITS, (P // 2) // 2 * FP32)
+        assert reading.outer_sums == (0, 0)
+
+
+@pytest.mark.parametrize("outer", [0, 1])
+@each_loop
+def test_inside_a_step_sends_what_it_would_without_outer_ranks(readings: Readings, loop: str, outer: int) -> None:
+    """At most 3P times (N - 1)/N elements: weights once per pass that has to, gradients once."""
+    gathered = P + REGATHERED
+    assert gathered + P <= 3 * P
+    for rank in readings[1]:
+        reading = rank[3, outer, loop]
+        assert reading.inner_gathers == (UNITS + FLOORS - 2, gathered // 2 * FP32)
+        assert reading.inner_reductions == (UNITS, P // 2 * FP32)
+
+
+@pytest.mark.parametrize("outer", [0, 1])
+@pytest.mark.parametrize(("loop", "reduced"), [("set_auto_sync", 3), ("no_sync", 1), ("plain", 3)])
+def test_deferring_saves_inner_reductions_only_where_it_says_so(
+    readings: Readings, outer: int, loop: str, reduced: int
+) -> None:
+    for rank in readings[3]:
+        assert rank[3, outer, loop].inner_reductions == (reduced * UNITS, reduced * P // 2 * FP32)
+
+
+@each_count
+def test_nothing_else_is_sent(readings: Readings, microbatches: int) -> None:
+    for rank in readings[microbatches]:
+        for reading in rank.values():
+            known = (
+                reading.inner_gathers,
+                reading.inner_reductions,
+                reading.outer_gathers,
+                reading.outer_exchanges,
+                reading.outer_sums,
+            )
+            assert reading.everything == sum(calls for calls, _ in known)
+
+
+def order_of(inner: int, outer: int) -> tuple[list[tuple[str, str]], str, str]:
+    mesh = hybrid_arguments(2, 2)["device_mesh"]
+    model, optimizer = shard(inner, outer, torch.float32)
+    for _ in range(2):
+        with GroupCounts() as counts:
+            tower_loss(model, torch.ones(2, 16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts.order, mesh["dp_shard"].get_group().group_name, mesh["dp_outer"].get_group().group_name
+
+
+@pytest.mark.parametrize(("inner", "outer"), STRATEGIES)
+def test_outer_reductions_are_under_way_while_inner_ones_are_issued(
+    run_ranks: RunRanks, inner: int, outer: int
+) -> None:
+    for order, inner_group, outer_group in run_ranks(4, order_of, inner, outer):
+        reductions = [group for group, name in order if name in (EXCHANGE, ALL_REDUCE)]
+        assert reductions.count(outer_group) == UNITS
+        last_inner = len(reductions) - 1 - reductions[::-1].index(inner_group)
+        # All but those of the units that are the last to be reduced inside.
+        assert reductions[:last_inner].count(outer_group) >= UNITS - 3
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds between steps."""
+
+    compute_weight: int
+    main_weight: int
+    main_grad: int
+    optimizer: int
+    visible_grad: int
+
+
+def measure() -> dict[tuple[int, int], Held]:
+    held = {}
+    for inner, outer in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)):
+        model, optimizer = shard(inner, outer, torch.bfloat16)
+        tower_loss(model, torch.ones(2, 16, dtype=torch.bfloat16)).backward()
+        grads = sum(_local(param.grad).nbytes for param in model.parameters() if param.grad is not None)
+        optimizer.step()
+        memory = model.memory()
+        state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
+        held[inner, outer] = Held(
+            memory.compute_weight_bytes,
+            memory.main_weight_bytes,
+            memory.main_grad_bytes,
+            sum(_local(value).nbytes for value in state),
+            grads,
+        )
+    return held
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_persistent_bytes_are_those_of_the_formulas(run_ranks: RunRanks) -> None:
+    """bf16 weights and gradients, float32 main weights and Adam; M outer ranks divide what the optimizer holds only."""
+    n, m = 2, 2
+    for held in run_ranks(4, measure):
+        for (inner, outer), found in held.items():
+            weight_parts = n if inner == 3 else 1
+            parts = (n if inner >= 1 else 1) * (m if outer == 1 else 1)
+            assert found.compute_weight == BF16 * P // weight_parts
+            assert found.main_weight == FP32 * P // parts
+            assert found.optimizer == 2 * FP32 * P // parts
+            assert found.visible_grad == FP32 * P // parts  # in the dtype of main weights, for the optimizer
+            assert found.main_grad == BF16 * P // parts  # what waits for the outer reduction is gone by then

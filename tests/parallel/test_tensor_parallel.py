@@ -1,0 +1,153 @@
+"""FSDP 2 x TP 2 on a transformer that torch's `parallelize_module` has divided equals one process."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.conftest import RunRanks
+from tests.support.arrangements import Arrangement, mesh_of
+from tests.support.by_hand import average_over, run_by_hand
+from tests.support.models import ModelCase
+from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
+from tests.support.tensor_meshes import Divide, hybrid_tensor_parallel, tensor_mesh, tensor_parallel
+from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
+
+CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
+PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
+each_plan = pytest.mark.parametrize("divide", PLANS)
+
+
+def three_steps(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+def average(model: nn.Module) -> None:
+    average_over(model, tensor_mesh()["dp_shard"].get_group(), dist.get_world_size() // 2)
+
+
+@each_plan
+def test_the_model_divided_by_torch_alone_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
+    scenario = Scenario(three_steps, CASE)
+    outcomes = run_ranks(4, run_by_hand, scenario, tensor_parallel(divide), average)
+    assert_parity(outcomes, reference(scenario), FP32)
+
+
+# ---- parity ----------------------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def three_microbatches(run: Run) -> None:
+    """Two that are deferred and one that is not, then three that are not."""
+    with run.no_sync():
+        (run.loss(0) / 3).backward()
+        (run.loss(1) / 3).backward()
+    (run.loss(2) / 3).backward()
+    run.step()
+    for index in (3, 4, 5):
+        (run.loss(index) / 3).backward()
+    run.step()
+    run.train(6)
+
+
+@each_plan
+def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
+    settings = [Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide)) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw), settings)
+
+
+@each_plan
+def test_accumulation_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
+    settings = [Setting(inner, one_call=inner % 2 == 1, arrangement=tensor_parallel(divide)) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE), settings)
+
+
+@each_plan
+@pytest.mark.parametrize("outer", [1, 2])
+def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
+    run_ranks: RunRanks, divide: Divide, outer: int
+) -> None:
+    """2 outer x 1 inner x 2 tensor-parallel ranks, and 1 x 2 x 2."""
+    pairs = ((0, 0), (3, 0), (1, 1), (3, 1))
+    found = hybrid_tensor_parallel(outer, divide)
+    settings = [Setting(inner, outer_strategy=outside, arrangement=found) for inner, outside in pairs]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE, adamw), settings)
+
+
+@each_plan
+def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
+    """One data-parallel rank."""
+    settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner in (0, 3)]
+    check_strategies(run_ranks, 2, Scenario(three_steps, CASE, adamw), settings)
+
+
+def test_averaging_in_the_collective_leaves_tensor_parallel_ranks_out(run_ranks: RunRanks) -> None:
+    settings = [
+        Setting(inner, average_in_collective=True, arrangement=tensor_parallel(divide))
+        for inner, divide in zip((0, 3), PLANS, strict=True)
+    ]
+    check_strategies(run_ranks, 4, Scenario(three_steps, CASE), settings)
+
+
+def mesh_with_one_tensor_parallel_rank(is_named: bool) -> dict[str, Any]:
+    found = mesh_of((dist.get_world_size(), 1), ("dp_shard", "tp"))
+    named = {"tp_dim": "tp"} if is_named else {}
+    return {"device_mesh": found, "dp_shard_dim": "dp_shard", **named}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_tensor_parallel_dimension_of_one_rank_changes_nothing(run_ranks: RunRanks, is_named: bool) -> None:
+    found = Arrangement("one tensor-parallel rank", partial(mesh_with_one_tensor_parallel_rank, is_named))
+    check_strategies(run_ranks, 2, Scenario(three_steps, CASE), [Setting(3, arrangement=found)])
+
+
+def divided_over_one(divide: Divide, model: nn.Module) -> None:
+    divide(model, mesh_of((dist.get_world_size(), 1), ("dp_shard", "tp"))["tp"])
+
+
+@each_plan
+def test_dtensors_over_one_rank_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
+    found = Arrangement(
+        "DTensors over one rank", partial(mesh_with_one_tensor_parallel_rank, True), partial(divided_over_one, divide)
+    )
+    check_strategies(run_ranks, 2, Scenario(three_steps, CASE), [Setting(3, arrangement=found)])
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+def clip_by_model(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        if run.sharded is not None:
+            norm = run.sharded.clip_grad_norm_(0.05)
+        else:
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm})
+        run.step()
+
+
+def clip_by_torch(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
+        run.step()
+
+
+@each_plan
+@pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
+def test_the_norm_counts_every_element_once(run_ranks: RunRanks, divide: Divide, script: Callable[[Run], None]) -> None:
+    """Parts are summed over tensor-parallel ranks; what they all hold is not."""
+    settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner in (0, 1, 3)]
+    check_strategies(run_ranks, 4, Scenario(script, CASE), settings)

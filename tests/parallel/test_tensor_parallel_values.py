@@ -1,0 +1,220 @@
+"""Sharding leaves the weights of tensor-parallel ranks alone, whoever divided them, and knows how they lie."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_fsdp import fully_shard_model
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.arrangements import Arrangement, mesh_of
+from tests.support.models import ModelCase, make_vector_batch, vector_loss
+from tests.support.parallel_transformer import ParallelBlock, build_dense
+from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.tensor_meshes import (
+    Divide,
+    hybrid_tensor_parallel,
+    tensor_arguments,
+    tensor_mesh,
+    tensor_parallel,
+)
+from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
+
+# ---- divided by torch ------------------------------------------------------------------------------------------------
+
+ARRANGEMENTS = {
+    "tensors": tensor_parallel(divide_tensors),
+    "tensors and sequences": tensor_parallel(divide_tensors_and_sequences),
+    "hybrid": hybrid_tensor_parallel(2, divide_tensors),
+}
+
+
+def initial_values(arrangement: Arrangement, strategy: int, outer: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole weights right after wrapping: by the model's own function, and by each parameter's `full_tensor`."""
+    with fixed_seed(0):
+        model = build_dense()
+    arrangement.place(model)
+    sharded = fully_shard_model(
+        model,
+        fsdp_unit_modules=[ParallelBlock],
+        zero_dp_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        **arrangement.arguments(),
+    )
+    by_parameter = {name: param.full_tensor().detach() for name, param in sharded.module.named_parameters()}
+    return sharded.full_parameters(), by_parameter
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_whole_weights_are_those_of_one_process_bit_for_bit(run_ranks: RunRanks, name: str, strategy: int) -> None:
+    with fixed_seed(0):
+        expected = {found: param.detach() for found, param in build_dense().named_parameters()}
+    outer = int(name == "hybrid" and strategy == 3)
+    for by_model, by_parameter in run_ranks(4, initial_values, ARRANGEMENTS[name], strategy, outer):
+        assert_equal_tensors(by_model, expected)
+        assert_equal_tensors(by_parameter, expected)
+
+
+def changed_duplicates(divide: Divide) -> tuple[list[str], list[str], list[str]]:
+    """Give each tensor-parallel rank other values of what both hold whole; returns what came of it, and warnings."""
+    with fixed_seed(0):
+        model = build_dense()
+    divide(model, tensor_mesh()["tp"])
+    tensor_rank = tensor_mesh()["tp"].get_local_rank()
+    before = {}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if not isinstance(param, DTensor) or param.placements == (Replicate(),):
+                local = param.to_local() if isinstance(param, DTensor) else param
+                local += tensor_rank
+                before[name] = local.clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], zero_dp_strategy=3, **tensor_arguments())
+    after = sharded.full_parameters()
+    kept = [name for name, value in before.items() if torch.equal(value, after[name])]
+    return sorted(before), sorted(kept), [str(found.message) for found in caught]
+
+
+@pytest.mark.parametrize("divide", [divide_tensors, divide_tensors_and_sequences])
+def test_duplicates_that_differ_between_tensor_parallel_ranks_are_kept_and_reported(
+    run_ranks: RunRanks, divide: Divide
+) -> None:
+    for duplicates, kept, messages in run_ranks(4, changed_duplicates, divide):
+        assert len(duplicates) > 8
+        assert kept == duplicates
+        (message,) = (message for message in messages if "tensor-parallel" in message)
+        assert any(f"(first: {name})" in message for name in duplicates)
+
+
+def without_name() -> str:
+    """DTensors over a dimension that the mesh handed over does not have."""
+    with fixed_seed(0):
+        model = build_dense()
+    divide_tensors(model, tensor_mesh()["tp"])
+    try:
+        fully_shard_model(model, mesh_of((dist.get_world_size(),), ("dp_shard",)), "dp_shard")
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_dtensors_over_a_dimension_that_nobody_named_are_refused(run_ranks: RunRanks) -> None:
+    messages = run_ranks(4, without_name)
+    assert len(set(messages)) == 1
+    assert "DTensor" in messages[0]
+    assert "tp_dim" in messages[0]
+
+
+# ---- divided by hand, as Megatron's layers are -----------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    """Identity; the gradients of all tensor-parallel ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all tensor-parallel ranks; the gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+class HandMade(nn.Module):
+    """A norm, a linear layer cut by columns and one cut by rows; plain tensors with Megatron's attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.up = nn.Linear(7, 10)
+        self.down = nn.Linear(10, 7)
+        self.group: dist.ProcessGroup | None = None
+
+    def divide(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        for layer, name, dim in ((self.up, "weight", 0), (self.up, "bias", 0), (self.down, "weight", 1)):
+            whole = layer.get_parameter(name).detach()
+            part = nn.Parameter(whole.chunk(2, dim)[dist.get_rank(group)].clone())
+            part.tensor_model_parallel, part.partition_dim = True, dim  # type: ignore[attr-defined]
+            setattr(layer, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        if self.group is not None:
+            y = _Copy.apply(y, self.group)
+        y = torch.tanh(self.up(y)) @ self.down.weight.T
+        if self.group is not None:
+            y = _Sum.apply(y, self.group)
+        return x + y + self.down.bias
+
+
+def build_hand_made() -> nn.Module:
+    return nn.Sequential(HandMade(), HandMade(), nn.Linear(7, 5))
+
+
+def place_hand_made(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, HandMade):
+            module.divide(tensor_mesh()["tp"].get_group())
+
+
+def clipped_steps(run: Run) -> None:
+    for step in range(3):
+        run.loss(step).backward()
+        if run.sharded is not None:
+            norm = run.sharded.clip_grad_norm_(0.05)
+        else:
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm})
+        run.step()
+
+
+HAND_MADE = ModelCase(build_hand_made, make_vector_batch, vector_loss, (HandMade,))
+
+
+def test_layers_divided_by_hand_equal_one_process(run_ranks: RunRanks) -> None:
+    """Weights, gradients and norm: every part is the rank's own, and what all hold is counted once."""
+    plain = tensor_parallel(divide_tensors)
+    found = Arrangement("divided by hand", plain.arguments, place_hand_made, plain.part)
+    settings = [Setting(inner, arrangement=found) for inner in range(4)]
+    check_strategies(run_ranks, 4, Scenario(clipped_steps, HAND_MADE), settings)
+
+
+def test_the_hand_made_sum_is_the_whole_layer() -> None:
+    """Two halves of one process add up, so that the test above compares with the right thing."""
+    with fixed_seed(0):
+        layer = HandMade()
+    x = torch.ones(3, 7)
+    halves = [
+        torch.tanh(F.linear(layer.norm(x), up, bias)) @ down.T
+        for up, bias, down in zip(
+            layer.up.weight.chunk(2), layer.up.bias.chunk(2), layer.down.weight.chunk(2, 1), strict=True
+        )
+    ]
+    torch.testing.assert_close(x + sum(halves) + layer.down.bias, layer(x))

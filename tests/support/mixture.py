@@ -1,0 +1,137 @@
+"""A mixture of experts whose ranks may hold a part of the experts each and send tokens to the others'."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Experts(nn.Module):
+    """Expert MLPs with fused weights: up (experts, features, hidden), down (experts, hidden, features)."""
+
+    def __init__(self, experts: int, features: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, features, hidden) / features**0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, features) / hidden**0.5)
+        self.shift = nn.Parameter(0.1 * torch.randn(experts, features))
+
+    def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """rows (rows, features) of local experts (rows,) -> (rows, features)."""
+        out = torch.zeros_like(rows)
+        for index in range(self.up.shape[0]):
+            chosen = (expert == index).nonzero().squeeze(-1)
+            mine = F.gelu(rows[chosen] @ self.up[index]) @ self.down[index] + self.shift[index]
+            out = out.index_copy(0, chosen, mine)
+        return out
+
+
+class ListedExperts(nn.ModuleList):
+    """The same as modules of their own; one without tokens is not called, so its parameters get no gradient."""
+
+    def __init__(self, experts: int, features: int, hidden: int) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features)) for _ in range(experts)
+        )
+
+    def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """rows (rows, features) of local experts (rows,) -> (rows, features)."""
+        out = torch.zeros_like(rows)
+        for index, module in enumerate(self):
+            chosen = (expert == index).nonzero().squeeze(-1)
+            if len(chosen):
+                out = out.index_copy(0, chosen, module(rows[chosen]))
+        return out
+
+
+ExpertsKind = type[Experts] | type[ListedExperts]
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts; (..., features) in and out. Every token reaches its `top_k` experts, none is dropped.
+
+    Args:
+        features: Features of a token.
+        experts: Number of experts, over all ranks.
+        top_k: Experts per token.
+        experts_name: Name of the module that holds the experts.
+        kind: Of that module.
+
+    Attributes:
+        closed: How many experts, the last ones, are never chosen.
+    """
+
+    def __init__(
+        self, features: int, experts: int, top_k: int, experts_name: str = "experts", kind: ExpertsKind = Experts
+    ) -> None:
+        super().__init__()
+        self.router = nn.Linear(features, experts, bias=False)
+        self.experts_name = experts_name
+        self.add_module(experts_name, kind(experts, features, features))
+        self.num_experts = experts
+        self.top_k = top_k
+        self.closed = 0
+        self.group: dist.ProcessGroup | None = None
+
+    def divide(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's consecutive part of the experts."""
+        self.group = group
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        held = self.get_submodule(self.experts_name)
+        if isinstance(held, ListedExperts):
+            count = len(held) // ranks
+            kept = list(held)[rank * count : (rank + 1) * count]
+            del held[:]
+            held.extend(kept)
+            return
+        for name, param in list(held.named_parameters()):
+            setattr(held, name, nn.Parameter(param.detach().chunk(ranks)[rank].clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        scores = self.router(tokens)
+        is_closed = torch.arange(self.num_experts) >= self.num_experts - self.closed
+        gates, chosen = scores.masked_fill(is_closed, -torch.inf).softmax(-1).topk(self.top_k)
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens.repeat_interleave(self.top_k, 0)[order]
+        answers = self._ask(rows, torch.bincount(chosen.flatten(), minlength=self.num_experts))
+        back = torch.zeros_like(rows).index_copy(0, order, answers).unflatten(0, (-1, self.top_k))
+        return (back * gates.unsqueeze(-1)).sum(1).view_as(x)
+
+    def _ask(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows (rows, features), ordered by expert, counts (experts,) -> the experts' answers in the same order."""
+        held = self.get_submodule(self.experts_name)
+        if self.group is None:
+            return held(rows, torch.arange(self.num_experts).repeat_interleave(counts))
+        ranks = dist.get_world_size(self.group)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        by_rank = received.view(ranks, -1)
+        sent_sizes, received_sizes = counts.view(ranks, -1).sum(1).tolist(), by_rank.sum(1).tolist()
+        arrived = exchange_rows(rows, sent_sizes, received_sizes, self.group)
+        expert = torch.arange(by_rank.shape[1]).repeat(ranks).repeat_interleave(received)
+        return exchange_rows(held(arrived, expert), received_sizes, sent_sizes, self.group)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send `sent[r]` consecutive rows to rank r; returns the `received[r]` rows of each rank r, in rank order."""
+    arrived: Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return arrived
