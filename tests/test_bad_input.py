@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
@@ -62,9 +63,11 @@ def mesh_without_names() -> None:
     shard(device_mesh=DeviceMesh("cpu", [0, 1]))
 
 
-def tensor_parallel_ranks() -> None:
-    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    shard(device_mesh=grid, dp_shard_dim="dp", tp_dim="tp")
+def tensor_parallel_over_another_mesh() -> None:
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = build()
+    parallelize_module(model, grid["dp"], {"head": ColwiseParallel()})
+    shard(model, device_mesh=grid, dp_shard_dim="dp", tp_dim="tp")
 
 
 def outer_dimension_without_group() -> None:
@@ -228,7 +231,13 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     ),
     unnamed_shard_dimension_of_two: ("ConfigurationError", ("dp_shard_dim is missing; name the mesh dimension",)),
     mesh_without_names: ("ConfigurationError", ("dp_shard_dim", "name")),
-    tensor_parallel_ranks: ("NotSupportedYetError", ("tp_dim='tp' has 2 ranks", "use a tensor-parallel size of 1")),
+    tensor_parallel_over_another_mesh: (
+        "ConfigurationError",
+        (
+            "head.weight is a DTensor over the ranks [0, 1], but tp_dim has the ranks",
+            "exactly the tensor-parallel mesh",
+        ),
+    ),
     outer_dimension_without_group: (
         "ConfigurationError",
         ("dp_outer_dim is given without hybrid_fsdp_group; hybrid sharding needs both, plain sharding neither",),

@@ -78,11 +78,20 @@ def test_gradients_and_weights_cannot_be_sharded_over_the_outer_axis(outer: Shar
     )
 
 
-@pytest.mark.parametrize("inner", [NO_SHARD, OPTIM, OPTIM_GRADS])
-def test_an_outer_optimizer_shard_needs_sharded_weights_inside(inner: ShardingStrategy) -> None:
+@pytest.mark.parametrize("inner", [OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS])
+def test_an_outer_optimizer_shard_cuts_main_weights_and_gradients_further(inner: ShardingStrategy) -> None:
+    alone, both = placements_for(inner), placements_for(inner, OPTIM)
+    assert both.main_weight == (S, *alone.main_weight)
+    assert both.main_grad == (S, *alone.main_grad)
+    assert both.pending_grad == (P, *alone.pending_grad)
+    assert both.compute_weight == (R, *alone.compute_weight)
+
+
+def test_an_outer_optimizer_shard_needs_something_sharded_inside() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        placements_for(inner, OPTIM)
+        placements_for(NO_SHARD, OPTIM)
     assert str(caught.value) == (
-        'outer_dp_sharding_strategy="optim" needs zero_dp_strategy="optim_grads_params" '
-        f'but got "{inner.name}"; use "optim_grads_params" inside or "no_shard" outside.'
+        'outer_dp_sharding_strategy="optim" shares out further what the sharding axis shares out, which is nothing '
+        'under zero_dp_strategy="no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or "no_shard" '
+        "outside."
     )

@@ -64,7 +64,8 @@ def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
 
 def _tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
     """The mesh dimension that parameters are DTensors over already; None where they are plain or name another one."""
-    named = (p.device_mesh.mesh_dim_names for p in module.parameters() if isinstance(p, DTensor))
+    params = [p for p in module.parameters() if isinstance(p, DTensor) and not hasattr(p, "_megatron_fsdp_model")]
+    named = (p.device_mesh.mesh_dim_names for p in params)
     found = {names[0] for names in named if names is not None and len(names) == 1}
     found &= set(mesh.mesh_dim_names or ())
     return found.pop() if len(found) == 1 else None

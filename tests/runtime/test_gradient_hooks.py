@@ -238,9 +238,9 @@ def wrong_answers() -> list[str]:
 def test_a_hook_that_returns_something_else_is_refused_by_name(run_ranks: RunRanks) -> None:
     for local, wider, text, answered in run_ranks(2, wrong_answers):
         assert local.startswith("a gradient hook of head.bias returned a Tensor (torch.float32 (")
-        assert wider.startswith("a gradient hook of head.bias returned a DTensor (torch.float64 (3,)) where")
+        assert wider.startswith("a gradient hook of head.bias returned a UnevenDTensor (torch.float64 (3,)) where")
         assert text.startswith("a gradient hook of head.bias returned a str (no tensor) where")
-        assert answered.startswith("a post-accumulate-grad hook of head.bias returned a DTensor")
+        assert answered.startswith("a post-accumulate-grad hook of head.bias returned a UnevenDTensor")
 
 
 # ---- registered before sharding ------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(
     run_ranks: RunRanks, strategy: int
 ) -> None:
     for kinds, difference in run_ranks(2, carried_over, strategy):
-        assert kinds == ["DTensor"] * 7
+        assert kinds == ["UnevenDTensor"] * 7
         assert difference <= 1e-6
 
 

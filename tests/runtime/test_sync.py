@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.sync import Reach, SyncMode
 
 # auto_sync, is_last_microbatch, defer_all -> syncs, reduces with whole pending gradients, ... with sharded ones
 TABLE = [
@@ -23,8 +23,9 @@ def test_switches_decide_when_gradients_are_reduced(
 ) -> None:
     mode = SyncMode(auto_sync, last, defer_all)
     assert mode.syncs is syncs
-    assert mode.reduces(pending_is_sharded=False) is reduces_whole
-    assert mode.reduces(pending_is_sharded=True) is reduces_shards
+    assert (mode.reach(pending_is_sharded=False) is not Reach.NOWHERE) is reduces_whole
+    assert (mode.reach(pending_is_sharded=True) is not Reach.NOWHERE) is reduces_shards
+    assert (mode.reach(pending_is_sharded=True) is Reach.EVERYWHERE) is syncs
 
 
 def test_changes_last_for_a_block() -> None:

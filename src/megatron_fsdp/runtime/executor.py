@@ -130,6 +130,7 @@ class Executor:
             self.reduce(unit, reach)
         elif action is Action.FINALISE:
             self.retire_all()
+            self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
     def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, reach: Reach) -> None:

@@ -25,7 +25,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         sharding: Says which ranks share which parameters.
 
     Returns:
-        Names of parameters and buffers that differed, sorted.
+        Names of parameters and buffers that differed, in model order.
     """
     params = dict(module.named_parameters())
     experts = {name: param for name, param in params.items() if sharding.is_expert(name, param)}
@@ -36,7 +36,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         for axis in reversed(domain.axes if domain is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))
-    return tuple(sorted(differing))
+    return tuple(name for name in (*params, *dict(module.named_buffers())) if name in differing)
 
 
 def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
