@@ -1,5 +1,10 @@
 """Fixtures of the whole suite: worker pools that live for the session, and the `gpu` marker."""
 
+import os
+
+# One thread per process, also in the workers: sums of several threads round differently. Read when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 

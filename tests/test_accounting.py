@@ -19,6 +19,7 @@ from megatron_fsdp.accounting import (
 )
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.weight_plan import WeightAllocator
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
@@ -230,3 +231,41 @@ def test_a_step_has_at_least_one_microbatch() -> None:
     with pytest.raises(ConfigurationError) as caught:
         step_traffic(MODEL, OPTIM, microbatches=0)
     assert str(caught.value) == "microbatches=0 is not possible; give 1 or more."
+
+
+# ---- allocators, and more buckets ----------------------------------------------------------------------------------
+
+
+def test_memory_that_is_resized_follows_neighbouring_units() -> None:
+    groups = [mixed(0, 800), mixed(1, 1200), mixed(2, 400), mixed(3, 800), mixed(4, 800)]
+    sizes = {slots: _gathered(groups, WeightAllocator.RESIZE, slots) - 1664 for slots in (1, 2, 3, 9)}
+    assert sizes == {1: 2432, 2: 2432 + 896, 3: 2432 + 896 + 1664, 9: 2432 + 896 + 2 * 1664}
+
+
+def test_double_buffers_fit_the_most_common_unit() -> None:
+    groups = [mixed(0, 800), mixed(1, 400), mixed(2, 1200), mixed(3, 400), mixed(4, 800)]
+    assert _gathered(groups, WeightAllocator.DOUBLE_BUFFER, 2) == 1664 + 2 * 896 + 2432
+    assert _gathered(groups, WeightAllocator.PERSISTENT_DOUBLE_BUFFER, 2) == 1664 + 2 * 896 + 2432 + 1664
+    assert _gathered(groups, WeightAllocator.MAX_POOL, 2) == 1664 + 2 * 2432
+
+
+def _gathered(groups: list[GroupFootprint], allocator: WeightAllocator, slots: int) -> int:
+    return transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=slots, allocator=allocator).gathered
+
+
+def test_what_is_given_back_after_a_backward_is_gathered_by_every_forward() -> None:
+    once, twice = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, count, allocator=WeightAllocator.RESIZE) for count in (1, 2))
+    assert once == step_traffic(MODEL, OPTIM_GRADS_PARAMS)
+    assert twice == StepTraffic(2 * 5, 2 * 4, 2 * once.gather_bytes, 2 * once.reduce_bytes)
+
+
+def test_a_unit_with_a_kept_buffer_of_its_own_is_gathered_once_per_step() -> None:
+    groups = [mixed(0, 800), mixed(1, 1200), mixed(2, 400), mixed(3, 400), mixed(4, 400)]
+    traffic = step_traffic(groups, OPTIM_GRADS_PARAMS, 1, allocator=WeightAllocator.PERSISTENT_DOUBLE_BUFFER)
+    assert traffic.gathers == 5 + 1  # unit 2 again on the way back; 1 has its own buffer, 3 and 4 are in the slots
+    assert traffic.gather_bytes == 2 * (3200 + 400) * 3 // 4
+
+
+@pytest.mark.parametrize(("buckets", "blocks"), [(1, 1), (2, 1), (3, 2), (5, 4), (9, 4)])
+def test_every_bucket_but_the_one_that_fills_may_be_exchanged(buckets: int, blocks: int) -> None:
+    assert exchange_scratch_bytes(MODEL, OPTIM, buckets) == blocks * LARGEST_BLOCK

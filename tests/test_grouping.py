@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.grouping import GroupKey, ParameterInfo, group_parameters
+from megatron_fsdp.grouping import GroupKey, ParameterGroupSpec, ParameterInfo, cut_groups, group_parameters
 from megatron_fsdp.layout import Granularity
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -49,3 +49,23 @@ def test_a_name_given_twice_is_refused() -> None:
 def test_numel_counts_elements_of_scalars_and_empty_tensors_too() -> None:
     shapes = [(2, 3), (), (0, 4), (5,)]
     assert [ParameterInfo("p", shape, FP32, True).numel for shape in shapes] == [6, 1, 0, 5]
+
+
+def numels(buckets: tuple[ParameterGroupSpec, ...]) -> list[list[int]]:
+    return [[info.numel for info in bucket.parameters] for bucket in buckets]
+
+
+def test_a_bucket_is_closed_by_the_parameter_that_fills_it() -> None:
+    infos = [ParameterInfo(str(i), (n,), torch.float32, True) for i, n in enumerate((4, 5, 20, 1, 9, 1))]
+    groups = group_parameters(infos)
+    assert numels(cut_groups(groups, 10)) == [[4, 5, 20], [1, 9], [1]]
+    assert numels(cut_groups(groups, 9)) == [[4, 5], [20], [1, 9], [1]]
+    assert numels(cut_groups(groups, 1)) == [[4], [5], [20], [1], [9], [1]]
+    assert cut_groups(groups, None) == cut_groups(groups, 1000) == groups
+
+
+def test_groups_are_cut_each_by_itself() -> None:
+    infos = [ParameterInfo(str(i), (4,), torch.float32, i % 2 == 0) for i in range(4)]
+    buckets = cut_groups(group_parameters(infos), 8)
+    assert [[info.name for info in bucket.parameters] for bucket in buckets] == [["0", "2"], ["1", "3"]]
+    assert [bucket.key.requires_grad for bucket in buckets] == [True, False]

@@ -25,7 +25,19 @@ MAX_FUNCTION_LINES = 60
 DEVICE_FILES = {"src/megatron_fsdp/buffer/lanes.py", "src/megatron_fsdp/runtime/executor.py"}
 """The only files that may name `torch.cuda`."""
 
-_API_MODULES = {"__init__", "fully_shard", "megatron_fsdp", "hand_driven", "reports", "uneven_dtensor"}
+_API_MODULES = {
+    "__init__",
+    "fully_shard",
+    "megatron_fsdp",
+    "hand_driven",
+    "reports",
+    "uneven_dtensor",
+    "mesh_arguments",
+    "parameters_access",
+    "ema",
+    "pipelines",
+    "utils",
+}
 """Top-level modules that are the public face of the engine; every other top-level module is pure."""
 
 _ENGINE = {"pure", "buffer", "dtensor", "unit", "runtime", "api"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
@@ -116,3 +116,50 @@ def good_gradients(strategy: int) -> float:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_switch_does_not_change_good_gradients(strategy: int, run_ranks: RunRanks) -> None:
     assert max(run_ranks(2, good_gradients, strategy)) <= 2e-6
+
+
+# ---- microbatches, several ranks, frozen parameters, precision -------------------------------------------------------
+
+
+def deferred_and_frozen(strategy: int, bf16_grads: bool) -> tuple[str, str, float]:
+    """A bad microbatch whose reduction is deferred, and one that every rank but the first spoils; then good ones."""
+    net = build()
+    net.layers[0].linear.weight.requires_grad_(requires_grad=False)  # type: ignore[union-attr, operator]
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16 if bf16_grads else None)
+    model = fully_shard_model(
+        net,
+        mesh(),
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
+        report_nan_in_param_grad=True,
+    )
+    with model.no_sync():
+        deferred = spoilt(model, float("inf"), rank=1)
+    model.zero_grad()
+    several = spoilt(model, float("nan"), rank=min(1, dist.get_rank()) * dist.get_rank() or -1)
+    model.zero_grad()
+    with model.no_sync():
+        backward(model, next(batches(1)))
+    backward(model, next(batches(1, 1)))
+    reference = build()
+    for batch in batches(2):
+        backward(reference, batch)
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    del wanted["layers.0.linear.weight"]
+    shown = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+    return deferred, several, largest_difference(shown, wanted)
+
+
+@pytest.mark.parametrize(("strategy", "bf16_grads"), [(0, False), (1, True), (2, False), (3, True)])
+def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(
+    strategy: int, bf16_grads: bool, run_ranks: RunRanks
+) -> None:
+    everyone = run_ranks(3, deferred_and_frozen, strategy, bf16_grads)
+    for deferred, several, difference in everyone:
+        assert (deferred, several) == everyone[0][:2]
+        assert "layers.1.linear.bias on rank [1]" in deferred
+        assert "layers.1.linear.bias on rank [1, 2]" in several
+        assert "layers.0.linear.bias on rank [1, 2]" in several
+        assert "layers.0.linear.weight" not in deferred + several  # frozen: there is no gradient of it
+        assert difference <= (5e-2 if bf16_grads else 2e-6)  # bfloat16 keeps 8 bits of values of about 2

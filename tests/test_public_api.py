@@ -59,7 +59,14 @@ LEGACY_ARGUMENTS: list[tuple[str, Any]] = [
     ("check_for_nan_in_grad", None),
     ("keep_fp8_transpose_cache_when_using_custom_fsdp", None),
 ]
-OWN_ARGUMENTS: list[tuple[str, Any]] = [("reduce_scatter_with_fp32_accumulation", False)]
+OWN_ARGUMENTS: list[tuple[str, Any]] = [
+    ("reduce_scatter_with_fp32_accumulation", False),
+    ("weight_allocator", "slots"),
+    ("max_gathered_units", None),
+    ("forward_prefetch_units", None),
+    ("backward_prefetch_units", None),
+    ("verify_ranks", None),
+]
 """Not in the published signatures: they come last."""
 
 SIGNATURES: dict[str, list[tuple[str, Any]]] = {

@@ -24,35 +24,16 @@ from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSuppo
 PLACEHOLDER: Any = "stands for a process group or a mesh"
 
 LATER_ARGUMENTS: list[dict[str, Any]] = [
-    {"dp_outer_dim": "dp_outer", "hybrid_fsdp_group": PLACEHOLDER},
-    {"hybrid_fsdp_expt_group": PLACEHOLDER},
-    {"expt_device_mesh": PLACEHOLDER},
-    {"fsdp_group_ag": PLACEHOLDER},
-    {"expt_fsdp_group_ag": PLACEHOLDER},
-    {"outer_dp_sharding_strategy": 1},
-    {"outer_dp_sharding_strategy": "optim"},
-    {"disable_bucketing": True},
     {"keep_fp8_transpose_cache": True},
     {"nccl_ub": True},
-    {"fsdp_double_buffer": True},
-    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
     {"disable_symmetric_registration": True},
-    {"enable_fine_grained_param_gather": True},
-    {"use_decoupled_grad": True},
     {"cuda_graph_mode": True},
-    {"maxpool_double_buffer": True},
 ]
 
 LATER_CLASS_ARGUMENTS: list[dict[str, Any]] = [
-    {"disable_bucketing": True},
     {"keep_fp8_transpose_cache": True},
     {"nccl_ub": True},
-    {"fsdp_double_buffer": True},
-    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
     {"disable_symmetric_registration": True},
-    {"enable_fine_grained_param_gather_hook": True},
-    {"enable_fine_grained_param_gather_backward_hook": True},
-    {"fine_grained_recurse_module_types": [nn.Linear]},
 ]
 
 LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
@@ -60,23 +41,16 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"use_distributed_optimizer": True},
     {"num_distributed_optimizer_instances": 2},
     {"check_for_large_grads": True},
-    {"bucket_size": 1000},
     {"num_buckets": 2},
     {"pad_buckets_for_high_nccl_busbw": True},
     {"param_name_patterns_for_fp32_local_accumulation": ("*norm*",)},
     {"fp8_param_gather": True},
     {"fp4_param_gather": True},
-    {"suggested_communication_unit_size": 1000},
     {"keep_fp8_transpose_cache": True},
-    {"fsdp_double_buffer": True},
-    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
-    {"outer_dp_sharding_strategy": "optim"},
     {"disable_symmetric_registration": True},
     {"fsdp_manual_registration": True},
     {"delay_wgrad_compute": True},
-    {"megatron_fsdp_use_decoupled_grad": True},
     {"megatron_fsdp_cuda_graph_mode": True},
-    {"megatron_fsdp_enable_fine_grained_param_gather": True},
 ]
 
 CONFIG_FIELDS_THAT_NOTHING_READS: list[dict[str, Any]] = [

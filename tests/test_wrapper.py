@@ -95,7 +95,7 @@ def test_attributes_tell_what_was_asked_for(run_ranks: RunRanks) -> None:
             "auto_sync": True,
             "microbatches": 0,
             "last": False,
-            "bucket_size": None,
+            "bucket_size": 40_000_000,
             "units": True,
             "flags": (False, False, True),
             "raw": {

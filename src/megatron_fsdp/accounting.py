@@ -7,6 +7,7 @@ import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import Placement, Placements, ShardingStrategy, placements_for
+from megatron_fsdp.weight_plan import Place, UnitWeights, WeightAllocator, WeightPlan, plan_weights
 
 ROOT_UNIT = 0
 _SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
@@ -29,9 +30,11 @@ class GroupFootprint:
         requires_grad: Whether it is trained.
         is_whole: Whether every rank holds it whole under every strategy, as it does parameters without a dimension to
             shard: the group then costs what it costs under ``no_shard``.
+        outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
+        outer_shares: Whether these share main weights, main gradient and optimizer state out further (HFSDP).
 
     Raises:
-        ConfigurationError: ``num_shards`` is below 1, or another count is negative.
+        ConfigurationError: ``num_shards`` or ``outer_ranks`` is below 1, or another count is negative.
     """
 
     unit: int
@@ -43,12 +46,15 @@ class GroupFootprint:
     grad_comm: torch.dtype
     requires_grad: bool
     is_whole: bool = False
+    outer_ranks: int = 1
+    outer_shares: bool = False
 
     def __post_init__(self) -> None:
-        if self.unit < 0 or self.numel < 0 or self.num_shards < 1:
+        if self.unit < 0 or self.numel < 0 or self.num_shards < 1 or self.outer_ranks < 1:
             raise ConfigurationError(
-                f"a group with unit={self.unit}, numel={self.numel}, num_shards={self.num_shards} is not possible; "
-                "give counts that are not negative and at least 1 shard."
+                f"a group with unit={self.unit}, numel={self.numel}, num_shards={self.num_shards}, "
+                f"outer_ranks={self.outer_ranks} is not possible; give counts that are not negative and at least 1 "
+                "shard and outer rank."
             )
 
     @property
@@ -177,12 +183,14 @@ def transient_bytes(
     slots: int = 2,
     buckets: int = 2,
     scratch_bytes: int = 0,
+    allocator: WeightAllocator = WeightAllocator.SLOTS,
 ) -> TransientBytes:
     """Count what is borrowed during a step.
 
     The root has a place for its gathered weights and a bucket of its own; the other units take turns in slots and
     buckets, each of which fits the largest of them. Inside one, the groups of a unit start at multiples of
-    `BLOCK_ALIGNMENT_BYTES`.
+    `BLOCK_ALIGNMENT_BYTES`. Other allocators than slots lend gathered weights in other ways; `WeightPlan.peak_bytes`
+    has the formula of each.
 
     Args:
         groups: All parameter groups.
@@ -192,28 +200,28 @@ def transient_bytes(
             for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``), that is all of
             them.
         scratch_bytes: What the back end needs in addition; ``exchange_scratch_bytes`` on gloo.
+        allocator: Of gathered weights.
 
     Returns:
         Bytes per rank.
     """
-    in_slots = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
-    gathered = _block_bytes(in_slots, lambda group: group.compute)
-    filling = _bucket_bytes(groups)
-    return TransientBytes(_root_and_largest(gathered, slots), _root_and_largest(filling, buckets), scratch_bytes)
+    gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
+    return TransientBytes(gathered, _root_and_largest(_bucket_bytes(groups), buckets), scratch_bytes)
 
 
-def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> int:
-    """Bytes of the block into which a pairwise exchange receives gradients, where the back end needs one (gloo).
+def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
+    """Bytes of the blocks into which pairwise exchanges receive gradients, where the back end needs them (gloo).
 
-    It is as large as the largest bucket, the root's included; units use it one after another. Nothing is exchanged
-    under ``no_shard`` or on one rank.
+    Each is as large as the largest bucket, the root's included; there is one for each bucket but the one that fills,
+    and units take turns. Nothing is exchanged under ``no_shard`` or on one rank.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
     """
     exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
-    return max(_bucket_bytes(groups).values(), default=0) if exchanged else 0
+    return min(max(1, buckets - 1), len(exchanged)) * max(_bucket_bytes(groups).values(), default=0)
 
 
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
@@ -234,7 +242,11 @@ def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
 
 
 def step_traffic(
-    groups: Sequence[GroupFootprint], strategy: ShardingStrategy, microbatches: int = 1, slots: int = 2
+    groups: Sequence[GroupFootprint],
+    strategy: ShardingStrategy,
+    microbatches: int = 1,
+    slots: int = 2,
+    allocator: WeightAllocator = WeightAllocator.SLOTS,
 ) -> StepTraffic:
     """Count the collectives from one optimizer step to the next, in the steady state.
 
@@ -248,6 +260,8 @@ def step_traffic(
         strategy: The strategy on the sharding axis.
         microbatches: Pairs of forward and backward per optimizer step, 1 or more.
         slots: How many units besides the root stay gathered.
+        allocator: Of gathered weights. Memory that is given back after a backward has to be gathered into again by the
+            next forward, and a unit whose buffer is its own and kept is gathered once per step.
 
     Returns:
         Counts and bytes per rank.
@@ -260,7 +274,12 @@ def step_traffic(
     communicating = [group for group in groups if group.num_shards > 1]
     trainable = [group for group in communicating if group.requires_grad]
     cut = [group for group in communicating if not group.is_whole]
-    gathered = _gathered_groups(cut, _unit_indices(groups), strategy, microbatches, slots)
+    if strategy == ShardingStrategy.optim_grads_params:
+        plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
+        order = _gathered_units(_unit_indices(groups), microbatches, plan)
+        gathered = [group for unit in order for group in cut if group.unit == unit]
+    else:
+        gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
     reduced_bytes = sum(
         _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, _main_grad) else 2)  # an all-reduce
         for group in trainable
@@ -273,38 +292,20 @@ def step_traffic(
     )
 
 
-def _gathered_groups(
-    groups: Sequence[GroupFootprint],
-    unit_indices: Sequence[int],
-    strategy: ShardingStrategy,
-    microbatches: int,
-    slots: int,
-) -> list[GroupFootprint]:
-    """One entry per gather."""
-    if strategy == ShardingStrategy.no_shard:
-        return []
-    if strategy != ShardingStrategy.optim_grads_params:
-        return [group for group in groups if group.requires_grad]
-    by_unit: dict[int, list[GroupFootprint]] = {}
-    for group in groups:
-        by_unit.setdefault(group.unit, []).append(group)
-    return [group for unit in _gathered_units(unit_indices, microbatches, slots) for group in by_unit.get(unit, [])]
-
-
 def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
     """Units other than the root, in forward order."""
     return sorted({group.unit for group in groups} - {ROOT_UNIT})
 
 
-def _gathered_units(unit_indices: Sequence[int], microbatches: int, slots: int) -> list[int]:
+def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
     """Units in the order of their gathers: what is used walks up and down the model, and the last few used stay."""
-    kept = min(slots, len(unit_indices))
-    after_forward = list(unit_indices[: len(unit_indices) - kept])  # gathered again on the way back, last ones first
-    after_backward = list(
-        unit_indices[kept:]
-    )  # gathered again by the next forward, unless an optimizer step lies between
+    in_turn = [unit for unit in unit_indices if plan.places[unit] is not Place.OWN]
+    kept = min(plan.slots, len(in_turn))
+    after_forward = in_turn[: len(in_turn) - kept]  # gathered again on the way back, last ones first
+    # The next forward, where no optimizer step lies between, finds what was used last and not given back.
+    given_back = [unit for unit in (ROOT_UNIT, *in_turn[:kept]) if plan.places[unit] is Place.RESIZED]
     first = [ROOT_UNIT, *unit_indices, *reversed(after_forward)]
-    later = [*after_backward, *reversed(after_forward)]
+    later = [*given_back, *in_turn[kept:], *reversed(after_forward)]
     return first + later * (microbatches - 1)
 
 
@@ -340,6 +341,8 @@ def _held_bytes(
 ) -> int:
     """Bytes of one buffer of a group on one rank."""
     numel = group.shard_numel if _is_sharded(group, strategy, buffer) else group.numel
+    if buffer is not _compute_weight and group.outer_shares and not group.is_whole:
+        numel //= group.outer_ranks
     return numel * dtype.itemsize
 
 
@@ -350,6 +353,16 @@ def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFoot
         blocks = -(-group.numel * dtype_of(group).itemsize // BLOCK_ALIGNMENT_BYTES)
         totals[group.unit] = totals.get(group.unit, 0) + blocks * BLOCK_ALIGNMENT_BYTES
     return totals
+
+
+def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
+    """The weights that each unit has to gather into borrowed memory, root first."""
+    in_slots = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
+    gathered = _block_bytes(in_slots, lambda group: group.compute)
+    return [
+        UnitWeights(gathered.get(unit, 0), tuple((g.numel, g.compute) for g in in_slots if g.unit == unit))
+        for unit in range(1 + max((group.unit for group in groups), default=ROOT_UNIT))
+    ]
 
 
 def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:

@@ -8,28 +8,19 @@ from typing import Any
 from megatron_fsdp.errors import NotSupportedYetError
 
 _SHARED: Mapping[str, Any] = {
-    "disable_bucketing": False,
     "keep_fp8_transpose_cache": False,
     "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "disable_symmetric_registration": False,
 }
 
 CLASS_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
-    "enable_fine_grained_param_gather_hook": False,
-    "enable_fine_grained_param_gather_backward_hook": False,
-    "fine_grained_recurse_module_types": None,
 }
 """Of `MegatronFSDP`."""
 
 FUNCTION_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
-    "enable_fine_grained_param_gather": False,
-    "use_decoupled_grad": False,
     "cuda_graph_mode": False,
-    "maxpool_double_buffer": False,
 }
 """Of `fully_shard` and `fully_shard_model`."""
 
@@ -42,25 +33,18 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
     "check_for_large_grads": False,
-    "bucket_size": None,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
     "param_name_patterns_for_fp32_local_accumulation": (),
     "fp8_param_gather": False,
     "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "suggested_communication_unit_size": None,
     "keep_fp8_transpose_cache": False,
     "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
     "delay_wgrad_compute": False,
-    "megatron_fsdp_use_decoupled_grad": False,
     "megatron_fsdp_cuda_graph_mode": False,
-    "megatron_fsdp_enable_fine_grained_param_gather": False,
-    "megatron_fsdp_max_pool_double_buffer": False,
 }
 """Fields of `DistributedDataParallelConfig` when it configures `MegatronFSDP`."""
 

@@ -27,3 +27,7 @@ class RankError(MegatronFSDPError, RuntimeError):
 
 class NonFiniteGradientError(MegatronFSDPError, ValueError):
     """A gradient holds NaN or infinity; raised with the same message on every rank."""
+
+
+class NonFiniteNormError(NonFiniteGradientError, RuntimeError):
+    """The norm of all gradients is NaN or infinite; a RuntimeError too, as torch's own clipping raises."""

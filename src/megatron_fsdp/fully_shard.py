@@ -8,20 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.arguments import FUNCTION_DEFAULTS, refuse_unsupported
-from megatron_fsdp.buffer.lanes import default_device
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_arguments
-from megatron_fsdp.megatron_fsdp import MegatronFSDP, is_distributed_ready
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.mesh_arguments import index_of
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.runtime.agreement import agree
-from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, integrate, move_to_sharded
+from megatron_fsdp.runtime.compiled import compiled_in_place
+from megatron_fsdp.runtime.optimizer import (
+    check_kind,
+    check_parameters,
+    check_reads_decoupled,
+    integrate,
+    move_to_sharded,
+)
 
 __all__ = [
     "DistributedDataParallelConfig",
@@ -77,6 +83,11 @@ def fully_shard_model(
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
     reduce_scatter_with_fp32_accumulation: bool = False,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
+    verify_ranks: bool | float | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -114,23 +125,33 @@ def fully_shard_model(
             the global tensor they hold. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Let the collective average in place of a sum and a factor.
-        disable_bucketing: Not supported yet.
+        disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Not supported yet.
         nccl_ub: Not supported yet.
-        fsdp_double_buffer: Not supported yet.
-        fsdp_db_use_persist_buf_on_alloc_fail: Not supported yet.
+        fsdp_double_buffer: Gather into two buffers of the most common unit's size, taken here and kept; other units
+            take memory when they are gathered. Needs strategy 3.
+        fsdp_db_use_persist_buf_on_alloc_fail: Give those other units a buffer of their own that is kept.
         disable_symmetric_registration: Not supported yet.
-        enable_fine_grained_param_gather: Not supported yet.
-        use_decoupled_grad: Not supported yet.
+        enable_fine_grained_param_gather: Gather the modules inside units one by one.
+        use_decoupled_grad: Show gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
+            `.grad` None; for optimizers that read them there.
         cuda_graph_mode: Not supported yet.
-        maxpool_double_buffer: Not supported yet.
+        maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
         grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
         check_for_nan_in_grad: Deprecated; now `report_nan_in_param_grad`.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated; now `keep_fp8_transpose_cache`.
         reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype (`grad_comm_dtype`) and add them up
             locally, in float32 and in rank order, on every back end. gloo does so anyway. Strategies 1 to 3.
+        weight_allocator: "slots": gathered units share a few buffers that are kept. "resize": each has memory of its
+            own, given back when it is released. Not part of the published API, nor are those that follow.
+        max_gathered_units: How many units besides the root may be gathered at a time, 1 or more (strategy 3); None: 2,
+            or what prefetching needs.
+        forward_prefetch_units: How many units to gather ahead in forward; None: 1.
+        backward_prefetch_units: The same in backward.
+        verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
+            differ. True; or seconds to wait for a rank (300); None: what MFSDP_VERIFY_RANKS says, else off.
 
     Returns:
         The wrapped model.
@@ -161,22 +182,33 @@ def fully_shard_model(
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
         check_for_nan_in_grad=current.report_nan_in_param_grad,
+        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
         megatron_fsdp_main_params_dtype=current.mixed_precision_policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
     )
     model = MegatronFSDP(
         module,
-        _index(arguments),
+        index_of(arguments),
         config,
         current.mixed_precision_policy,
         fsdp_unit_modules,
+        disable_bucketing=disable_bucketing,
         device=device,
         calculate_per_token_loss=calculate_per_token_loss,
         init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
         report_nan_in_param_grad=current.report_nan_in_param_grad,
         reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+        weight_allocator=weight_allocator,
+        max_gathered_units=max_gathered_units,
+        forward_prefetch_units=forward_prefetch_units,
+        backward_prefetch_units=backward_prefetch_units,
+        verify_ranks=verify_ranks,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
@@ -220,6 +252,7 @@ def fully_shard_optimizer(
         ) from None
     check_parameters(optimizer, names)
     check_kind(optimizer)
+    check_reads_decoupled(optimizer, model.ddp_config.megatron_fsdp_use_decoupled_grad)
     if model.adopt(optimizer):
         integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer
@@ -265,6 +298,11 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
     reduce_scatter_with_fp32_accumulation: bool = False,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
+    verify_ranks: bool | float | None = None,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 
@@ -281,10 +319,11 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
+    module = compiled_in_place(module)
     arguments = dict(locals())
     del arguments["optimizer"]
     _check_arguments(arguments)
-    index = _index(arguments)
+    index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
     problem = None
@@ -325,57 +364,3 @@ def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup
         raise ConfigurationError(
             f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither"
         )
-
-
-def _index(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
-    """Find or build the mesh, and check its dimensions.
-
-    Args:
-        arguments: Those of `fully_shard_model`.
-    """
-    if not is_distributed_ready():
-        raise ConfigurationError(
-            "torch.distributed is not initialised; start the program with torchrun and call "
-            "torch.distributed.init_process_group() before sharding"
-        )
-    mesh, shard_dim, tp_dim = (arguments[name] for name in ("device_mesh", "dp_shard_dim", "tp_dim"))
-    if mesh is None:
-        _refuse_without_mesh(arguments)
-        shard_dim = shard_dim or "fsdp"
-        names = (shard_dim,) if tp_dim is None else (shard_dim, tp_dim)
-        shape = (dist.get_world_size(), *(1 for _ in names[1:]))
-        mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=names)
-    elif shard_dim is None and mesh.ndim == 1 and mesh.mesh_dim_names:
-        shard_dim = mesh.mesh_dim_names[0]
-    outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
-    return FSDPDistributedIndex(
-        mesh,
-        shard_dim,
-        arguments["dp_outer_dim"],
-        tp_dim or _tensor_parallel_dim(arguments["module"], mesh),
-        arguments["hybrid_fsdp_group"],
-        arguments["hybrid_fsdp_expt_group"],
-        hsdp_outer_dp_shard=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
-        expt_device_mesh=arguments["expt_device_mesh"],
-        fsdp_group_ag=arguments["fsdp_group_ag"],
-        expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
-    )
-
-
-_NEED_A_MESH = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
-
-
-def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
-    given = [name for name in _NEED_A_MESH if arguments[name] is not None]
-    if given:
-        raise ConfigurationError(
-            f"{', '.join(given)} cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh"
-        )
-
-
-def _tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
-    """The mesh dimension that parameters are DTensors over already; None where they are plain or name another one."""
-    named = (p.device_mesh.mesh_dim_names for p in module.parameters() if isinstance(p, DTensor))
-    found = {names[0] for names in named if names is not None and len(names) == 1}
-    found &= set(mesh.mesh_dim_names or ())
-    return found.pop() if len(found) == 1 else None

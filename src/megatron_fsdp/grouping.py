@@ -89,3 +89,28 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
         key = GroupKey(parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape)
         members.setdefault(key, []).append(parameter)
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
+
+
+def cut_groups(groups: Sequence[ParameterGroupSpec], bucket_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
+    """Cut groups into buckets: a bucket is closed by the parameter with which it reaches a number of elements.
+
+    Args:
+        groups: Of the parameters outside of units.
+        bucket_numel: Elements; None: nothing is cut.
+
+    Returns:
+        The buckets in the order of the groups; a parameter is never cut.
+    """
+    if bucket_numel is None:
+        return tuple(groups)
+    buckets: list[ParameterGroupSpec] = []
+    for group in groups:
+        filling: list[ParameterInfo] = []
+        for parameter in group.parameters:
+            filling.append(parameter)
+            if sum(info.numel for info in filling) >= bucket_numel:
+                buckets.append(ParameterGroupSpec(group.key, tuple(filling)))
+                filling = []
+        if filling:
+            buckets.append(ParameterGroupSpec(group.key, tuple(filling)))
+    return tuple(buckets)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from megatron_fsdp.pipelines import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.participation import calls_of, take_part
 from megatron_fsdp.runtime.sync import SyncMode
 
 
@@ -17,21 +20,54 @@ class HandDriven:
 
     _engine: Engine
     _mode: SyncMode
+    module: nn.Module
+    device: torch.device
+
+    @property
+    def param_and_grad_buffer(self) -> ParamAndGradBuffer:
+        """The flat buffers."""
+        return ParamAndGradBuffer(self._engine)
+
+    @property
+    def all_gather_pipeline(self) -> AllGatherPipeline:
+        """Gathers by hand."""
+        return AllGatherPipeline(self._engine)
+
+    @property
+    def grad_reduce_pipeline(self) -> GradReducePipeline:
+        """Reductions by hand."""
+        return GradReducePipeline(self._engine)
 
     @property
     def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
-        """Elements gathered ahead of their use: those of the largest unit besides the root; 0: no prefetching."""
+        """Elements gathered ahead of their use: units ahead, times the largest unit; 0: no prefetching.
+
+        Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
+        of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
+        """
         return self._engine.scheduler.config.prefetch_forward * self._engine.largest_unit_numel
 
     @suggested_AG_prefetch_size.setter
     def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802
-        """0 turns prefetching off, any other size turns it on; there is room for one unit ahead."""
-        self._engine.set_prefetch(numel > 0)
+        self._engine.set_prefetch(numel)
 
     @property
     def suggested_RS_queue_capacity(self) -> int:  # noqa: N802
-        """Elements that may wait for their reduction: those of the two buckets, one filling and one on its way."""
-        return 2 * self._engine.largest_unit_numel
+        """Elements that may fill buckets or be in reduction at a time: buckets, times the largest unit.
+
+        Setting it changes the number of buckets: as many as fit, at least one (then every reduction is waited for
+        before the next unit's gradients come).
+        """
+        return self._engine.executor.bucket_count * self._engine.largest_unit_numel
+
+    @suggested_RS_queue_capacity.setter
+    def suggested_RS_queue_capacity(self, numel: int) -> None:  # noqa: N802
+        self._engine.set_reduce_capacity(numel)
+
+    @property
+    def max_gathered_units(self) -> int:
+        """How many units besides the root are gathered at a time, as of now (strategy 3)."""
+        return self._engine.scheduler.config.slots
 
     def start_grad_sync(self, *_unused: Any) -> None:
         """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
@@ -101,6 +137,38 @@ class HandDriven:
         Under the other strategies each part of the main weights exists once, so there is nothing to send.
         """
         self._engine.broadcast_whole_weights()
+
+    # ---- ranks without data -----------------------------------------------------------------------------------------
+
+    def take_part(
+        self,
+        module: nn.Module | None = None,
+        hidden: torch.Tensor | None = None,
+        order: Sequence[nn.Module] | None = None,
+    ) -> torch.Tensor:
+        """Take part in the communication of a module's units without calling it, on a rank that has no data for it.
+
+        Call it where the other ranks call the module: it gathers what they gather, and when the gradient of the result
+        comes, it gathers and reduces as their backward does, with gradients of zero.
+
+            hidden = hidden + expert(hidden) if chosen else model.take_part(expert, hidden)
+            loss = loss_of(model(batch)) if batch is not None else model.take_part()
+
+        Args:
+            module: Part of the model, or None for a whole forward (the model itself).
+            hidden: What the module would be called on, or any floating-point tensor on which the loss depends; None: a
+                new zero, to be added to the loss. A frozen module has a backward only where `hidden` requires grad.
+            order: Modules within it in the order that their forward calls them; None: the order of registration.
+
+        Returns:
+            `hidden`, unchanged in value; without it a scalar zero.
+
+        Raises:
+            ConfigurationError: A module is not part of the model.
+            ScheduleError: `hidden` cannot carry a gradient.
+        """
+        calls = calls_of(self._engine, self.module, module, order)
+        return take_part(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 

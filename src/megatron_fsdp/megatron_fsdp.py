@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,18 +18,22 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hand_driven import HandDriven
+from megatron_fsdp.memory_options import resolve_memory_options
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.parameters_access import ParametersAccess
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
+from megatron_fsdp.runtime.compiled import compiled_in_place
 from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
 
 logger = logging.getLogger("megatron_fsdp")
 
 
-class MegatronFSDP(HandDriven, Reports, nn.Module):
+class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
@@ -44,23 +47,27 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy leads.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         fsdp_unit_modules: Classes or import paths of the units; None or "auto": found by themselves.
-        disable_bucketing: Not supported yet.
+        disable_bucketing: Never cut the parameters outside of units into several buckets.
         device: Where the shards live; None: this process's device of the mesh's type.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         init_model_with_meta_device: As in `fully_shard_model`.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
-        keep_fp8_transpose_cache: Not supported yet, nor are those that follow, but the last two.
-        nccl_ub: See above.
-        fsdp_double_buffer: See above.
-        fsdp_db_use_persist_buf_on_alloc_fail: See above.
-        disable_symmetric_registration: See above.
-        enable_fine_grained_param_gather_hook: See above.
-        enable_fine_grained_param_gather_backward_hook: See above.
-        fine_grained_recurse_module_types: See above.
+        keep_fp8_transpose_cache: Not supported yet.
+        nccl_ub: Not supported yet.
+        fsdp_double_buffer: As in `fully_shard_model`; either here or in `ddp_config`.
+        fsdp_db_use_persist_buf_on_alloc_fail: As `fsdp_double_buffer`.
+        disable_symmetric_registration: Not supported yet.
+        enable_fine_grained_param_gather_hook: Gather the modules inside units one by one, in both directions.
+        enable_fine_grained_param_gather_backward_hook: Refused on its own, and implied by the former.
+        fine_grained_recurse_module_types: Classes of modules that are then gathered whole, with all inside them.
         report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
-        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype and add them up locally, in float32
-            and in rank order, on every back end; also taken from `ddp_config`. gloo does so anyway. Strategies 1 to 3.
+        reduce_scatter_with_fp32_accumulation: Also taken from `ddp_config`.
+        weight_allocator: As in `fully_shard_model`, as those that follow.
+        max_gathered_units: See there.
+        forward_prefetch_units: See there.
+        backward_prefetch_units: See there.
+        verify_ranks: See there.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -89,14 +96,21 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
         fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
         report_nan_in_param_grad: bool = False,
         reduce_scatter_with_fp32_accumulation: bool = False,
+        weight_allocator: str = "slots",
+        max_gathered_units: int | None = None,
+        forward_prefetch_units: int | None = None,
+        backward_prefetch_units: int | None = None,
+        verify_ranks: bool | float | None = None,
     ) -> None:
-        refuse_unsupported(locals(), CLASS_DEFAULTS)
+        given = dict(locals())
+        refuse_unsupported(given, CLASS_DEFAULTS)
         super().__init__()
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
         )
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
-        self.module = module
+        memory = resolve_memory_options(given, config)
+        self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
         self.ddp_config = config
         self.mp_policy = mixed_precision_policy
@@ -129,13 +143,19 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
             average_in_collective=config.average_in_collective,
             calculate_per_token_loss=calculate_per_token_loss,
             check_finite=self.report_nan_in_param_grad,
+            memory=memory,
             init_meta=init_model_with_meta_device,
             reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
             or config.reduce_scatter_with_fp32_accumulation,
+            verify_ranks_s=resolve_verify_ranks(verify_ranks),
         )
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
+        if config.megatron_fsdp_use_decoupled_grad:
+            for group in self._engine.groups():
+                group.decouple_gradients()
+        self._bucket_numel = memory.bucket_numel_on(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
         for line in self._assembly.plan_lines:
@@ -166,8 +186,8 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
 
     @property
     def bucket_size(self) -> int | None:
-        """Elements per bucket of parameters outside of units; None: they are never cut."""
-        return None
+        """Elements that close a bucket of parameters outside of units; None: they are never cut."""
+        return self._bucket_numel
 
     @property
     def is_param_fsdp_distributed(self) -> bool:
@@ -261,15 +281,20 @@ class MegatronFSDP(HandDriven, Reports, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as `torch.nn.Module.zero_grad` does, and forget deferred ones."""
         super().zero_grad(set_to_none)
-        self.forget_pending_gradients(param for group in self._engine.groups() for param in group.sharded)
+        params = [param for group in self._engine.groups() for param in group.sharded]
+        self.clear_decoupled_gradients(params, set_to_none)
+        self.forget_pending_gradients(params)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip the norm of all gradients together, with one small all-reduce; returns the norm before clipping.
 
         Takes any positive p, infinity included. `torch.nn.utils.clip_grad_norm_` works on the parameters too, but torch
-        refuses infinity for ranks that own no element of some parameter.
+        refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is NaN
+        or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
         """
-        return clip_gradients(self._engine, max_norm, norm_type)
+        return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, visible and deferred, by a factor."""
@@ -364,8 +389,3 @@ def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None
             alive()
 
     return call
-
-
-def is_distributed_ready() -> bool:
-    """Whether a default process group exists."""
-    return dist.is_available() and dist.is_initialized()

@@ -77,6 +77,10 @@ class Reports:
         """What this rank has sent for this model so far."""
         return self._engine.traffic.copy()
 
+    def traffic_by_axis(self) -> dict[str, Traffic]:
+        """What this rank has sent along each data-parallel axis so far, by the name of its mesh dimension."""
+        return {name: traffic.copy() for name, traffic in self._engine.traffic_by_axis.items()}
+
     def memory(self) -> MemoryUse:
         """What the engine holds on this rank now."""
         return memory_of(self._engine)

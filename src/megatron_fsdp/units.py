@@ -154,7 +154,7 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
                 f"classes that do: {listed}."
             )
     for name, candidate in found.items():
-        if name and not _has_forward(candidate):
+        if name and not has_forward(candidate):
             raise ConfigurationError(
                 f"fsdp_unit_modules names {type(candidate).__name__}, but {name!r} of that class has no forward of its "
                 "own, so nothing says when its parameters are needed; name the class of the modules inside it."
@@ -164,7 +164,7 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
 def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     """Try what the model says about itself, then repeated blocks."""
     class_names = _no_split_class_names(module)
-    found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and _has_forward(candidate))
+    found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and has_forward(candidate))
     if found:
         occurring = dict.fromkeys(type(candidate).__name__ for candidate in found.values())
         return found, f"_no_split_modules {', '.join(occurring)}"
@@ -191,7 +191,7 @@ def _repeated_blocks(module: nn.Module) -> set[int]:
         if "expert" in name.rpartition(".")[2]:
             continue  # chosen by data: ranks would call different ones, and all must call the same units
         # children() names a child that was put in twice once: one block called twice repeats nothing.
-        children = [child for child in container.children() if _holds_parameters(child) and _has_forward(child)]
+        children = [child for child in container.children() if _holds_parameters(child) and has_forward(child)]
         counts = Counter(type(child) for child in children)
         blocks.update(id(child) for child in children if counts[type(child)] > 1)
     return blocks
@@ -250,6 +250,6 @@ def _holds_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Whether calling the module can work: containers such as ``ModuleList`` inherit a forward that only raises."""
     return type(module).forward is not nn.Module.forward

@@ -131,3 +131,60 @@ def test_reclaiming_takes_every_bucket_back_once(came_back: int) -> None:
     pool.reclaim()
     assert {id(pool.borrow()), id(pool.borrow())} == {id(block) for block in blocks}
     assert pool.held_bytes == 128
+
+
+# ---- blocks that come and go, numbers that change ------------------------------------------------------------------
+
+
+def test_an_emptied_block_holds_nothing_and_its_views_come_back_with_it() -> None:
+    block = Block(256, CPU)
+    view = block.view(128, 8, torch.float32)
+    storage = view.untyped_storage()._cdata
+    block.empty()
+    assert (block.held_bytes, block.num_bytes) == (0, 256)
+    assert not block.holds(torch.empty(0))
+    block.refill()
+    view.fill_(2.0)
+    assert block.view(128, 8, torch.float32).tolist() == [2.0] * 8
+    assert view.untyped_storage()._cdata == storage
+    assert block.held_bytes == 256
+
+
+def test_refilling_a_block_that_holds_something_keeps_it() -> None:
+    block = Block(16, CPU)
+    block.view(0, 4, torch.float32).fill_(3.0)
+    block.refill()
+    assert block.view(0, 4, torch.float32).tolist() == [3.0] * 4
+
+
+def test_autograd_finds_what_it_saved_in_a_block_that_came_back() -> None:
+    block = Block(16, CPU)
+    x = torch.ones(4, requires_grad=True)
+    weight = block.view(0, 4, torch.float32)
+    weight.fill_(3.0)
+    total = (x * weight.data).sum()
+    block.empty()
+    with torch.inference_mode():
+        block.refill()
+    weight.data.fill_(5.0)
+    total.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0] * 4
+
+
+def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
+    pool = BucketPool(3, 64, CPU, no_room)
+    for block in [pool.borrow() for _ in range(3)]:
+        pool.give_back(block)
+    pool.set_count(1)
+    assert pool.held_bytes == 64
+    pool.reclaim()
+    assert pool.held_bytes == 64
+
+
+def test_a_larger_number_of_buckets_is_made_when_it_is_needed() -> None:
+    pool = BucketPool(1, 64, CPU, lambda: pytest.fail("there is room"))
+    pool.borrow()
+    pool.set_count(2)
+    pool.borrow()
+    assert pool.held_bytes == 128

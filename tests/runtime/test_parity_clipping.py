@@ -6,15 +6,18 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelName
+from tests.support.models import MODEL_CASES, ModelName, ScalarBlock
+from tests.support.parity import fixed_seed
 from tests.support.sharded_run import EXACT, Run, Scenario, Setting, check_strategies
 
 SMALL = 0.05
 """A norm that every gradient exceeds."""
 
-WAYS = [(False, 1.0), (False, 2.0), (True, 1.0), (False, math.inf), (True, 2.0), (True, math.inf)]
+WAYS = [(False, 1.0), (False, 2.0), (True, 1.0), (False, math.inf), (True, 2.0), (True, 3.5), (True, math.inf)]
 """By the model or by torch, and p."""
 
 
@@ -79,3 +82,61 @@ def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:
 def test_clipping_on_one_rank_is_exact(run_ranks: RunRanks) -> None:
     scenario = Scenario(Clip(2.0, by_model=False), MODEL_CASES["odd_shapes"])
     check_strategies(run_ranks, 1, scenario, [Setting(0), Setting(3)], EXACT)
+
+
+def scale_and_clip(run: Run) -> None:
+    """A factor on gradients that are visible, and on a sum whose reduction is deferred."""
+    for index, factor in enumerate((4.0, 0.5)):
+        with run.no_sync():
+            run.loss(3 * index).backward()
+        _scale(run, factor)
+        run.loss(3 * index + 1).backward()
+        _scale(run, 1.0 / factor)
+        run.loss(3 * index + 2).backward()
+        _scale(run, factor)
+        run.note("norm", {"norm": Clip(3.5, by_model=True)._clip(run, SMALL)})
+        run.step()
+
+
+def _scale(run: Run, factor: float) -> None:
+    if run.sharded is not None:
+        run.sharded.scale_gradients(factor)
+        return
+    for param in run.model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(factor)
+
+
+@pytest.mark.parametrize("case", ["odd_shapes", "unused"])
+def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks, case: ModelName) -> None:
+    scenario = Scenario(scale_and_clip, MODEL_CASES[case])
+    check_strategies(run_ranks, 3, scenario, [Setting(strategy) for strategy in range(4)])
+
+
+def nonfinite(strategy: int) -> list[object]:
+    """What is raised on a good and a bad norm, and whether the gradients are as they were."""
+    with fixed_seed(0):
+        model = MODEL_CASES["scalars"].build()
+    sharded = fully_shard_model(model, zero_dp_strategy=strategy, fsdp_unit_modules=[ScalarBlock])
+    batch = MODEL_CASES["scalars"].make_batch(4, torch.Generator().manual_seed(0))
+    MODEL_CASES["scalars"].loss(sharded, batch).backward()
+    good = sharded.clip_grad_norm_(math.inf, error_if_nonfinite=True).item()
+    grad = dict(sharded.module.named_parameters())["temperature"].grad
+    assert isinstance(grad, DTensor)
+    grad.to_local().fill_(math.inf)
+    before = sharded.full_gradients()
+    with pytest.raises(RuntimeError) as raised:
+        sharded.clip_grad_norm_(SMALL, error_if_nonfinite=True)
+    after = sharded.full_gradients()
+    same = all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
+    clipped = sharded.clip_grad_norm_(SMALL)
+    return [good > 0.0, str(raised.value), type(raised.value).__name__, same, clipped.item()]
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(run_ranks: RunRanks, strategy: int) -> None:
+    message = (
+        "the total norm of order 2.0 of the gradients is inf, so they cannot be clipped; clear them and go on, or pass "
+        "error_if_nonfinite=False to scale by it all the same"
+    )
+    assert run_ranks(2, nonfinite, strategy) == [[True, message, "NonFiniteNormError", True, math.inf]] * 2

@@ -61,12 +61,24 @@ def programs(draw: st.DrawFn, nests: bool = False) -> Program:
         prefetch_forward=draw(st.integers(0, slots)),
         prefetch_backward=draw(st.integers(0, slots)),
         reduces_early=draw(st.booleans()),
+        **_places(draw, count, shares_slots),
     )
     units = st.integers(1, count - 1)
     inner_units = frozenset(draw(st.sets(units, max_size=1))) if nests else frozenset()
     usual = draw(st.lists(_calls(units, inner_units), min_size=1, max_size=count + 1))
     passes = draw(st.lists(_passes(units, inner_units, tuple(usual)), min_size=1, max_size=4))
     return Program(config, tuple(passes))
+
+
+def _places(draw: st.DrawFn, count: int, shares_slots: bool) -> dict[str, frozenset[int]]:
+    """Units with memory of their own, and memory that is given back, which is never what is kept."""
+    if not shares_slots:
+        return {}
+    kinds = draw(st.lists(st.sampled_from(("slot", "homeless", "private")), min_size=count, max_size=count))
+    homeless = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "homeless")
+    root = frozenset({ROOT}) if draw(st.booleans()) else frozenset()
+    private = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "private")
+    return {"homeless": homeless, "private": private, "returned": homeless | root}
 
 
 @st.composite
@@ -133,7 +145,7 @@ class Machine:
         assert self.config.gathers, "nothing has to be gathered"
         assert unit not in self.place, "gathered twice"
         assert unit not in self.computing, "overwritten while in use"
-        in_slots = self.config.shares_slots and unit != ROOT
+        in_slots = self.config.shares_slots and unit != ROOT and unit not in self.config.private
         assert (slot is not None) == in_slots, "slots are for units other than the root"
         if slot is not None:
             assert slot not in self.place.values(), "two units in one slot"
@@ -202,7 +214,8 @@ class Theatre:
     def _forward_call(self, call: Call, trains: bool, homes: dict[int, int | None]) -> None:
         self._begin(f"F{call.unit}>", call.unit)
         place = self.machine.place.get(call.unit)
-        assert not trains or homes.setdefault(call.unit, place) == place, "saved views lie in two places"
+        at_home = homes.setdefault(call.unit, place) == place or call.unit in self.program.config.homeless
+        assert not trains or at_home, "saved views lie in two places"
         for inner in call.inner:
             self._forward_call(inner, trains, homes)
         self._check_all_ready()
@@ -217,14 +230,16 @@ class Theatre:
             self._backward_call(call, each, remaining, homes)
         if self.program.config.trainable[ROOT]:
             self.machine.filled.add(ROOT)
-        self._feed("E")
         self.machine.computing.clear()
+        self._feed("E")
+        assert not self.machine.place.keys() & self.program.config.returned, "memory was not given back"
         assert self.machine.filled == set(), "gradients were left unreduced"
         self._check_reductions(each)
 
     def _backward_call(self, call: Call, each: Pass, remaining: list[int], homes: dict[int, int | None]) -> None:
         self._begin(f"B{call.unit}>", call.unit)
-        assert self.machine.place.get(call.unit) == homes[call.unit], "saved views point elsewhere"
+        at_home = self.machine.place.get(call.unit) == homes[call.unit] or call.unit in self.program.config.homeless
+        assert at_home, "saved views point elsewhere"
         if call.recomputes:
             self._feed(f"F{call.unit}>")
             self._check_all_ready()

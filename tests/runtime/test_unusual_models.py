@@ -197,28 +197,6 @@ def test_ranks_that_call_different_units_are_found(run_ranks: RunRanks, strategy
     assert first.startswith("ranks gathered or reduced different units")
 
 
-def hook_after_wrapping() -> str:
-    model, _ = _wrap(Layers(), (nn.Linear,), 3)
-    next(model.parameters()).register_post_accumulate_grad_hook(print)
-    with pytest.raises(ConfigurationError) as raised:
-        model(torch.ones(2, WIDTH))
-    return str(raised.value)
-
-
-def hook_before_wrapping() -> str:
-    model = Layers()
-    model.layers[0].weight.register_post_accumulate_grad_hook(print)
-    with pytest.raises(ConfigurationError) as raised:
-        _wrap(model, (nn.Linear,), 3)
-    return str(raised.value)
-
-
-def test_hooks_that_could_not_work_are_refused_by_name(run_ranks: RunRanks) -> None:
-    (after,), (before,) = set(run_ranks(2, hook_after_wrapping)), set(run_ranks(2, hook_before_wrapping))
-    assert after.startswith("layers.0.weight was given a post-accumulate-grad hook after")
-    assert before.startswith("1 parameters have post-accumulate-grad hooks (such as layers.0.weight)")
-
-
 def _refusal(use: Callable[[MegatronFSDP, torch.optim.Optimizer], object], strategy: int = 3) -> str:
     with fixed_seed(0):
         model, optimizer = _wrap(Layers(), (nn.Linear,), strategy)

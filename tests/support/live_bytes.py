@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,18 +14,31 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operator makes inside the block until it dies.
 
-    Storages from before the block are not counted. Operators that run inside those of tensor subclasses are not seen.
+    Storages from before the block are not counted, but those of `watched` tensors are as far as they grow or shrink.
+    Sizes are looked up after each operator, so that storages that are resized are followed. Operators that run inside
+    those of tensor subclasses are not seen.
+
+    Args:
+        watched: Tensors from before the block whose storages may be resized in it.
 
     Attributes:
-        now_bytes: Alive now.
         peak_bytes: The most that was alive at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
-        self.now_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for storage in _storages(list(watched)):
+            self._follow(storage)
+        self._before_bytes = 0
+        self._before_bytes = self.now_bytes
+
+    @property
+    def now_bytes(self) -> int:
+        """Alive now."""
+        storages = [reference() for reference in self._known.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None) - self._before_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {_key(storage) for storage in _storages((args, kwargs))}
@@ -37,19 +50,18 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = _key(storage), storage.nbytes()
+        key = _key(storage)
 
         def dies(_: object) -> None:
             del self._known[key]
-            self.now_bytes -= num_bytes
 
         self._known[key] = weakref.ref(storage, dies)
-        self.now_bytes += num_bytes
 
 
-def held_bytes() -> int:
-    """Bytes of all storages that some tensor object of this process refers to."""
-    gc.collect()
+def held_bytes(collect: bool = True) -> int:
+    """Bytes of all storages that some tensor object of this process refers to; `collect`: garbage does not count."""
+    if collect:
+        gc.collect()
     found = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]  # proxies lie to isinstance
     return sum({_key(storage): storage.nbytes() for storage in _storages(found)}.values())
 

@@ -57,6 +57,7 @@ class Setting:
         outer_strategy: 0 or 1, on the outer axis of hybrid sharding.
         per_token: `calculate_per_token_loss`.
         arrangement: Meshes, and who holds and computes what.
+        options: further arguments of `fully_shard` and `fully_shard_model`, as (name, value).
     """
 
     strategy: int
@@ -67,6 +68,7 @@ class Setting:
     outer_strategy: int = 0
     per_token: bool = False
     arrangement: Arrangement = FLAT
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Run:
             "average_in_collective": setting.average_in_collective,
             "calculate_per_token_loss": setting.per_token,
             "sync_model_each_microbatch": setting.auto_sync,
+            **dict(setting.options),
         }
         self.arrangement.place(self.model)
         if setting.one_call:

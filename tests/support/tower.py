@@ -13,22 +13,25 @@ FLOOR_NUMEL = 2 * FEATURES * HIDDEN
 class Floor(nn.Module):
     """Two linear layers and a residual connection; (samples, features) in and out."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.up = nn.Linear(FEATURES, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, FEATURES, bias=False)
+        self.up = nn.Linear(FEATURES, hidden, bias=False)
+        self.down = nn.Linear(hidden, FEATURES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
 
 
 class Tower(nn.Module):
-    """A layer, eight floors, a layer; the two layers belong to the root. Parameters: 512 and 8 times 1024."""
+    """A layer, eight floors, a layer; the two layers belong to the root. Parameters: 512 and 8 times 1024.
 
-    def __init__(self) -> None:
+    Other floors are asked for by their widths; a floor of width h has 32 h parameters.
+    """
+
+    def __init__(self, hidden: tuple[int, ...] = (HIDDEN,) * FLOORS) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.floors = nn.Sequential(*(Floor() for _ in range(FLOORS)))
+        self.floors = nn.Sequential(*(Floor(width) for width in hidden))
         self.last = nn.Linear(FEATURES, FEATURES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

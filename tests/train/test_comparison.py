@@ -25,7 +25,7 @@ def group(unit: int, numel: int) -> GroupFootprint:
 
 def formulas(strategy: ShardingStrategy, *, microbatches: int = 1, exchanges_pairwise: bool = False) -> list[int]:
     groups = (group(0, 100), group(1, 400), group(2, 400), group(3, 400))
-    measured = Measurement(MemoryUse(1, 0, 0, 2), 3, Traffic(4, 5, 6, 7))
+    measured = Measurement(MemoryUse(1, 0, 0, 2, 0), 3, Traffic(4, 5, 6, 7))
     rows = compare(measured, Plan(groups, strategy, microbatches, exchanges_pairwise))
     assert [row.measured for row in rows] == [1, 3, 2, 4, 6, 5, 7]
     return [row.formula for row in rows]

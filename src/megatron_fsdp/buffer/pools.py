@@ -11,7 +11,11 @@ _ALIGNMENT_BYTES = 128
 
 
 class Block:
-    """A fixed stretch of memory that hands out typed views."""
+    """A fixed stretch of memory that hands out typed views.
+
+    It can be emptied and refilled: the memory goes back to the allocator and comes anew, and views stay valid, since
+    the storage object that they refer to is the same. What they hold is lost.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -19,15 +23,30 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """Its size."""
         return self._bytes.numel()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it takes now: its size, or 0 while it is empty."""
+        return self._bytes.untyped_storage().nbytes()
+
+    def empty(self) -> None:
+        """Give the memory back. Views must not be read until it is refilled."""
+        self._bytes.untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Take memory again, with any content; nothing happens where there is some."""
+        if not self.held_bytes:
+            self._bytes.untyped_storage().resize_(self.num_bytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
         if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
             return False
         try:
-            return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+            address = tensor.untyped_storage().data_ptr()
+            return address != 0 and address == self._bytes.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
             return False
 
@@ -98,6 +117,13 @@ class BucketPool:
     def give_back(self, block: Block) -> None:
         """Return a borrowed block."""
         self._free.append(block)
+
+    def set_count(self, count: int) -> None:
+        """Have another number of blocks from now on; those too many are dropped when they are not out."""
+        self._count = count
+        while self._free and len(self._made) > count:
+            dropped = self._free.pop()
+            self._made = [block for block in self._made if block is not dropped]
 
     def reclaim(self) -> None:
         """Take every block back, whoever has it (after an exception)."""

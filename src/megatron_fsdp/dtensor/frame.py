@@ -22,9 +22,17 @@ class ShardFrame:
         description: Who holds what.
         placements: One per mesh dimension, as checkpoints and optimizers read them: `Shard(0)` along dimensions that
             shards are spread over, even where the cut is not torch's.
+        foreign_groups: Groups of ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of
+            all gradients crosses them too.
     """
 
-    def __init__(self, mesh: DeviceMesh, description: ShardDescription) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        description: ShardDescription,
+        foreign_groups: tuple[dist.ProcessGroup, ...] = (),
+    ) -> None:
+        self.foreign_groups = foreign_groups
         self.mesh = mesh
         self.description = description
         self.placements = _placements(description)

@@ -143,13 +143,17 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
     locals_ = [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in tensors]
     parts = norm_parts(locals_, order, wide(dtype or tensors[0].dtype))
     return [
-        ReducedScalar.of(norm_reduction(part, order, _groups(each), dtype or each.dtype))
+        ReducedScalar.of(norm_reduction(part, order, _groups(each), dtype or each.dtype, _foreign_groups(each)))
         for each, part in zip(tensors, parts, strict=True)
     ]
 
 
 def _groups(tensor: torch.Tensor) -> Any:
     return tensor.shard_frame.groups if isinstance(tensor, UnevenDTensor) else ()
+
+
+def _foreign_groups(tensor: torch.Tensor) -> Any:
+    return tensor.shard_frame.foreign_groups if isinstance(tensor, UnevenDTensor) else ()
 
 
 def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Reduction:
         power: Of `POWER`.
         divisor: The result is divided by it.
         negate: The result is negated: a minimum is the negative maximum of negatives.
+        further: Crossed in addition where norms are stacked, to become one: groups of ranks with other tensors in the
+            place of this one, as expert-parallel ranks have.
         value: The result, once known.
     """
 
@@ -45,6 +47,7 @@ class Reduction:
     power: float = 1.0
     divisor: int = 1
     negate: bool = False
+    further: Groups = ()
     value: torch.Tensor | None = field(default=None, compare=False)
 
     def key(self) -> tuple[Any, ...]:
@@ -147,10 +150,20 @@ class ReducedScalar(torch.Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls.of(args[0].reduction)
         if func is torch.ops.aten.stack.default:  # of a thousand norms: no need to search further
-            resolve(each.reduction for each in args[0] if isinstance(each, ReducedScalar))
-            return func([plain(each) for each in args[0]], *args[1:], **kwargs)
+            together = [_as_one_of_many(each) for each in args[0]]
+            resolve(each for each in together if isinstance(each, Reduction))
+            values = [each.value if isinstance(each, Reduction) else each for each in together]
+            return func(values, *args[1:], **kwargs)
         resolve(leaf.reduction for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar))
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _as_one_of_many(value: torch.Tensor) -> Reduction | torch.Tensor:
+    """A number that is stacked with others: their common norm is wanted, so it has to cross every rank that differs."""
+    if not isinstance(value, ReducedScalar):
+        return value
+    found = value.reduction
+    return found if not found.further else replace(found, groups=found.groups + found.further, value=None)
 
 
 def plain(value: Any) -> Any:
@@ -179,10 +192,12 @@ def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype
     ]
 
 
-def norm_reduction(part: torch.Tensor, order: float, groups: Groups, dtype: torch.dtype) -> Reduction:
+def norm_reduction(
+    part: torch.Tensor, order: float, groups: Groups, dtype: torch.dtype, further: Groups = ()
+) -> Reduction:
     """The norm of a whole tensor from this rank's norm of its elements, which is not waited for."""
     if math.isinf(order):
         negate = order < 0
-        return Reduction(-part if negate else part, Combine.MAX, groups, dtype, negate=negate)
+        return Reduction(-part if negate else part, Combine.MAX, groups, dtype, negate=negate, further=further)
     combine = Combine.SUM if order == 0 else Combine.POWER
-    return Reduction(part, combine, groups, dtype, power=order)
+    return Reduction(part, combine, groups, dtype, power=order, further=further)

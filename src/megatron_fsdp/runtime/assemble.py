@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from megatron_fsdp.fine_grained import refine_units
+from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import ShardingStrategy, placements_for
@@ -25,9 +27,11 @@ from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
-from megatron_fsdp.runtime.schedule import ScheduleConfig
+from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.verify_ranks import RankVerifier
 from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, find_units, plan_lines
@@ -47,8 +51,10 @@ class Switches:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
+        memory: How memory is borrowed and how far to gather ahead.
         init_meta: Initialise what is on the meta device.
         reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
+        verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
     """
 
     strategy: ShardingStrategy
@@ -60,8 +66,10 @@ class Switches:
     average_in_collective: bool
     calculate_per_token_loss: bool
     check_finite: bool
+    memory: MemoryOptions
     init_meta: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
+    verify_ranks_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,22 +119,29 @@ def assemble(
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
-    units = build_units(module, plan, sharding)
+    units = build_units(module, plan, sharding, switches.memory.bucket_numel_on(sharding.dense.num_ranks))
     _warn_of_narrowing(units)
     if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
-    engine = Engine(units, _schedule_config(switches, units), mode, sharding, backward_finished)
+    reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
+    memory = plan_memory(switches.memory, reduces_early, units)
+    engine = Engine(units, memory, mode, sharding, backward_finished)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
         engine.finite_check = FiniteCheck(names, sharding.reaching_all, device)
+    if switches.verify_ranks_s and sharding.dense.group is not None:
+        labels = [unit.label for unit in units]
+        engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
+    handles = (*register_hooks(engine, modules), *register_load_hooks(engine, module))
+    engine.structure = StructureCheck(module, units)
     return Assembly(
         engine,
         plan,
         lines,
-        (*register_hooks(engine, modules), *register_load_hooks(engine, module)),
+        handles,
         tuple(register_state_dict_hooks(engine, module)),
         device,
     )
@@ -166,6 +181,9 @@ def _plan_together(module: nn.Module, switches: Switches, sharding: Sharding) ->
         for name, param in module.named_parameters():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         plan = find_units(module, switches.unit_modules)
+        switches.memory.check_plan(len(plan.units) - 1)
+        if switches.memory.fine_grained:
+            plan = refine_units(module, plan, switches.memory.whole_types)
         facts = _facts(module, plan, switches, sharding)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
@@ -203,20 +221,6 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
         )
 
 
-def _schedule_config(switches: Switches, units: Sequence[Unit]) -> ScheduleConfig:
-    strategy = switches.strategy
-    groups = [group for unit in units for group in unit.groups]
-    prefetches = switches.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
-    return ScheduleConfig(
-        trainable=tuple(unit.trainable for unit in units),
-        gathers=any(group.is_gathered or group.weights.gathers_across for group in groups),
-        shares_slots=any(group.weights_in_slots for group in groups),
-        prefetch_forward=int(prefetches),
-        prefetch_backward=int(prefetches),
-        reduces_early=switches.overlap_grad_reduce or strategy >= ShardingStrategy.optim_grads,
-    )
-
-
 def check_module(module: nn.Module, init_meta: bool = False) -> None:
     """Refuse models that cannot be sharded; no communication.
 
@@ -241,12 +245,6 @@ def check_module(module: nn.Module, init_meta: bool = False) -> None:
         raise ConfigurationError(
             f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
             "that lazy modules know their shapes"
-        )
-    hooked = [name for name, param in params.items() if param._post_accumulate_grad_hooks]
-    if hooked:
-        raise ConfigurationError(
-            f"{len(hooked)} parameters have post-accumulate-grad hooks (such as {hooked[0]}), which would see "
-            "gradients before they are reduced; remove them, and act on .grad after backward"
         )
     _check_meta(module, params, init_meta)
     devices = sorted({str(param.device) for param in params.values() if not param.is_meta})

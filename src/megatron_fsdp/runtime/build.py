@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.grouping import ParameterInfo, group_parameters
+from megatron_fsdp.grouping import ParameterInfo, cut_groups, group_parameters
 from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.blueprint import Blueprint, draw_blueprint
 from megatron_fsdp.runtime.materialise import materialise
@@ -19,13 +19,16 @@ from megatron_fsdp.unit.unit import ParameterSites, Unit
 from megatron_fsdp.units import UnitPlan
 
 
-def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[Unit, ...]:
+def build_units(
+    module: nn.Module, plan: UnitPlan, sharding: Sharding, bucket_numel: int | None = None
+) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
     Args:
         module: The model; afterwards its parameters are the sharded ones.
         plan: Its units.
         sharding: How to shard.
+        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
 
     Returns:
         The units, root first.
@@ -41,7 +44,8 @@ def build_units(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> tuple[
         infos = [_info(name, originals[name], sharding) for name in spec.parameters]
         groups = []
         group_sites = []
-        for group_spec in group_parameters(infos):
+        specs = group_parameters(infos)
+        for group_spec in specs if index else cut_groups(specs, bucket_numel):
             params = [originals.pop(info.name) for info in group_spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
             groups.append(ParameterGroup(sharding.plan_group(group_spec, params), params))

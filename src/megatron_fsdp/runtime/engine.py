@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,19 @@ from megatron_fsdp.placement import Placement, placements_for
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.finite_check import FiniteCheck
+from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
-from megatron_fsdp.runtime.schedule import ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.memory_plan import MemoryPlan
+from megatron_fsdp.runtime.on_request import OnRequest
+from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import Reach, SyncMode
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
+
+_NEVER = -1  # the epoch of a forward that used no weights
 
 
 class ForwardCall:
@@ -38,12 +43,12 @@ class ForwardCall:
         self.last_backward = -1
 
 
-class Engine:
+class Engine(OnRequest):
     """Everything that happens between two optimizer steps.
 
     Args:
         units: All units, root first.
-        config: For the scheduler.
+        memory: How memory is borrowed, and what the scheduler is told.
         mode: When gradients are reduced; shared with the wrapper.
         sharding: Which ranks share what.
         backward_finished: Called at the end of each backward, after reductions are in.
@@ -52,7 +57,7 @@ class Engine:
     def __init__(
         self,
         units: Sequence[Unit],
-        config: ScheduleConfig,
+        memory: MemoryPlan,
         mode: SyncMode,
         sharding: Sharding,
         backward_finished: Callable[[], None],
@@ -60,9 +65,11 @@ class Engine:
         self.units = tuple(units)
         self.mode = mode
         self.device = sharding.device
-        self.scheduler = Scheduler(config)
-        self.executor = Executor(units, sharding.device, backward_finished)
+        self.memory = memory
+        self.scheduler = Scheduler(memory.schedule)
+        self.executor = Executor(units, sharding.device, backward_finished, memory.weights, memory.buckets)
         self.finite_check: FiniteCheck | None = None
+        self.structure: StructureCheck | None = None
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(domain.group, sharding.device)
@@ -73,6 +80,7 @@ class Engine:
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self.handed_out = HandedOut()
+        self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
@@ -82,6 +90,12 @@ class Engine:
 
     def before_forward(self, index: int) -> None:
         """The unit's forward is about to run: its parameters become full."""
+        if self.opened and torch.is_grad_enabled():
+            raise ScheduleError(
+                f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
+                "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
+                "full_parameters_context, or open the whole model"
+            )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.refresh_weights()
         elif self.scheduler.in_backward and not _inside_backward():
@@ -89,15 +103,25 @@ class Engine:
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
                 "call reset() on the model after an exception and go on with the next batch"
             )
+        if self.executor.is_broken:
+            raise ScheduleError(
+                "communication of an earlier forward or backward failed, so its weights are not what they should be; "
+                "call reset() on the model on every rank and go on with the next batch"
+            )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].install_full()
 
-    def after_forward(self, index: int, needs_backward: bool) -> ForwardCall:
+    def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        if not self.scheduler.forward_depth(index):
+            return ForwardCall(index, _NEVER)  # another hook failed before the forward began
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
-            self.units[index].check_untouched()
+            if not self.executor.is_broken:
+                self.units[index].check_untouched()
+        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.executor.end_forward(failed)
         return ForwardCall(index, epoch)
 
     def refresh_weights(self) -> None:
@@ -106,6 +130,8 @@ class Engine:
             self.install_main_weights()
         for group in self.groups():
             group.check_parameters()
+        if self.structure is not None:
+            self.structure.check()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
@@ -121,58 +147,6 @@ class Engine:
             unit.install_main_weights()
         self.executor.gather_across()
         self.stepped = False
-
-    def prefetch_weights(self, wait: bool) -> None:
-        """Start gathering the units that there is room for, root first, ahead of the next forward."""
-        for unit in self.units:
-            self.executor.run(self.scheduler.weights_wanted(unit.index))
-            if wait:
-                unit.wait()
-
-    @property
-    def largest_unit_numel(self) -> int:
-        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
-        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
-        return max(sizes[1:], default=sizes[0])
-
-    def set_prefetch(self, on: bool) -> None:
-        """Gather one unit ahead, or none."""
-        config = self.scheduler.config
-        self.scheduler.config = replace(config, prefetch_forward=int(on), prefetch_backward=int(on))
-
-    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
-        """Gather the units that own some parameters, sharded or full ones."""
-        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
-        for unit in self.units_of(params):
-            self.executor.run(event(unit.index))
-
-    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        """The units that own some parameters, sharded or full ones, in unit order."""
-        wanted = {id(param) for param in params}
-        return [
-            unit
-            for unit in self.units
-            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
-        ]
-
-    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
-        for unit in self.units_of(params):
-            self.executor.run(self.scheduler.weights_unwanted(unit.index))
-
-    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
-        for unit in self.units_of(params):
-            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
-                self._run_backward(self.scheduler.gradients_ready(unit.index))
-
-    def broadcast_whole_weights(self) -> None:
-        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
-        for group in self.groups():
-            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
-                if axis.group is not None and placement is not Placement.SHARD:
-                    dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
-        self.install_main_weights()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -221,6 +195,16 @@ class Engine:
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
         dense = self._sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+
+    @property
+    def num_ranks(self) -> int:
+        """Dense data-parallel ranks, all axes together."""
+        return self._sharding.dense.num_ranks
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model."""
+        return self._sharding.reaching_all
 
     def domain_of(self, group: ParameterGroup) -> Domain:
         """The ranks that share the parameters of a group."""
@@ -275,13 +259,14 @@ class Engine:
         """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would."""
         for unit in reversed(self.units):
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
-                self.executor.reduce(unit, Reach.EVERYWHERE)
+                self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
                 self.executor.reduce_across(unit)
         self.executor.retire_all()
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
+        renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
                 (group, group.gradients)
@@ -295,8 +280,11 @@ class Engine:
             first = 0
             for group, gradients in trainable:
                 last = first + len(group.sharded)
+                if gradients.renewed:
+                    renewed.append((group, used[first:last]))
                 gradients.attach(group.sharded, used[first:last], group.describe_piece)
                 first = last
+        run_gradient_hooks(renewed)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
@@ -329,8 +317,7 @@ class Engine:
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.clear()
-            for param in group.sharded:
-                param.grad = None
+            group.hide_grads()
 
     def reset(self) -> None:
         """Bring every unit back to rest after an exception.

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.buffer.lanes import Ticket, make_lane
-from megatron_fsdp.buffer.pools import Block, BucketPool, SlotPool
+from megatron_fsdp.buffer.pools import Block, BucketPool
+from megatron_fsdp.buffer.weight_memory import WeightMemory
+from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
+from megatron_fsdp.runtime.verify_ranks import RankVerifier
 from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import WeightPlan
 
 _FINGERPRINT_LIMIT = 2**61 - 1
-_BUCKETS = 2  # one fills while the other is being reduced
+_HANG_ADVICE = "if a rank is missing, MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (docs/ranks.md)"
 _UNITS_CROSSING = 2  # how many units' gradients travel between outer ranks at a time
 
 
@@ -39,21 +43,35 @@ class Executor:
         units: All units, root first.
         device: Where they live.
         finalise: What the end of a backward asks for once all reductions are in.
+        weights: Where gathered weights live.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+
+    Attributes:
+        weight_memory: The memory of gathered weights.
+        bucket_count: As given, or as set since.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, finalise: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        finalise: Callable[[], None],
+        weights: WeightPlan,
+        buckets: int,
+    ) -> None:
         self._units = units
         self._finalise = finalise
         self._gather_lane = make_lane(device)
         self._reduce_lane = make_lane(device)
         self._outer_lane = make_lane(device)
         self._device = device
-        others = [unit for unit in units if unit.index != ROOT]
-        self._root_slot = SlotPool(units[ROOT].gathered_bytes, device)
-        self._slots = SlotPool(max((unit.gathered_bytes for unit in others), default=0), device)
+        self.weight_memory = WeightMemory(weights, device)
+        self.bucket_count = buckets
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
+        self.verifier: RankVerifier | None = None
+        self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
@@ -62,8 +80,20 @@ class Executor:
         sizes = [unit.bucket_bytes for unit in self._units]
         make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
-        self._buckets = BucketPool(_BUCKETS, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
-        self._scratch = BucketPool(1, max(sizes), self._device, make_room)
+        self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
+        self._scratch = BucketPool(self._scratch_count, max(sizes), self._device, make_room)
+
+    def set_bucket_count(self, count: int) -> None:
+        """Let another number of units fill a bucket or have one in reduction at a time."""
+        self.retire_all()
+        self.bucket_count = count
+        self._buckets.set_count(count)
+        self._scratch.set_count(self._scratch_count)
+
+    @property
+    def _scratch_count(self) -> int:
+        """One for each reduction that may be under way while another bucket fills."""
+        return max(1, self.bucket_count - 1)
 
     def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
         """Carry out operations in order.
@@ -75,17 +105,49 @@ class Executor:
         for action, index, slot in operations:
             unit = self._units[index]
             self._fold(action, index)
-            if action is Action.GATHER:
-                unit.gather(self._gather_lane, self._block_for(unit, slot))
-            elif action is Action.WAIT:
-                unit.wait()
-            elif action is Action.RELEASE:
-                unit.invalidate()
-            elif action is Action.REDUCE:
-                self.reduce(unit, reach)
-            elif action is Action.FINALISE:
-                self.retire_all()
-                self._finalise()
+            before, self.is_broken = self.is_broken, True
+            try:
+                if self.verifier is not None:
+                    self._verify(self.verifier, action, unit, reach)
+                self._carry_out(action, unit, slot, reach)
+                self.is_broken = before
+            except MegatronFSDPError:
+                raise
+            except RuntimeError as error:  # such as a collective that timed out
+                error.add_note(f"during {action.value!r} of unit {unit.label}; {_HANG_ADVICE}")
+                raise
+
+    def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
+        if action is Action.GATHER:
+            unit.gather(self._gather_lane, self._block_for(unit, slot))
+        elif action is Action.WAIT:
+            unit.wait()
+        elif action is Action.RELEASE:
+            unit.invalidate()
+            if self.weight_memory.give_back(unit.index):
+                unit.hide()
+        elif action is Action.REDUCE:
+            self.reduce(unit, reach)
+        elif action is Action.FINALISE:
+            self.retire_all()
+            self._finalise()
+
+    def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, reach: Reach) -> None:
+        """Compare with the other ranks before anything is sent; what stays local is not compared."""
+        if action is Action.GATHER:
+            plans = [group.plan for group in unit.groups if group.is_gathered]
+            num_bytes = sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
+            if num_bytes:
+                verifier.gather(unit.index, num_bytes)
+        elif action is Action.REDUCE and reach is not Reach.NOWHERE:
+            verifier.reduce(unit.index, unit.bucket_bytes)
+        elif action is Action.FINALISE and reach is not Reach.NOWHERE:
+            verifier.end_backward()
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over, perhaps by an exception."""
+        if self.verifier is not None and not self.is_broken:
+            self.verifier.end_forward(failed)
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold what is about to be communicated into a number that ranks can compare."""
@@ -97,7 +159,7 @@ class Executor:
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.groups or not any(group.weights_in_slots for group in unit.groups):
             return None
-        return self._root_slot.block(0) if slot is None else self._slots.block(slot)
+        return self.weight_memory.take(unit.index, slot)
 
     def gather_across(self) -> None:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
@@ -116,9 +178,7 @@ class Executor:
     def reduce(self, unit: Unit, reach: Reach) -> None:
         """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
         if reach is Reach.NOWHERE:
-            for group in unit.groups:
-                if group.gradients is not None:
-                    group.gradients.keep()
+            self._keep(unit)
             return
         bucket = self._bucket(unit)
         scratch = self._scratch.borrow() if any(group.exchanges_inside for group in unit.groups) else None
@@ -154,6 +214,15 @@ class Executor:
         for ticket, _memory in self._crossing.popleft():
             ticket.wait()
 
+    def _keep(self, unit: Unit) -> None:
+        """Keep local sums, zero where nothing came: ranks must agree on what there is to reduce later."""
+        for position, group in enumerate(unit.groups):
+            if group.gradients is None:
+                continue
+            if not group.gradients.is_filling and not group.gradients.has_deferred:
+                self.begin_filling(unit, position, Reach.NOWHERE)
+            group.gradients.keep()
+
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT else self._buckets
 
@@ -187,6 +256,8 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop gradients on their way and take all borrowed memory back."""
+        self.is_broken = False
+        self.fingerprint = 0  # ranks may have been stopped at different points
         self.retire_all()
         for unit in self._units:
             unit.wait()
@@ -199,9 +270,9 @@ class Executor:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of slots, buckets and scratch taken so far; none of it is given back while the model lives."""
-        pools = (self._root_slot, self._slots, self._root_bucket, self._buckets, self._scratch)
-        return sum(pool.held_bytes for pool in pools)
+        """The most that gathered weights have taken at a time, and buckets and scratch as far as taken."""
+        pools = (self._root_bucket, self._buckets, self._scratch)
+        return self.weight_memory.peak_bytes + sum(pool.held_bytes for pool in pools)
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

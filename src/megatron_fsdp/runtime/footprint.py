@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.engine import Engine
 
 
@@ -16,13 +17,16 @@ class MemoryUse:
         compute_weight_bytes: Compute weights at rest.
         main_weight_bytes: Main weights that are memory of their own.
         main_grad_bytes: Main gradients.
-        transient_peak_bytes: Slots for gathered weights, communication buckets and scratch, as far as taken.
+        transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
+            as taken.
+        gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
     """
 
     compute_weight_bytes: int
     main_weight_bytes: int
     main_grad_bytes: int
     transient_peak_bytes: int
+    gathered_bytes: int
 
     @property
     def persistent_bytes(self) -> int:
@@ -38,6 +42,7 @@ def memory_of(engine: Engine) -> MemoryUse:
         sum(group.weights.main.local.nbytes for group in groups if not group.weights.shares_memory),
         sum(group.gradients.main.local.nbytes for group in groups if group.gradients is not None),
         engine.executor.transient_bytes,
+        engine.executor.weight_memory.held_bytes,
     )
 
 
@@ -54,6 +59,8 @@ def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
             grad_comm=group.plan.precision.grad_comm,
             requires_grad=group.gradients is not None,
             is_whole=group.plan.spec.key.is_scalar,
+            outer_ranks=group.plan.axes[0].num_ranks if len(group.plan.axes) > 1 else 1,
+            outer_shares=len(group.plan.axes) > 1 and group.plan.placements.main_weight[0] is Placement.SHARD,
         )
         for unit in engine.units
         for group in unit.groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -15,7 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.compiled import is_compiled_in_place, surround, uncompiled
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
+from megatron_fsdp.runtime.schedule import ROOT
+from megatron_fsdp.runtime.side_outputs import SideOutputs
 from megatron_fsdp.unit.unit import Unit
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
@@ -34,9 +38,18 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
     """
     reference = weakref.ref(engine)
     handles: list[RemovableHandle] = []
+    unit_modules = {id(module) for module in modules.values()}
     for index, module in modules.items():
-        handles.append(module.register_forward_pre_hook(partial(_before_forward, reference, index), prepend=True))
-        handles.append(module.register_forward_hook(partial(_after_forward, reference, index), always_call=True))
+        watch = None
+        if index != ROOT and engine.units[index].lives_in_slots:
+            watch = SideOutputs(module, unit_modules)
+        before = partial(_before_forward, reference, index, watch)
+        after = partial(_after_forward, reference, index, watch)
+        if is_compiled_in_place(module):
+            surround(module, before, after)
+            continue
+        handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
+        handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
@@ -97,19 +110,31 @@ def _live(reference: weakref.ref[Engine]) -> Engine:
     return engine
 
 
-def _before_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any) -> None:
-    _live(reference).before_forward(index)
+def _before_forward(
+    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any
+) -> None:
+    if watch is not None:
+        watch.begin()
+    engine = _live(reference)
+    if index not in engine.opened:
+        engine.before_forward(index)
 
 
-def _after_forward(reference: weakref.ref[Engine], index: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+def _after_forward(
+    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any, output: Any
+) -> Any:
     engine = reference()
+    left_behind = watch.end() if watch is not None else []
     if engine is None:
         return output  # reported before the forward; this is called although that raised
+    if index in engine.opened:
+        return output
     output = _copy_weights(engine.units[index], output)
     outputs: list[torch.Tensor] = []
     if torch.is_grad_enabled():
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    call = engine.after_forward(index, bool(outputs))
+        outputs = [tensor for tensor in (*tensors_in(output), *left_behind) if tensor.requires_grad]
+    failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
+    call = engine.after_forward(index, bool(outputs), failed)
     if torch.is_grad_enabled() and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
@@ -165,7 +190,7 @@ def _describe_state_dict(
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = _live(reference)
-    if not engine.scheduler.in_forward:
+    if not engine.scheduler.in_forward and not engine.opened:
         engine.install_sharded()
 
 

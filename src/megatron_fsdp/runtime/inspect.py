@@ -26,14 +26,14 @@ def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
-    """What `.grad` of every trainable parameter holds, whole, by canonical name; None where it is None."""
+    """What every trainable parameter shows as its gradient, whole, by canonical name; None where it is None."""
     result: dict[str, torch.Tensor | None] = {}
     for group in engine.groups():
         if group.gradients is None:
             continue
         full = gather_buffer(group, _gradient_buffer(group))
-        for index, (name, param) in enumerate(zip(group.names, group.sharded, strict=True)):
-            result[name] = None if param.grad is None else _whole(group, full, index)
+        for index, (name, grad) in enumerate(zip(group.names, group.grads(), strict=True)):
+            result[name] = None if grad is None else _whole(group, full, index)
     return result
 
 
@@ -59,8 +59,9 @@ def _whole(group: ParameterGroup, full: torch.Tensor, index: int) -> torch.Tenso
 
 def _gradient_buffer(group: ParameterGroup) -> FlatBuffer:
     plan = group.plan
-    buffer = FlatBuffer(plan.layout, group.weights.main.region, plan.precision.main_params, plan.device)
-    for index, param in enumerate(group.sharded):
-        if isinstance(param.grad, DTensor):
-            buffer.piece(index).copy_(param.grad.to_local())
+    assert group.gradients is not None
+    buffer = FlatBuffer(plan.layout, group.weights.main.region, group.gradients.shown_dtype, plan.device)
+    for index, grad in enumerate(group.grads()):
+        if isinstance(grad, DTensor):
+            buffer.piece(index).copy_(grad.to_local())
     return buffer

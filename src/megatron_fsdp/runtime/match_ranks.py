@@ -50,7 +50,7 @@ def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ..
         for name, param in module.named_parameters()
         if (part := parts[name]) is not None and not part.is_cut and not sharding.is_expert(name, param)
     }
-    return _find_differing(_plain(whole), group, sharding.device)
+    return differing_tensors(_plain(whole), group, sharding.device)
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:
-    differing = _find_differing(tensors, group, device)
+    differing = differing_tensors(tensors, group, device)
     for name in differing:
         value = tensors[name].to(device).contiguous()
         dist.broadcast(value, group_src=0, group=group)
@@ -67,9 +67,16 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
     return differing
 
 
-def _find_differing(
+def differing_tensors(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[str, ...]:
+    """Names of the tensors that are not the same bits on every rank; sends one number per tensor, twice.
+
+    Args:
+        tensors: The same names in the same order on every rank, none of them empty.
+        group: The ranks.
+        device: Where the hashes travel.
+    """
     if not tensors:
         return ()
     hashes = torch.stack([fingerprint(tensor).to(device) for tensor in tensors.values()])

@@ -40,6 +40,9 @@ class ShardedModel(Protocol):
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
 
+    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
+
 
 class _StepHooks:
     """The pair of hooks around one optimizer's `step`; remembers one keyword from the first for the second."""
@@ -108,10 +111,11 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         if alive is None:
             return
         original(alive, *args, **kwargs)
+        params = [param for group in alive.param_groups for param in group["params"]]
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        _alive(reference).clear_decoupled_gradients(params, set_to_none)
         if zero_grad_buffer:
-            _alive(reference).forget_pending_gradients(
-                param for group in alive.param_groups for param in group["params"]
-            )
+            _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -182,6 +186,19 @@ _NOT_ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SparseAdam,
 )
+
+
+def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:
+    """Refuse an optimizer that would find no gradient, so that nothing is trained in silence.
+
+    Raises:
+        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
+    """
+    if is_decoupled and type(optimizer).step.__module__.startswith("torch.optim"):
+        raise ConfigurationError(
+            f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {type(optimizer).__name__}, "
+            "one of torch's own, does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
+        )
 
 
 def move_to_sharded(

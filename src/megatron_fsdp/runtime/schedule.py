@@ -18,7 +18,7 @@ collectives must not.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -72,6 +72,9 @@ class ScheduleConfig:
         prefetch_forward: How many units to gather ahead in forward.
         prefetch_backward: How many units to gather ahead in backward.
         reduces_early: Whether a unit is reduced as soon as its gradients are there; else when the backward is over.
+        homeless: Units with memory of their own: a slot only counts how many are gathered, and any will do.
+        private: Units with memory of their own that is kept: they take no slot and give way to nobody.
+        returned: Units, or the root, that are released when a backward is over, because their memory is given back.
     """
 
     trainable: tuple[bool, ...]
@@ -81,6 +84,9 @@ class ScheduleConfig:
     prefetch_forward: int = 1
     prefetch_backward: int = 1
     reduces_early: bool = True
+    homeless: frozenset[int] = frozenset()
+    private: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -206,7 +212,8 @@ class Scheduler:
 
     def backward_ends(self) -> tuple[Operation, ...]:
         """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
-        operations: list[Operation] = []
+        done = [unit for unit in sorted(self.config.returned) if unit not in self._forward_stack]
+        operations = [operation for unit in done for operation in self._release(unit)]
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
             began = state.in_backward or (unit == ROOT and self._in_backward)
@@ -249,16 +256,36 @@ class Scheduler:
         return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
 
     def reset(self) -> tuple[Operation, ...]:
-        """Forget passes that were broken off; every unit is sharded afterwards."""
+        """Forget passes that were broken off; every unit is sharded afterwards.
+
+        So is what was learnt (order of units, slots): ranks may have been stopped at different points, and have to
+        decide alike from here on.
+        """
         self._forward_stack.clear()
         self._backward_unit = None
         self._unsettled.clear()
         self._in_backward = False
-        self._forward_order.begin()
-        self._backward_order.begin()
+        self._forward_order, self._backward_order = RecordedOrder(), RecordedOrder()
         for state in self._units:
-            state.open_forwards, state.in_backward, state.reduced = 0, False, True
-        return self.weights_changed()
+            state.in_backward, state.reduced = False, True
+        operations = self.weights_changed()
+        for state in self._units:
+            state.home = None
+        self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
+        return operations
+
+    def look_ahead(self, depth: int, may_grow: bool) -> None:
+        """Gather another number of units ahead from now on.
+
+        Args:
+            depth: How many, in both directions; not more than there are slots besides the one in use.
+            may_grow: Whether to add slots for them; slots are never taken away.
+        """
+        slots = max(self.config.slots, depth + 1) if may_grow else self.config.slots
+        if self.config.shares_slots:
+            depth = min(depth, slots - 1)
+            self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
+        self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
@@ -317,7 +344,7 @@ class Scheduler:
         if state.residence is not Residence.SHARDED:
             return []
         operations: list[Operation] = []
-        if unit != ROOT and self.config.shares_slots:
+        if unit != ROOT and self.config.shares_slots and unit not in self.config.private:
             slot = self._choose_slot(unit, keep, must)
             if slot is None:
                 return []
@@ -332,7 +359,7 @@ class Scheduler:
 
     def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
         """The unit's home if it can be had, else an empty or the least recently used slot; a new one if it must."""
-        home = self._units[unit].home
+        home = None if unit in self.config.homeless else self._units[unit].home
         if home is not None and self._can_evict(home, keep):
             return home
         if home is not None and (not must or self._units[unit].open_forwards > 0):

@@ -107,6 +107,7 @@ class Sharding:
             self.device,
             parts,
             layouts,
+            domain.foreign_groups,
         )
 
     def _layouts(

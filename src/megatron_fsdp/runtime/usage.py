@@ -48,8 +48,9 @@ class UsageAgreement:
         if highest != -minus_lowest:
             raise ScheduleError(
                 "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
-                "every rank has to call the same units in the same order (modules chosen by data, such as experts, "
-                "must not be units of their own: name other fsdp_unit_modules)"
+                "every rank has to call the same units in the same order, and one that has nothing to compute with a "
+                "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
+                "difference (docs/ranks.md)"
             )
         used = [bool(flag) for flag in found]
         # A single rank knows without asking, so it never has to settle for zeros.

@@ -24,6 +24,7 @@ from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.unit.grad_slot import GRAD, get_grad, set_grad
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
@@ -44,6 +45,7 @@ class GradientBuffers:
         self.layout = layout
         self.precision = precision
         self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
+        self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.main = FlatBuffer(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
@@ -57,6 +59,7 @@ class GradientBuffers:
         self._pending: torch.Tensor | None = None
         self._filled = [False] * count
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
+        self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
@@ -185,6 +188,7 @@ class GradientBuffers:
                         self.main.piece(index).zero_()
             main.add_(reduced, alpha=factor)
         self._live = [True] * len(self._live)
+        self.renewed = True
 
     def _reconcile(self, params: Sequence[nn.Parameter]) -> None:
         """Take in what `.grad` of the sharded parameters holds by now, and leave None where it was not our own view.
@@ -194,7 +198,7 @@ class GradientBuffers:
         """
         for index, attached in enumerate(self._attached):
             self._attached[index] = False
-            grad = params[index].grad
+            grad = get_grad(params[index], self.grad_attribute)
             self._kept[index] |= grad is not None
             if grad is None:
                 self._live[index] = self._live[index] and not attached
@@ -203,7 +207,7 @@ class GradientBuffers:
                     self._take_back(index, grad)
                 else:
                     self._add_foreign(index, grad)
-                params[index].grad = None
+                set_grad(params[index], self.grad_attribute, None)
 
     def _take_back(self, index: int, grad: torch.Tensor) -> None:
         """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
@@ -235,17 +239,21 @@ class GradientBuffers:
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
         for index, param in enumerate(params):
-            grad = param.grad
+            grad, attached = get_grad(param, self.grad_attribute), self._attached[index]
+            if grad is None and attached:
+                self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
             if grad is None or grad is self._views[index]:
                 continue
-            if self._attached[index]:
+            if attached:
                 self._take_back(index, grad)
             else:
                 self._add_foreign(index, grad)
-        same = self.precision.main_grads == self.precision.main_params
-        cast = None if same else self.main.local.to(self.precision.main_params)
+        if self.grad_attribute != GRAD:
+            self._take_plain(params)
+        cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, param in enumerate(params):
-            if not self._live[index] or not (used[index] or self._kept[index] or param.grad is not None):
+            shown = get_grad(param, self.grad_attribute) is not None
+            if not self._live[index] or not (used[index] or self._kept[index] or shown):
                 self._live[index] = False
                 continue
             if cast is None:
@@ -254,17 +262,31 @@ class GradientBuffers:
                     grad = self._views[index] = describe(index, self.main.piece(index))
             else:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
-            param.grad = grad
+            set_grad(param, self.grad_attribute, grad)
             self._attached[index] = True
         self.arrived = [False] * len(self.arrived)
         self._kept = [False] * len(self._kept)
+        self.renewed = False
+
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """Dtype of the gradients that the sharded parameters show: their own, or not cast where decoupled."""
+        return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
+
+    def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
+        """Add what autograd itself put into `.grad` of sharded parameters that show their gradient elsewhere."""
+        for index, param in enumerate(params):
+            if param.grad is not None:
+                self._add_foreign(index, param.grad)
+                param.grad = None
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply what has been accumulated, visible or not, reduced or not."""
         self.main.local.mul_(factor)
         for view, param in zip(self._views, params, strict=True):
-            if param.grad is not None and param.grad is not view:
-                param.grad.mul_(factor)  # a copy in another dtype, or what the user put there
+            grad = get_grad(param, self.grad_attribute)
+            if grad is not None and grad is not view:
+                grad.mul_(factor)  # a copy in another dtype, or what the user put there
         for waiting in (self._partial, self._pending):
             if waiting is not None:
                 waiting.mul_(factor)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -23,6 +24,7 @@ from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement, Placements
 from megatron_fsdp.region import shard_count
 from megatron_fsdp.shard_description import BufferCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, local_part
 from megatron_fsdp.unit.weights import WeightBuffers
@@ -44,6 +46,7 @@ class GroupPlan:
         device: Where the buffers live.
         parts: For each parameter how tensor parallelism cut it before; None where it did not.
         layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
+        foreign_groups: For experts, groups of ranks that hold other experts.
     """
 
     spec: ParameterGroupSpec
@@ -56,6 +59,7 @@ class GroupPlan:
     device: torch.device
     parts: tuple[TensorParallelPart | None, ...]
     layouts_by_part: tuple[Layout, ...] = ()
+    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def axis(self) -> Axis:
@@ -92,6 +96,7 @@ class GroupPlan:
                 tensor_cut=tensor_cut,
                 other_cuts=tuple(_cut(layout, index) for layout in layouts),
             ),
+            self.foreign_groups,
         )
 
 
@@ -119,11 +124,13 @@ class ParameterGroup:
             self.gradients = GradientBuffers(
                 plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
             )
+        self._stand_in: torch.Tensor | None = None
         for index, original in enumerate(originals):
             if not original.is_meta:
                 self.store(index, local_part(original))
         introduce_to_torch()
         self.frames = tuple(plan.frame(index) for index in range(len(originals)))
+        self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
@@ -164,7 +171,7 @@ class ParameterGroup:
         self.note_installed()
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were frozen, unfrozen or given hooks after wrapping.
+        """Refuse parameters that were frozen, unfrozen or replaced after wrapping.
 
         Raises:
             ConfigurationError: Names the first one.
@@ -180,11 +187,6 @@ class ParameterGroup:
                 raise ConfigurationError(
                     f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
                     "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
-                )
-            if param._post_accumulate_grad_hooks:
-                raise ConfigurationError(
-                    f"{name} was given a post-accumulate-grad hook after the model was sharded; autograd never "
-                    "reaches the sharded parameter, so it would not run: act on .grad after backward"
                 )
 
     @property
@@ -211,6 +213,27 @@ class ParameterGroup:
     def main_is_sharded(self) -> bool:
         """Whether main weights are placed as shards; also on a single rank, which then holds the only one."""
         return Placement.SHARD in self.plan.placements.main_weight
+
+    @property
+    def grad_attribute(self) -> GradAttribute:
+        """The attribute of the sharded parameters that holds their gradient."""
+        return GRAD if self.gradients is None else self.gradients.grad_attribute
+
+    def decouple_gradients(self) -> None:
+        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        if self.gradients is not None:
+            self.gradients.grad_attribute = DECOUPLED
+            self.hide_grads()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What each sharded parameter shows as its gradient."""
+        return [get_grad(param, self.grad_attribute) for param in self.sharded]
+
+    def hide_grads(self) -> None:
+        """Let no sharded parameter show a gradient."""
+        for param in self.sharded:
+            param.grad = None
+            set_grad(param, self.grad_attribute, None)
 
     @property
     def gathered_bytes(self) -> int:
@@ -250,30 +273,47 @@ class ParameterGroup:
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):
-            for index, param in enumerate(self.full):
-                view = self.weights.full_view(full, index)
-                if isinstance(param, DTensor):
-                    param._local_tensor = view
-                else:
-                    param.data = view
+            for index in range(len(self.full)):
+                self._point(index, self.weights.full_view(full, index))
+
+    def _point(self, index: int, memory: torch.Tensor) -> None:
+        param = self.full[index]
+        if isinstance(param, DTensor):
+            param._local_tensor = memory
+        else:
+            param.data = memory
 
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
         part = self.plan.parts[index]
         return grad if part is None else part.local_gradient(grad)
 
+    def hide(self) -> None:
+        """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
+        with torch.inference_mode(False):
+            if self._stand_in is None:
+                self._stand_in = self._one_element()
+            for index in range(len(self.full)):
+                self._point(index, self._stand_in.expand(self.plan.layout.shapes[index]))
+
+    def _one_element(self) -> torch.Tensor:
+        """What a parameter without memory points to; expanded, it has the right shape."""
+        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
+
     def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
         piece = self.describe_piece(index, self.weights.main.piece(index))
         param = nn.Parameter(piece, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
-        if original.requires_grad:  # reductions of whole parameters hand back gradients of the global shape
-            param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
+        if original.requires_grad:
+            # Reductions of whole parameters hand back gradients of the global shape.
+            handle = param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
+            self.own_hooks.add(handle.id)
+            for hook in (original._post_accumulate_grad_hooks or {}).values():
+                param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        # The right shape without memory, until `place`.
-        shape = self.plan.layout.shapes[index]
-        hollow = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device).expand(shape)
+        hollow = self._one_element().expand(self.plan.layout.shapes[index])
         part = self.plan.parts[index]
         param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)

@@ -106,6 +106,13 @@ class Unit:
         """
         self._mark(1)
 
+    def hide(self) -> None:
+        """The memory of the gathered weights is gone: the full parameters lie nowhere until the next gather."""
+        self._placed_in = None
+        for group in self.groups:
+            if group.weights_in_slots:
+                group.hide()
+
     def _mark(self, version: int) -> None:
         """Set the version counters of full parameters that live in a slot; saved views of them share these."""
         if self._slotted:
@@ -162,6 +169,17 @@ class Unit:
             for param, places in zip(group.sharded, sites, strict=True):
                 for module, attribute in places:
                     set_parameter(module, attribute, param)
+
+    def install_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Put parameters of somebody else's into the module tree, one per parameter of each group."""
+        for params, sites in zip(copies, self._sites, strict=True):
+            for param, places in zip(params, sites, strict=True):
+                for module, attribute in places:
+                    set_parameter(module, attribute, param)
+
+    def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
+        """Whether parameter `index` of a group is `copy` in every place of the module tree."""
+        return all(module._parameters.get(name) is copy for module, name in self._sites[position][index])
 
     @property
     def main_changed(self) -> bool:

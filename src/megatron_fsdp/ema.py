@@ -1,0 +1,151 @@
+"""An exponential moving average of a sharded model's weights, sharded as they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.unit.param_group import ParameterGroup
+
+
+class ShardedEMA:
+    """average = decay * average + (1 - decay) * weight, on each rank for its shards of trainable parameters.
+
+    Nothing is communicated. Frozen parameters do not change, so no average of them is held; module buffers are not
+    part of it.
+
+    Args:
+        model: Whose main weights to follow; held weakly.
+        decay: Of one update, 0 <= decay < 1.
+        dtype: Of the averages. Narrow ones lose small updates: with a decay of 0.999 bfloat16 hardly moves.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or nothing is trainable.
+    """
+
+    def __init__(self, model: MegatronFSDP, decay: float = 0.999, dtype: torch.dtype = torch.float32) -> None:
+        _check_decay(decay)
+        if not dtype.is_floating_point:
+            raise ConfigurationError(f"dtype={dtype} cannot hold an average; give a floating-point dtype")
+        self.decay = decay
+        self._model = weakref.ref(model)
+        self._applied = False
+        self._averages: dict[str, DTensor] = {}
+        for group, index in self._places():
+            piece = group.weights.main.piece(index).detach().to(dtype, copy=True)
+            self._averages[group.names[index]] = group.describe_chunks(index, group.describe_piece(index, piece))
+        if not self._averages:
+            raise ConfigurationError("the model has no trainable parameter; there is nothing to average")
+
+    @torch.no_grad()
+    def update(self, decay: float | None = None) -> None:
+        """Take the weights as they are now into the average; call it after `optimizer.step()`.
+
+        Args:
+            decay: Of this update only; None: the one given at first.
+
+        Raises:
+            ConfigurationError: `decay` is out of range.
+            ScheduleError: Inside `applied()`, where the weights are the averages.
+        """
+        if self._applied:
+            raise ScheduleError("update() was called inside applied(), where the weights are the averages; leave it")
+        decay = self.decay if decay is None else decay
+        _check_decay(decay)
+        averages, weights = [], []
+        for group, index in self._places():
+            average = self._average(group, index)
+            averages.append(average)
+            weights.append(group.weights.main.piece(index).detach().to(average.dtype))
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model hold the averages inside a block, for evaluation; afterwards its weights are bit for bit back.
+
+        Memory: a copy of this rank's shards of the main weights.
+
+        Raises:
+            ScheduleError: It is applied already.
+        """
+        if self._applied:
+            raise ScheduleError("the average is applied already; leave applied() before entering it again")
+        model = self._alive()
+        saved = [group.weights.main.piece(index).detach().clone() for group, index in self._places()]
+        self._applied = True
+        try:
+            with torch.no_grad():
+                for group, index in self._places():
+                    group.weights.main.piece(index).copy_(self._average(group, index))
+            model.install_optimized_model_weights()
+            yield
+        finally:
+            with torch.no_grad():
+                for (group, index), before in zip(self._places(), saved, strict=True):
+                    group.weights.main.piece(index).copy_(before)
+            model.install_optimized_model_weights()
+            self._applied = False
+
+    def state_dict(self) -> dict[str, DTensor]:
+        """The averages by canonical name, as DTensors that torch.distributed.checkpoint saves and loads in place."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Copy averages in.
+
+        Args:
+            state_dict: One tensor per trainable parameter: a DTensor sharded as the parameter is, or a full tensor.
+
+        Raises:
+            ConfigurationError: Names or shapes are not those of the trainable parameters; nothing is copied then.
+        """
+        missing, unexpected = self._averages.keys() - state_dict.keys(), state_dict.keys() - self._averages.keys()
+        if missing or unexpected:
+            raise ConfigurationError(
+                f"the averages do not fit: missing {sorted(missing)[:8]}, unexpected {sorted(unexpected)[:8]}; load "
+                "what state_dict() of the same model gave"
+            )
+        pieces = [self._piece_of(group, index, state_dict[group.names[index]]) for group, index in self._places()]
+        for (group, index), piece in zip(self._places(), pieces, strict=True):
+            self._average(group, index).copy_(piece)
+
+    def _piece_of(self, group: ParameterGroup, index: int, value: torch.Tensor) -> torch.Tensor:
+        average = self._average(group, index)
+        if value.shape == self._averages[group.names[index]].shape:
+            piece = value.to_local() if isinstance(value, DTensor) else group.shard_like(index, value).to_local()
+            if piece.shape == average.shape:
+                return piece
+        raise ConfigurationError(
+            f"{group.names[index]} of shape {tuple(value.shape)} does not fit the average of shape "
+            f"{tuple(self._averages[group.names[index]].shape)} or its shard; load what state_dict() of a model of the "
+            "same shape and sharding gave, or full tensors"
+        )
+
+    def _average(self, group: ParameterGroup, index: int) -> torch.Tensor:
+        return self._averages[group.names[index]]._local_tensor
+
+    def _places(self) -> Iterator[tuple[ParameterGroup, int]]:
+        for group in self._alive().parameter_groups():
+            if group.gradients is not None:
+                for index in range(len(group.sharded)):
+                    yield group, index
+
+    def _alive(self) -> MegatronFSDP:
+        model = self._model()
+        if model is None:
+            raise ConfigurationError(
+                "the model that this average follows has been deleted; make a new one for a new model"
+            )
+        return model
+
+
+def _check_decay(decay: float) -> None:
+    if not 0.0 <= decay < 1.0:
+        raise ConfigurationError(f"decay={decay} is out of range; give a number from 0 to below 1, such as 0.999")

@@ -1,0 +1,104 @@
+"""The part of the engine for loops that drive communication by hand: gather, release, reduce when told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import Placement
+from megatron_fsdp.runtime.executor import Executor
+from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.runtime.schedule import Scheduler
+from megatron_fsdp.runtime.sync import Reach
+from megatron_fsdp.unit.param_group import ParameterGroup
+from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.weight_plan import prefetch_depth
+
+
+class OnRequest:
+    """What hooks never ask for, and people may."""
+
+    units: tuple[Unit, ...]
+    scheduler: Scheduler
+    executor: Executor
+    memory: MemoryPlan
+
+    @property
+    def reach(self) -> Reach:
+        """How far gradients of this backward travel."""
+        raise NotImplementedError
+
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        raise NotImplementedError
+
+    def install_main_weights(self) -> None:
+        """Copy main weights into compute weights; what was gathered is out of date."""
+        raise NotImplementedError
+
+    def prefetch_weights(self, wait: bool) -> None:
+        """Start gathering the units that there is room for, root first, ahead of the next forward."""
+        for unit in self.units:
+            self.executor.run(self.scheduler.weights_wanted(unit.index))
+            if wait:
+                unit.wait()
+
+    @property
+    def largest_unit_numel(self) -> int:
+        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
+        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
+        return max(sizes[1:], default=sizes[0])
+
+    def set_prefetch(self, numel: int) -> None:
+        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
+        self.scheduler.look_ahead(prefetch_depth(numel, unit_numels(self.units)), self.memory.may_grow)
+
+    def set_reduce_capacity(self, numel: int) -> None:
+        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
+
+        Raises:
+            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
+        """
+        if not self.scheduler.config.reduces_early:
+            raise ConfigurationError(
+                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
+                "wait for the end of backward; leave it alone or turn the overlap on"
+            )
+        self.executor.set_bucket_count(bucket_count(numel, self.units))
+
+    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
+        """Gather the units that own some parameters, sharded or full ones."""
+        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+        for unit in self.units_of(params):
+            self.executor.run(event(unit.index))
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units that own some parameters, sharded or full ones, in unit order."""
+        wanted = {id(param) for param in params}
+        return [
+            unit
+            for unit in self.units
+            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
+        ]
+
+    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
+        for unit in self.units_of(params):
+            self.executor.run(self.scheduler.weights_unwanted(unit.index))
+
+    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
+        for unit in self.units_of(params):
+            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
+                self.executor.run(self.scheduler.gradients_ready(unit.index), self.reach)
+
+    def broadcast_whole_weights(self) -> None:
+        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
+        for group in self.groups():
+            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+                if axis.group is not None and placement is not Placement.SHARD:
+                    dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
+        self.install_main_weights()

@@ -1,0 +1,27 @@
+"""Where a sharded parameter shows its gradient: in `.grad`, or in `.decoupled_grad`, which torch knows nothing of.
+
+Torch insists that `.grad` has the dtype of its parameter; an attribute of its own may have any.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+GradAttribute = Literal["grad", "decoupled_grad"]
+
+GRAD: GradAttribute = "grad"
+DECOUPLED: GradAttribute = "decoupled_grad"
+
+
+def get_grad(param: nn.Parameter, attribute: GradAttribute) -> torch.Tensor | None:
+    """The gradient that a parameter shows, or None."""
+    found: torch.Tensor | None = getattr(param, attribute, None)
+    return found
+
+
+def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:
+    """Let a parameter show a gradient, or none."""
+    setattr(param, attribute, grad)

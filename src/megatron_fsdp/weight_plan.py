@@ -1,0 +1,155 @@
+"""Where gathered weights live: the choice of an allocator turned into a place for every unit. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+class WeightAllocator(Enum):
+    """How memory for gathered weights is taken and given back; `docs/memory.md` compares them."""
+
+    SLOTS = "slots"  # slots of the largest unit's size, taken at their first use and kept
+    RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is not gathered
+    DOUBLE_BUFFER = "double buffer"  # two slots of the most common unit's size, taken at once; other units resize
+    PERSISTENT_DOUBLE_BUFFER = "persistent double buffer"  # the same, and other units keep a buffer of their own
+    MAX_POOL = "max pool"  # two slots of the largest unit's size, taken at once
+
+
+DOUBLE_BUFFERS = (
+    WeightAllocator.DOUBLE_BUFFER,
+    WeightAllocator.PERSISTENT_DOUBLE_BUFFER,
+    WeightAllocator.MAX_POOL,
+)
+"""The allocators with two fixed slots."""
+
+
+class Place(Enum):
+    """Where one unit's gathered weights live."""
+
+    SLOT = "slot"  # in numbered slots, in turn with other units
+    OWN = "own"  # in memory of its own that is kept
+    RESIZED = "resized"  # in memory of its own that is there only while the unit is gathered
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """The gathered weights of one unit.
+
+    Attributes:
+        gathered_bytes: Bytes of the block that holds them; 0 where every rank has them whole anyway.
+        shape: Elements and dtype of each parameter group among them; units of equal shape fit one another's memory.
+    """
+
+    gathered_bytes: int
+    shape: tuple[tuple[int, torch.dtype], ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """A place for every unit, the root first.
+
+    Attributes:
+        places: For each unit.
+        gathered_bytes: For each unit, what its block takes.
+        slots: How many units besides the root, of those that give way to others, are gathered at a time.
+        taken_at_once: Whether slots and kept buffers are taken at wrap time, else at their first use.
+    """
+
+    places: tuple[Place, ...]
+    gathered_bytes: tuple[int, ...]
+    slots: int
+    taken_at_once: bool = False
+
+    def units_in(self, place: Place) -> tuple[int, ...]:
+        """The units that live in some kind of place, the root included."""
+        return tuple(unit for unit, found in enumerate(self.places) if found is place)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot: the largest unit that lives in slots."""
+        return max((self.gathered_bytes[unit] for unit in self.units_in(Place.SLOT)), default=0)
+
+    @property
+    def slots_used(self) -> int:
+        """Slots that are ever taken: not more than there are units to put into them."""
+        return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(Place.SLOT)))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that gathered weights take at a time, where units are used in their order.
+
+        Kept buffers and slots count whole. Of the units that resize, as many as there are slots are there at a time,
+        and they follow one another; the root is there with all of them.
+        """
+        kept = sum(self.gathered_bytes[unit] for unit in self.units_in(Place.OWN))
+        in_turn = [unit for unit, place in enumerate(self.places) if unit and place is not Place.OWN]
+        resized = [self.gathered_bytes[unit] if self.places[unit] is Place.RESIZED else 0 for unit in in_turn]
+        windows = (sum(resized[first : first + self.slots]) for first in range(max(1, len(resized))))
+        root = self.gathered_bytes[0] if self.places[0] is Place.RESIZED else 0
+        return root + kept + self.slots_used * self.slot_bytes + max(windows)
+
+
+def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int) -> WeightPlan:
+    """Choose a place for every unit.
+
+    Args:
+        allocator: What the caller chose.
+        units: All units, root first.
+        slots: How many units besides the root may be gathered at a time.
+
+    Returns:
+        The plan. The root, whose forward surrounds all others, never lives in a slot.
+    """
+    root = Place.RESIZED if allocator is WeightAllocator.RESIZE else Place.OWN
+    return WeightPlan(
+        places=(root, *_places_of_others(allocator, units[1:])),
+        gathered_bytes=tuple(unit.gathered_bytes for unit in units),
+        slots=slots,
+        taken_at_once=allocator in DOUBLE_BUFFERS,
+    )
+
+
+def _places_of_others(allocator: WeightAllocator, units: Sequence[UnitWeights]) -> list[Place]:
+    if allocator is WeightAllocator.RESIZE:
+        return [Place.RESIZED] * len(units)
+    if allocator in (WeightAllocator.SLOTS, WeightAllocator.MAX_POOL):
+        return [Place.SLOT] * len(units)
+    common = most_common_shape(units)
+    odd = Place.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else Place.OWN
+    return [Place.SLOT if unit.shape == common else odd for unit in units]
+
+
+def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
+    """The shape that most units share; of several the one that takes most bytes, then the first."""
+    sizes = {unit.shape: unit.gathered_bytes for unit in units if unit.gathered_bytes}
+    counts = Counter(unit.shape for unit in units if unit.gathered_bytes)
+    return max(counts, key=lambda shape: (counts[shape], sizes[shape]), default=())
+
+
+def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
+    """How many units may be gathered ahead within a number of elements.
+
+    Args:
+        numel: 0 for none; anything else for at least one.
+        unit_numels: Elements of each unit besides the root.
+
+    Returns:
+        The largest count such that any that many units fit, at most all of them.
+
+    Raises:
+        ConfigurationError: `numel` is negative.
+    """
+    if numel < 0:
+        raise ConfigurationError(f"{numel} elements cannot be gathered ahead; give 0 (none) or more.")
+    count, total = 0, 0
+    for size in sorted(unit_numels, reverse=True):
+        total += size
+        if total > numel:
+            break
+        count += 1
+    return min(len(unit_numels), max(count, int(numel > 0)))

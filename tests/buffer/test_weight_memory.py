@@ -1,0 +1,51 @@
+"""Blocks of gathered weights: taken when the plan says, given back when it says, the same memory where it must be."""
+
+import torch
+
+from megatron_fsdp.buffer.weight_memory import WeightMemory
+from megatron_fsdp.weight_plan import UnitWeights, WeightAllocator, plan_weights
+
+SIZES = (1024, 256, 256, 512)
+
+
+def memory(allocator: WeightAllocator) -> WeightMemory:
+    units = [UnitWeights(size, ((size // 4, torch.float32),)) for size in SIZES]
+    return WeightMemory(plan_weights(allocator, units, 2), torch.device("cpu"))
+
+
+def test_slots_are_shared_and_kept() -> None:
+    weights = memory(WeightAllocator.SLOTS)
+    assert weights.held_bytes == 0
+    assert weights.take(1, 0) is weights.take(3, 0)
+    assert weights.take(2, 1) is not weights.take(3, 0)
+    assert not weights.give_back(1)
+    assert weights.held_bytes == weights.peak_bytes == 2 * 512
+
+
+def test_resized_blocks_are_there_while_they_are_taken() -> None:
+    weights = memory(WeightAllocator.RESIZE)
+    root, first = weights.take(0, None), weights.take(1, 0)
+    assert weights.held_bytes == 1024 + 256
+    assert weights.give_back(1)
+    assert weights.take(3, 0) is not first
+    assert weights.held_bytes == weights.peak_bytes == 1024 + 512
+    assert weights.give_back(3)
+    assert weights.give_back(0)
+    assert (weights.held_bytes, weights.peak_bytes) == (0, 1024 + 512)
+    assert weights.take(1, 1) is first
+    assert weights.take(0, None) is root
+
+
+def test_giving_back_what_was_never_taken_gives_nothing_back() -> None:
+    assert not memory(WeightAllocator.RESIZE).give_back(2)
+
+
+def test_double_buffers_are_there_from_the_beginning() -> None:
+    held = {each: memory(each).held_bytes for each in WeightAllocator}
+    assert held == {
+        WeightAllocator.SLOTS: 0,
+        WeightAllocator.RESIZE: 0,
+        WeightAllocator.DOUBLE_BUFFER: 1024 + 2 * 256,
+        WeightAllocator.PERSISTENT_DOUBLE_BUFFER: 1024 + 2 * 256 + 512,
+        WeightAllocator.MAX_POOL: 1024 + 2 * 512,
+    }

@@ -1,0 +1,151 @@
+"""Losses that units leave in attributes are trained; modules that join after sharding are refused by name."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.runtime.side_outputs import SideOutputs
+from tests.conftest import RunRanks
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.usage_models import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case
+
+ALL = tuple(Setting(strategy) for strategy in range(4))
+
+
+class DeepSideLoss(SideLoss):
+    """Leaves one loss in a list of a submodule, and one in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.register_buffer("kept", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        half = 0.5 * self.penalty
+        self.inner.losses = [half]  # type: ignore[assignment]
+        self.kept = half * self.up.bias.sum()
+        del self.penalty
+        return result
+
+
+class Deep(Penalised):
+    """Adds up what the units left behind before it uses their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DeepSideLoss() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        side = sum(layer.inner.losses[0] + layer.kept for layer in self.layers)
+        return self.last(x) + side
+
+
+def train(run: Run) -> None:
+    run.train(0, 1, 2)
+    with run.no_sync():
+        run.loss(3).backward()
+    run.loss(4).backward()
+    run.step()
+
+
+@pytest.mark.parametrize("build", [Penalised, Deep])
+def test_losses_left_in_attributes_are_trained(run_ranks: RunRanks, build: Callable[[], nn.Module]) -> None:
+    check_strategies(run_ranks, 2, Scenario(train, vector_case(build)), ALL)
+
+
+def test_only_what_the_latest_forward_computed_counts() -> None:
+    unit, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    unit.other, unit.old = other, unit(torch.ones(1))  # type: ignore[assignment]
+    side = SideOutputs(unit, {id(other)})
+    side.begin()
+    unit.loss, unit.plain = unit(torch.ones(1)), torch.ones(1)  # type: ignore[assignment]
+    unit.pair = {"a": unit.loss + 1.0}  # type: ignore[assignment]
+    other.loss = unit.loss + 2.0  # type: ignore[assignment]
+    found = side.end()
+    assert [id(tensor) for tensor in found] == [id(unit.loss), id(unit.pair["a"])]  # type: ignore[index]
+    assert side.end() == []
+
+
+# ---- modules that come later ----------------------------------------------------------------------------------------
+
+
+def _model() -> MegatronFSDP:
+    torch.manual_seed(0)
+    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
+
+
+def _refused(change: Callable[[Ordered], object]) -> str:
+    model = _model()
+    x = torch.ones(2, FEATURES)
+    model(x)
+    change(model.module)
+    with pytest.raises(ConfigurationError) as raised:
+        model(x)
+    return str(raised.value)
+
+
+def replace_unit() -> str:
+    def change(module: Ordered) -> None:
+        module.layers[1] = Layer()
+
+    return _refused(change)
+
+
+def replace_part() -> str:
+    def change(module: Ordered) -> None:
+        module.layers[1].up = nn.Linear(FEATURES, 9)
+
+    return _refused(change)
+
+
+def add_parameter() -> str:
+    def change(module: Ordered) -> None:
+        module.layers[2].gain = nn.Parameter(torch.ones(1))
+
+    return _refused(change)
+
+
+def add_adapter() -> str:
+    def change(module: Ordered) -> None:
+        module.layers[3].up = nn.Sequential(module.layers[3].up, nn.Linear(9, 9))
+
+    return _refused(change)
+
+
+CHANGES = {
+    replace_unit: "layers.1 is a Layer with trainable parameters",
+    replace_part: "layers.1.up is a Linear with trainable parameters",
+    add_parameter: "layers.2.gain is a parameter",
+    add_adapter: "layers.3.up is a Sequential with trainable parameters",
+}
+
+
+@pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.__name__)
+def test_what_would_train_unseen_is_refused_by_name(run_ranks: RunRanks, case: Callable[[], str]) -> None:
+    first, second = run_ranks(2, case)
+    assert first == second
+    assert CHANGES[case] in first
+    assert "put there after the model was sharded" in first
+
+
+def harmless_changes() -> float:
+    """Wrappers around what is there, frozen parts and modules without parameters."""
+    model = _model()
+    x = torch.ones(2, FEATURES)
+    before = model(x)
+    module = model.module
+    module.layers[0] = nn.Sequential(module.layers[0], nn.Identity())
+    module.layers[1].probe = nn.Linear(3, 3).requires_grad_(requires_grad=False)
+    module.extra = nn.Tanh()
+    return (model(x) - before).abs().max().item()
+
+
+def test_harmless_changes_are_let_through(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, harmless_changes) == [0.0, 0.0]

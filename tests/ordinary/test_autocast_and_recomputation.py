@@ -1,0 +1,160 @@
+"""Autocast in all its forms, and recomputation with nesting, keywords and dropout, equal one process."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import fully_shard_model
+from tests.conftest import RunRanks
+from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
+from tests.support.usage_models import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case
+
+ALL = tuple(Setting(strategy) for strategy in range(4))
+SHARDED = (Setting(3), Setting(2))
+BF16 = Tolerance(rtol=2e-2, atol=1e-3, of_largest=2e-2)
+"""Gradients of bf16 products differ by a few of its roundings (2 ** -8) where a batch is cut in other places."""
+
+
+# ---- autocast ------------------------------------------------------------------------------------------------------
+
+
+def train_under_autocast(run: Run, cache: bool) -> None:
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            loss = run.loss(step)
+        loss.backward()
+        run.step()
+
+
+def accumulate_inside_autocast(run: Run) -> None:
+    """Both backwards inside of one context, so that the second forward finds the casts of the first."""
+    for step in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            run.loss(2 * step).backward()
+            run.loss(2 * step + 1).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_training_under_autocast(run_ranks: RunRanks, cache: bool) -> None:
+    script = train_with_cache if cache else train_without_cache
+    check_strategies(run_ranks, 2, Scenario(script, vector_case(Ordered)), ALL, BF16)
+
+
+def train_with_cache(run: Run) -> None:
+    train_under_autocast(run, cache=True)
+
+
+def train_without_cache(run: Run) -> None:
+    train_under_autocast(run, cache=False)
+
+
+def test_several_microbatches_inside_one_autocast(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 2, Scenario(accumulate_inside_autocast, vector_case(Ordered)), ALL, BF16)
+
+
+# ---- recomputation -------------------------------------------------------------------------------------------------
+
+
+class NestedCheckpoints(Ordered):
+    """All layers in one checkpoint, each layer in another inside of it, called with keywords."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self._stack, self.first(x), scale=0.5, use_reentrant=False))
+
+    def _stack(self, x: Tensor, *, scale: float) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self._one, layer, x=x, scale=scale, use_reentrant=False)
+        return x
+
+    def _one(self, layer: nn.Module, *, x: Tensor, scale: float) -> Tensor:
+        return layer(x) * scale
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_checkpoints_inside_checkpoints_with_keywords(run_ranks: RunRanks, num_ranks: int) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(train, vector_case(NestedCheckpoints)), SHARDED)
+
+
+def train(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+class Dropped(Layer):
+    """A unit with dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class DroppedAndRecomputed(Recomputed):
+    """Units with dropout, recomputed or not."""
+
+    def __init__(self, where: Where, reentrant: bool, recompute: bool) -> None:
+        super().__init__(where, reentrant)
+        self.layers = nn.ModuleList(Dropped() for _ in range(4))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute:
+            return super().forward(x)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def dropped_gradients(where: Where, reentrant: bool) -> float:
+    """Largest difference between gradients with and without recomputation, under the same seeds."""
+    found = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        model = fully_shard_model(DroppedAndRecomputed(where, reentrant, recompute), fsdp_unit_modules=[Layer])
+        torch.manual_seed(10 + dist.get_rank())
+        for _ in range(2):
+            model(torch.ones(3, FEATURES)).square().sum().backward()
+        found.append({name: grad for name, grad in model.full_gradients().items() if grad is not None})
+    assert len(found[0]) == 20
+    return max((grad - found[1][name]).abs().max().item() for name, grad in found[0].items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["units", "pairs"])
+def test_recomputed_dropout_drops_the_same(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
+    assert run_ranks(2, dropped_gradients, where, reentrant) == [0.0, 0.0]
+
+
+def count_gathers(where: Where | None, reentrant: bool) -> list[int]:
+    """Gathers of each of four steps."""
+    torch.manual_seed(0)
+    build = Ordered if where is None else partial(Recomputed, where, reentrant)
+    model = fully_shard_model(build(), fsdp_unit_modules=[Layer])
+    counts = []
+    for _ in range(4):
+        before = model.traffic()
+        batch = make_batch(2, torch.Generator().manual_seed(0))
+        F.mse_loss(model(batch.inputs), batch.targets).backward()
+        model.install_optimized_model_weights()
+        counts.append(model.traffic().since(before).gathers)
+    return counts
+
+
+GATHERS: dict[Where | None, int] = {
+    None: 7,  # the root and four units in forward; two units are still there in backward
+    "units": 7,  # recomputation finds the unit gathered for its backward
+    "inside": 7,
+    "pairs": 7,  # a pair fills the two slots: recomputed together, then run backward
+    "all": 11,  # four units are recomputed through two slots, and the first two of them come again for backward
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", GATHERS)
+def test_recomputation_gathers_as_often_as_it_must(run_ranks: RunRanks, where: Where | None, reentrant: bool) -> None:
+    for counts in run_ranks(2, count_gathers, where, reentrant):
+        assert counts[2:] == [GATHERS[where]] * 2

@@ -1,0 +1,129 @@
+"""Names that client frameworks import and read, and what they do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.utils import (
+    find_megatron_fsdp,
+    get_mcore_tensor_parallel_partition_dim,
+    is_mcore_tensor_model_parallel,
+    is_mcore_tensor_parallel_duplicated,
+    is_submodule,
+)
+from tests.conftest import RunRanks
+from tests.support.usage_models import FEATURES, Layer, Ordered
+
+
+@pytest.mark.parametrize(
+    ("marks", "dim"),
+    [
+        ({}, None),
+        ({"_tensor_parallel_mode": "column"}, 0),
+        ({"_tensor_parallel_mode": "row"}, 1),
+        ({"_tensor_parallel_mode": "replicated"}, None),
+        ({"tensor_model_parallel": True, "partition_dim": 1}, 1),
+        ({"tensor_model_parallel": True, "partition_dim": -1}, None),
+        ({"tensor_model_parallel": False, "partition_dim": 1}, None),
+        ({"_tensor_parallel_mode": "row", "tensor_model_parallel": True, "partition_dim": 0}, 1),
+    ],
+)
+def test_tensor_parallel_marks_are_read(marks: dict[str, object], dim: int | None) -> None:
+    param = nn.Parameter(torch.zeros(2, 2))
+    vars(param).update(SimpleNamespace(**marks).__dict__)
+    assert get_mcore_tensor_parallel_partition_dim(param) == dim
+    split = marks.get("tensor_model_parallel", False) or dim is not None
+    assert is_mcore_tensor_model_parallel(param) == split
+    assert is_mcore_tensor_parallel_duplicated(param) != split
+
+
+def test_a_module_lies_inside_its_parents_and_only_loosely_inside_itself() -> None:
+    inner = nn.Linear(1, 1)
+    outer = nn.Sequential(nn.Sequential(inner))
+    assert is_submodule(inner, outer)
+    assert not is_submodule(outer, inner)
+    assert not is_submodule(outer, outer)
+    assert is_submodule(outer, outer, strict=False)
+
+
+class Box(nn.Module):
+    """A wrapper of a client."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _model(strategy: int = 3) -> MegatronFSDP:
+    torch.manual_seed(0)
+    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+
+
+def find() -> list[bool]:
+    model = _model()
+    return [
+        find_megatron_fsdp(model) is model,
+        find_megatron_fsdp(Box(Box(model))) is model,
+        find_megatron_fsdp(Box(nn.Linear(1, 1))) is None,
+        find_megatron_fsdp(None) is None,
+    ]
+
+
+def test_the_wrapper_is_found_inside_others(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, find) == [[True] * 4] * 2
+
+
+def drive_by_hand() -> dict[str, object]:
+    model = _model()
+    layer = list(model.module.layers[0].parameters())  # type: ignore[index, union-attr]
+    buffer, gathers, reductions = model.param_and_grad_buffer, model.all_gather_pipeline, model.grad_reduce_pipeline
+    before = model.traffic()
+    gathers.all_gather_params(layer)
+    gathers.wait_params(layer)
+    gathered = model.traffic().since(before).gathers
+    gathers.release_params(layer)
+    gathers.wait_params(layer)
+    again = model.traffic().since(before).gathers
+    with model.no_sync():
+        model(torch.full((2, FEATURES), 1.0 + dist.get_rank())).sum().backward()
+    hidden = [p.grad is None for p in model.parameters()]
+    reductions.wait_for_previous_grad_reduce()
+    buffer.update_main_grads()
+    grads = {name: g.clone() for name, g in model.full_gradients().items() if g is not None}
+    buffer.scale_gradients(0.5)
+    halved = all(torch.equal(g * 0.5, model.full_gradients()[name]) for name, g in grads.items())
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    old = model.raw_param["first.weight"].clone()
+    buffer.copy_main_weights_to_model_weights()
+    gathers.wait_params([next(model.parameters())])
+    names = [name for name, _ in buffer.optimizer_named_parameters]
+    result = {
+        "gathered": (gathered, again),
+        "hidden": all(hidden),
+        "count": len(grads),
+        "halved": halved,
+        "names": set(names) == {name for name, _ in model.module.named_parameters()},
+        "groups": buffer.parameter_groups == model.parameter_groups(),
+        "installed": torch.allclose(model.raw_param["first.weight"], old + 1.0),
+    }
+    buffer.zero_grad()
+    return {**result, "zeroed": all(p.grad is None for p in model.parameters())}
+
+
+def test_buffers_and_pipelines_do_what_they_say(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, drive_by_hand):
+        assert found == {
+            "gathered": (1, 2),
+            "hidden": True,
+            "count": 20,
+            "halved": True,
+            "names": True,
+            "groups": True,
+            "installed": True,
+            "zeroed": True,
+        }

@@ -1,0 +1,225 @@
+"""Hugging Face models, and LoRA adapters on them, train and generate under sharding as on one process."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.errors import ScheduleError
+from tests.conftest import RunRanks
+from tests.support.models import Batch, ModelCase
+from tests.support.parity import fixed_seed
+from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
+
+transformers = pytest.importorskip("transformers")
+
+ALL = tuple(Setting(strategy) for strategy in range(4))
+SHARDED = (Setting(3), Setting(2))
+CLOSE = Tolerance(rtol=1e-5, atol=2e-6)
+VOCABULARY = 40
+UNITS = (
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block",
+)
+_NO_SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+
+
+def build_llama(checkpointing: str | None = None, adapters: bool = False) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        **_NO_SPECIAL,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases have other names for checkpointing
+        if adapters:
+            peft = pytest.importorskip("peft")
+            lora = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            model = peft.get_peft_model(model, lora)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+            model.enable_input_require_grads()
+    return model
+
+
+def build_gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        n_embd=16,
+        n_layer=4,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        **_NO_SPECIAL,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    return model
+
+
+def make_batch(samples: int, generator: torch.Generator) -> Batch:
+    tokens = torch.randint(2, VOCABULARY, (samples, 9), generator=generator)
+    return Batch(tokens, tokens)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's own loss, out of its output object."""
+    return model(input_ids=batch.inputs, labels=batch.targets).loss
+
+
+def _case(build: Callable[[], nn.Module], unit: int) -> ModelCase:
+    return ModelCase(build, make_batch, loss_of, (UNITS[unit],))  # type: ignore[arg-type]
+
+
+def train_and_evaluate(run: Run) -> None:
+    run.train(0)
+    run.model.eval()
+    with torch.no_grad():
+        run.loss(9)
+    run.model.train()
+    run.train(1, 2)
+
+
+CASES = {"llama": _case(build_llama, 0), "gpt2, tied": _case(build_gpt2, 1)}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("llama", 2), ("gpt2, tied", 2), ("gpt2, tied", 3)])
+def test_models_train_as_on_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL, CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_gradient_checkpointing_of_the_model_itself(run_ranks: RunRanks, kind: str) -> None:
+    case = _case(partial(build_llama, kind), 0)
+    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SHARDED, CLOSE)
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    pytest.importorskip("peft")
+    case = _case(partial(build_llama, adapters=True), 0)
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, case), ALL, CLOSE)
+
+
+def train_adapters(strategy: int) -> tuple[int, int, bool, set[str]]:
+    """Bytes reduced in one step, those of the trainable groups, whether the base is as it was, who has a gradient."""
+    with fixed_seed(0):
+        wrapped = fully_shard_model(build_llama(adapters=True), fsdp_unit_modules=[UNITS[0]], zero_dp_strategy=strategy)
+    frozen = {name for name, param in wrapped.named_parameters() if not param.requires_grad}
+    base = {k: v.clone() for k, v in wrapped.full_parameters().items() if f"module.{k}" in frozen}
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
+    traffic = wrapped.traffic()
+    batch = make_batch(4, torch.Generator().manual_seed(dist.get_rank()))
+    loss_of(wrapped, batch).backward()
+    reduced = wrapped.traffic().since(traffic).reduce_bytes
+    expected = sum(g.plan.layout.numel * 4 // 2 for g in wrapped.parameter_groups() if g.gradients is not None)
+    optimizer.step()
+    wrapped.install_optimized_model_weights()
+    loss_of(wrapped, batch)
+    after = wrapped.full_parameters()
+    with_gradient = {name for name, param in wrapped.named_parameters() if param.grad is not None}
+    same = all(torch.equal(value, after[name]) for name, value in base.items())
+    return reduced, expected, same and len(base) > 30, {name.split(".")[-3] for name in with_gradient}
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_a_frozen_base_is_never_reduced_and_stays_as_it_is(run_ranks: RunRanks, strategy: int) -> None:
+    pytest.importorskip("peft")
+    for reduced, expected, base_is_unchanged, owners in run_ranks(2, train_adapters, strategy):
+        assert reduced == expected
+        assert base_is_unchanged
+        assert owners == {"lora_A", "lora_B"}
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+def _wrap(build: Callable[[], nn.Module], unit: int, strategy: int, **options: Any) -> tuple[nn.Module, MegatronFSDP]:
+    with fixed_seed(0):
+        plain = build()
+    with fixed_seed(0):
+        model = fully_shard_model(build(), fsdp_unit_modules=[UNITS[unit]], zero_dp_strategy=strategy, **options)
+    plain.eval()
+    model.eval()
+    return plain, model
+
+
+def generate(name: str, strategy: int) -> list[tuple[Tensor, Tensor]]:
+    """Greedy, with a cache, before and after a training step; each rank has prompts of its own."""
+    build, unit = (build_llama, 0) if name == "llama" else (build_gpt2, 1)
+    plain, model = _wrap(build, unit, strategy)
+    pairs = []
+    prompt = torch.randint(2, VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(dist.get_rank()))
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    for _ in range(2):
+        with torch.no_grad():
+            pairs.append((model.module.generate(prompt, **settings), plain.generate(prompt, **settings)))
+        loss_of(model, make_batch(2, torch.Generator().manual_seed(5))).backward()
+    return pairs
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("llama", 3), ("gpt2, tied", 3), ("llama", 1)])
+def test_generation_gives_the_same_tokens(run_ranks: RunRanks, name: str, strategy: int) -> None:
+    for pairs in run_ranks(2, generate, name, strategy):
+        for found, wanted in pairs:
+            assert found.shape == (2, 12)
+            assert torch.equal(found, wanted)
+
+
+def _generate_and_train(model: MegatronFSDP, count: int) -> None:
+    prompt = torch.full((1, 3), 5)
+    lengths = {"max_new_tokens": count, "min_new_tokens": count}
+    with torch.no_grad():
+        model.module.generate(prompt, do_sample=False, attention_mask=torch.ones_like(prompt), **lengths)
+    loss_of(model, make_batch(2, torch.Generator().manual_seed(5))).backward()
+
+
+def generate_until_done() -> str:
+    """Rank 1 is done earlier, and goes on to train."""
+    _, model = _wrap(build_llama, 0, 3, verify_ranks=20.0)
+    with pytest.raises(ScheduleError) as raised:
+        _generate_and_train(model, 4 - 2 * dist.get_rank())
+    return str(raised.value)
+
+
+def test_a_rank_that_stops_generating_earlier_is_found(run_ranks: RunRanks) -> None:
+    (message,) = set(run_ranks(2, generate_until_done, timeout_s=60.0))
+    assert "rank 0 gathers model.layers." in message
+    assert "rank 1" in message
+
+
+def generate_in_step() -> bool:
+    """Rank 1 is done earlier, and takes part until rank 0 is done too."""
+    plain, model = _wrap(build_llama, 0, 3, verify_ranks=20.0)
+    count = 4 - 2 * dist.get_rank()
+    prompt = torch.full((1, 3), 5)
+    settings = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False}
+    settings["attention_mask"] = torch.ones_like(prompt)
+    with torch.no_grad():
+        found = model.module.generate(prompt, **settings)
+        for _ in range(4 - count):
+            model.take_part()
+        wanted = plain.generate(prompt, **settings)
+    batch = make_batch(2, torch.Generator().manual_seed(5))
+    return torch.equal(found, wanted) and bool((loss_of(model, batch) - loss_of(plain, batch)).abs() < 1e-5)
+
+
+def test_ranks_that_generate_longer_are_kept_company(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, generate_in_step) == [True, True]

@@ -1,0 +1,175 @@
+"""Ranks without data for a unit, or without a batch at all, take part; training equals one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import fully_shard_model
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.participation import UnitCall, unit_calls
+from tests.conftest import RunRanks
+from tests.support.experts import Expert, Experts, let_take_part
+from tests.support.models import ModelCase
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.usage_models import FEATURES, Layer, Nested, Ordered, make_batch, squared_error, vector_case
+
+ALL = tuple(Setting(strategy) for strategy in range(4))
+EXPERTS = ModelCase(Experts, make_batch, squared_error, (Expert,))
+
+
+def train_experts(run: Run) -> None:
+    let_take_part(run.model)
+    run.train(0, 1, 2)
+
+
+def accumulate_experts(run: Run) -> None:
+    let_take_part(run.model)
+    for step in range(2):
+        with run.no_sync():
+            run.loss(2 * step).backward()
+        run.loss(2 * step + 1).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_experts_without_samples_on_some_ranks_train_as_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(train_experts, EXPERTS), ALL)
+
+
+def test_experts_without_samples_accumulate_as_one_process(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 3, Scenario(accumulate_experts, EXPERTS), ALL)
+
+
+def defer_everything_then_sync(run: Run) -> None:
+    """Nothing but `finish_grad_sync` reduces: ranks that only took part have to reduce zeros then."""
+    let_take_part(run.model)
+    with run.no_sync():
+        run.loss(0).backward()
+        run.loss(1).backward()
+    if run.sharded is not None:
+        run.sharded.finish_grad_sync()
+    run.step()
+
+
+def test_deferred_sums_of_units_that_some_ranks_skipped_are_reduced_on_all(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 2, Scenario(defer_everything_then_sync, EXPERTS), ALL)
+
+
+# ---- whole forwards ------------------------------------------------------------------------------------------------
+
+
+def last_rank_runs_dry(run: Run) -> None:
+    """From the second step on the last rank has no batch; the gradient is the mean with zeros from it."""
+    for step in range(3):
+        for rank in run.ranks_here:
+            dry = step > 0 and rank == run.num_ranks - 1
+            if not dry:
+                part = run.whole_batch(step).part(rank, run.num_ranks)
+                (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            elif run.sharded is not None:
+                loss = run.sharded.take_part()
+                assert loss.item() == 0.0
+                loss.backward()
+        run.step()
+
+
+def _ordered() -> Ordered:
+    return Ordered((0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("build", [_ordered, Nested])
+def test_a_rank_without_a_batch_counts_as_zeros(run_ranks: RunRanks, num_ranks: int, build: type[nn.Module]) -> None:
+    settings = ALL if build is _ordered else ALL[:3]  # the helper of Nested is used twice, which no registration tells
+    check_strategies(run_ranks, num_ranks, Scenario(last_rank_runs_dry, vector_case(build)), settings)
+
+
+def other_order(run: Run) -> None:
+    """The forward runs layers in another order than they are registered in, and one of them twice."""
+    run.module.order = (3, 1, 0, 1, 2)  # type: ignore[assignment]
+    run.train(0)
+    for rank in run.ranks_here:
+        if rank:
+            part = run.whole_batch(1).part(rank, run.num_ranks)
+            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+        elif run.sharded is not None:
+            layers = run.module.layers
+            run.sharded.take_part(order=[layers[i] for i in (3, 1, 0, 1, 2)]).backward()  # type: ignore[index]
+    run.step()
+
+
+def test_the_order_of_a_whole_forward_can_be_told(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 3, Scenario(other_order, vector_case(_ordered)), ALL)
+
+
+def frozen_but_one(run: Run) -> None:
+    """A frozen expert passes gradients on to what lies before it, and is gathered for that."""
+    let_take_part(run.model)
+    run.train(0, 1)
+
+
+def _build_frozen() -> Experts:
+    model = Experts()
+    model.floors[1].requires_grad_(requires_grad=False)
+    return model
+
+
+def test_frozen_units_that_some_ranks_skip(run_ranks: RunRanks) -> None:
+    case = ModelCase(_build_frozen, make_batch, squared_error, (Expert,))
+    check_strategies(run_ranks, 2, Scenario(frozen_but_one, case), ALL)
+
+
+# ---- evaluation, and what is refused -------------------------------------------------------------------------------
+
+
+def evaluate_unevenly() -> list[Tensor]:
+    """Rank 1 has fewer batches; every rank asks whether any has one left."""
+    torch.manual_seed(0)
+    plain = Ordered()
+    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
+    model.load_state_dict(
+        {
+            f"module.{k}": model.shard_like(p, v)
+            for (k, v), p in zip(plain.state_dict().items(), model.parameters(), strict=True)
+        }
+    )
+    batches = [torch.randn(2, FEATURES) for _ in range(3)]
+    mine = batches if dist.get_rank() == 0 else batches[:1]
+    differences = []
+    with torch.no_grad():
+        for index in range(len(batches)):
+            if index < len(mine):
+                differences.append((model(mine[index]) - plain(mine[index])).abs().max())
+            else:
+                assert not model.take_part().requires_grad
+    return differences
+
+
+def test_evaluation_goes_on_while_any_rank_has_batches(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, evaluate_unevenly)
+    assert (len(first), len(second)) == (3, 1)
+    assert max(*first, *second) < 1e-6
+
+
+def refuse() -> list[str]:
+    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
+    messages = []
+    for module, hidden in ((nn.Linear(1, 1), None), (model.module.layers[0], torch.ones(2, dtype=torch.int64))):
+        with pytest.raises((ConfigurationError, ScheduleError)) as raised:
+            model.take_part(module, hidden)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_foreign_modules_and_tensors_without_gradient_are_refused(run_ranks: RunRanks) -> None:
+    for foreign, integers in run_ranks(2, refuse):
+        assert "a Linear that is not part of the sharded model" in foreign
+        assert "a tensor of torch.int64, which carries no gradient" in integers
+
+
+def test_the_units_of_a_module_are_found_inside_each_other() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
+    index_of = {id(model): 0, id(model[0]): 1, id(model[0][1]): 2, id(model[1]): 3}
+    assert unit_calls(model, index_of) == (UnitCall(0, (UnitCall(1, (UnitCall(2),)), UnitCall(3))),)
+    assert unit_calls(model[0][0], index_of) == ()

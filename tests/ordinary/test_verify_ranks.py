@@ -1,0 +1,243 @@
+"""With `verify_ranks`, ranks that do different things all stop with the same message, and none hangs.
+
+A call that hangs is killed by the worker pool after `_TIMEOUT_S`, and fails its test.
+"""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.verify_ranks import DEFAULT_TIMEOUT_S, VARIABLE, resolve_verify_ranks
+from tests.conftest import RunRanks
+from tests.support.experts import Expert, Experts, let_take_part
+from tests.support.sharded_run import FP32, Outcome, Run, Scenario, Setting, assert_parity, reference, run_sharded
+from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
+
+_TIMEOUT_S = 60.0
+_WAIT_S = 20.0
+
+
+def shard(strategy: int = 3) -> MegatronFSDP:
+    torch.manual_seed(0)
+    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=_WAIT_S)
+
+
+def _stopped(use: Callable[[MegatronFSDP], object], strategy: int = 3) -> str:
+    model = shard(strategy)
+    with pytest.raises(ScheduleError) as raised:
+        use(model)
+    return str(raised.value)
+
+
+def _x() -> torch.Tensor:
+    return torch.ones(2, FEATURES)
+
+
+def skip_in_forward() -> str:
+    def use(model: MegatronFSDP) -> None:
+        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)
+        model(_x()).sum().backward()
+
+    return _stopped(use)
+
+
+def skip_in_evaluation() -> str:
+    def use(model: MegatronFSDP) -> None:
+        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 2)
+        with torch.no_grad():
+            model(_x())
+
+    return _stopped(use)
+
+
+def skip_in_backward() -> str:
+    """Weights are whole under strategy 0, so that only the reduction tells."""
+
+    def use(model: MegatronFSDP) -> None:
+        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 2, 3)
+        model(_x()).sum().backward()
+
+    return _stopped(use, 0)
+
+
+def skip_the_first() -> str:
+    def use(model: MegatronFSDP) -> None:
+        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (1, 2, 3)
+        model(_x()).sum().backward()
+
+    return _stopped(use, 0)
+
+
+def fail_alone() -> str:
+    """Rank 1 stops with an error of its own; the others learn of it at their next gather."""
+    model = shard()
+    if dist.get_rank() == 1:
+        model.module.layers[1].register_forward_pre_hook(_fail)
+        with pytest.raises(ValueError, match="bad batch"):
+            model(_x())
+        return "bad batch"
+    with pytest.raises(ScheduleError) as raised:
+        model(_x())
+    return str(raised.value)
+
+
+def _fail(*_unused: object) -> None:
+    raise ValueError("bad batch")
+
+
+STOPS = {
+    skip_in_forward: "rank 0 gathers layers.2 (",
+    skip_in_evaluation: "rank 0 gathers layers.3 (",
+    skip_in_backward: "rank 0 reduces layers.1 (",
+    skip_the_first: "rank 0 reduces layers.0 (",
+}
+OTHERS = {
+    skip_in_forward: "rank 1 gathers layers.3 (",
+    skip_in_evaluation: "rank 1 ends its forward",
+    skip_in_backward: "rank 1 reduces layers.0 (",
+    skip_the_first: "rank 1 reduces (root) (",
+}
+
+
+@pytest.mark.parametrize("case", STOPS, ids=lambda case: case.__name__)
+def test_a_skipped_unit_stops_every_rank_with_the_same_message(run_ranks: RunRanks, case: Callable[[], str]) -> None:
+    first, second = run_ranks(2, case, timeout_s=_TIMEOUT_S)
+    assert first == second
+    assert STOPS[case] in first
+    assert OTHERS[case] in first
+    assert "calls model.take_part(unit, hidden) in its place" in first
+
+
+def test_three_ranks_name_the_one_that_differs_first(run_ranks: RunRanks) -> None:
+    (message,) = set(run_ranks(3, skip_in_forward, timeout_s=_TIMEOUT_S))
+    assert message.startswith("rank 0 gathers layers.2 (")
+    assert " while rank 1, 2 gathers layers.3 (" in message
+
+
+def test_a_rank_that_fails_alone_stops_the_others(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, fail_alone, timeout_s=_TIMEOUT_S)
+    assert second == "bad batch"
+    assert first.startswith("rank 0 gathers layers.2 (")
+    assert " while rank 1 breaks off its forward with an exception; " in first
+
+
+def stay_away() -> str:
+    """Rank 1 has nothing to do and says nothing."""
+    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=0.5)
+    messages = []
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            with pytest.raises(ScheduleError) as raised:
+                model.module.layers[2](_x())
+            messages.append(str(raised.value))
+            model.reset()
+    return " / ".join(messages)
+
+
+def test_a_rank_that_stays_away_is_named_after_the_time_limit(run_ranks: RunRanks) -> None:
+    told, nothing = run_ranks(2, stay_away, timeout_s=_TIMEOUT_S)
+    assert nothing == ""
+    assert told.count("rank 1 did not come within 0.5 s while rank 0 gathers layers.2 (") == 2
+
+
+def go_on_after_a_difference() -> float:
+    """All ranks met the same error, so that training goes on after `reset`."""
+    model = shard()
+    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)
+    with pytest.raises(ScheduleError):
+        model(_x()).sum().backward()
+    model.reset()
+    model.zero_grad()
+    model.module.order = (0, 1, 2, 3)
+    loss = model(_x()).sum()
+    loss.backward()
+    return loss.item()
+
+
+def test_training_goes_on_after_a_difference(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, go_on_after_a_difference, timeout_s=_TIMEOUT_S)
+    assert first == second
+
+
+def train_verified(run: Run) -> None:
+    """Equal ranks are never stopped: steps, deferred microbatches, evaluation in between."""
+    run.train(0)
+    with run.no_sync():
+        run.loss(1).backward()
+    with torch.no_grad():
+        run.loss(2)
+    run.loss(3).backward()
+    run.step()
+    run.train(4)
+
+
+VERIFIED = Scenario(train_verified, vector_case(Ordered))
+
+
+def run_verified(strategies: tuple[int, ...]) -> list[Outcome]:
+    os.environ[VARIABLE] = "30"
+    try:
+        return run_sharded([(VERIFIED, Setting(strategy)) for strategy in strategies])
+    finally:
+        del os.environ[VARIABLE]
+
+
+def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRanks) -> None:
+    for outcomes in zip(*run_ranks(3, run_verified, (0, 1, 2, 3), timeout_s=_TIMEOUT_S), strict=True):
+        assert_parity(outcomes, reference(VERIFIED, 3), FP32)
+
+
+def missing_experts(verify: bool) -> str:
+    torch.manual_seed(0)
+    model = fully_shard_model(Experts(), fsdp_unit_modules=[Expert], verify_ranks=verify)
+    x = torch.full((2, FEATURES), float(dist.get_rank()))
+    with pytest.raises(ScheduleError) as raised:
+        model(x).sum().backward()
+    let_take_part(model)
+    model.reset()
+    model.zero_grad()
+    model(x).sum().backward()
+    return str(raised.value)
+
+
+def test_experts_that_some_ranks_skip_are_named(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, missing_experts, True, timeout_s=_TIMEOUT_S)
+    assert first == second
+    assert "gathers floors.0." in first
+
+
+# ---- the switch ----------------------------------------------------------------------------------------------------
+
+
+def test_argument_goes_before_environment() -> None:
+    on = {VARIABLE: "1"}
+    assert resolve_verify_ranks(None, {}) == 0.0
+    assert resolve_verify_ranks(None, {VARIABLE: "0"}) == 0.0
+    assert resolve_verify_ranks(None, on) == DEFAULT_TIMEOUT_S
+    assert resolve_verify_ranks(None, {VARIABLE: "12.5"}) == 12.5
+    assert resolve_verify_ranks(False, on) == 0.0
+    assert resolve_verify_ranks(True, {}) == DEFAULT_TIMEOUT_S
+    assert resolve_verify_ranks(7, on) == 7.0
+
+
+@pytest.mark.parametrize(("argument", "variable"), [(None, "yes"), (-1.0, ""), (0, "1"), (float("inf"), "")])
+def test_nonsense_is_refused(argument: float | None, variable: str) -> None:
+    with pytest.raises(ConfigurationError, match="neither a switch nor a time; give 1, 0 or seconds to wait"):
+        resolve_verify_ranks(argument, {VARIABLE: variable})
+
+
+def disagree_on_the_switch() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=dist.get_rank() == 1)
+    return str(raised.value)
+
+
+def test_ranks_have_to_agree_on_the_switch(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, disagree_on_the_switch, timeout_s=_TIMEOUT_S)
+    assert first == second
+    assert "verify_ranks_s=0.0" in first

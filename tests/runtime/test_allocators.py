@@ -1,0 +1,395 @@
+"""Where gathered weights live: bytes under every allocator, when they are given back, and the results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.accounting import (
+    GroupFootprint,
+    StepTraffic,
+    TransientBytes,
+    exchange_scratch_bytes,
+    passing_bytes,
+    persistent_bytes,
+    step_traffic,
+    transient_bytes,
+)
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.weight_plan import WeightAllocator
+from tests.conftest import RunRanks
+from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.usage_models import Ordered, Recomputed, vector_case
+
+ZERO3 = ShardingStrategy.optim_grads_params
+WIDTHS = (32, 32, 64, 48, 32, 32)  # the third and the fourth floor fit no slot of the others
+
+CHOICES: dict[WeightAllocator, dict[str, Any]] = {
+    WeightAllocator.SLOTS: {},
+    WeightAllocator.RESIZE: {"weight_allocator": "resize"},
+    WeightAllocator.DOUBLE_BUFFER: {"fsdp_double_buffer": True},
+    WeightAllocator.PERSISTENT_DOUBLE_BUFFER: {
+        "fsdp_double_buffer": True,
+        "fsdp_db_use_persist_buf_on_alloc_fail": True,
+    },
+    WeightAllocator.MAX_POOL: {"maxpool_double_buffer": True},
+}
+each_allocator = pytest.mark.parametrize("allocator", list(CHOICES), ids=lambda allocator: allocator.name.lower())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank measured.
+
+    Attributes:
+        groups: What the formulas take.
+        wrapped_bytes: What the model holds when it has just been wrapped, shards and gathered weights.
+        gathered_bytes: What gathered weights take, as the engine says: after wrapping, inside the backward of the
+            last unit, after a backward, after a step.
+        rest_bytes: Every storage that was not there before the model, after a step; counters of steps left out.
+        peak_bytes: What forward and backward of a later step take at their peak, beyond what was held before them.
+        unsharded_bytes: The same of the model on its own, where every gradient is dropped at once.
+        transient_bytes: The peak of borrowed memory as the engine says.
+        traffic: Gathers of a step of one microbatch and of one of three.
+    """
+
+    groups: tuple[GroupFootprint, ...]
+    wrapped_bytes: int
+    gathered_bytes: list[int]
+    rest_bytes: int
+    peak_bytes: int
+    unsharded_bytes: int
+    transient_bytes: int
+    traffic: list[StepTraffic]
+
+
+def measure_all() -> dict[tuple[WeightAllocator, int], Reading]:
+    """Every allocator with two units in flight, and those that can with three, on this rank."""
+    cases: dict[tuple[WeightAllocator, int], dict[str, Any]] = {(each, 2): CHOICES[each] for each in CHOICES}
+    for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE):
+        cases[allocator, 3] = {**CHOICES[allocator], "max_gathered_units": 3}
+        cases[allocator, 1] = {**CHOICES[allocator], "max_gathered_units": 1}
+    return {case: _measure(options) for case, options in cases.items()}
+
+
+def _measure(options: dict[str, Any]) -> Reading:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    x = torch.randn(2, FEATURES)
+    unsharded = _unsharded_peak(x)
+    before = held_bytes()
+    model = Tower(WIDTHS)
+    model, optimizer = fully_shard(
+        model, torch.optim.AdamW(model.parameters()), mesh, "dp", fsdp_unit_modules=[Floor], **options
+    )
+    gathered = [model.memory().gathered_bytes]
+    wrapped = held_bytes() - before
+    traffic, peak = [], 0
+    for microbatches in (1, 1, 3):
+        start = model.traffic()
+        for _ in range(microbatches):
+            blocks = [block._bytes for block in model._engine.executor.weight_memory._own.values()]
+            peak = _peak(lambda: tower_loss(model, x).backward(), blocks)
+        if len(gathered) == 1:
+            gathered.append(model.memory().gathered_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = model.traffic().since(start)
+        traffic.append(StepTraffic(sent.gathers, sent.reductions, sent.gather_bytes, sent.reduce_bytes))
+    gathered.append(model.memory().gathered_bytes)
+    counters = sum(state["step"].nbytes for state in optimizer.state.values())
+    rest = held_bytes() - before - counters
+    return Reading(
+        model.footprints(),
+        wrapped,
+        gathered,
+        rest,
+        peak,
+        unsharded,
+        model.memory().transient_peak_bytes,
+        traffic[1:],
+    )
+
+
+def _unsharded_peak(x: torch.Tensor) -> int:
+    alone = Tower(WIDTHS)
+    for param in alone.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    return _peak(lambda: tower_loss(alone, x).backward(), [])
+
+
+def _peak(block: Callable[[], object], watched: list[torch.Tensor]) -> int:
+    with LiveBytes(watched) as live:
+        block()
+    return live.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def readings(run_ranks: RunRanks) -> dict[tuple[WeightAllocator, int], Reading]:
+    """What the first of two ranks measured; the second one's bytes are the same."""
+    first, second = run_ranks(2, measure_all)
+    assert {case: reading.gathered_bytes for case, reading in first.items()} == {
+        case: reading.gathered_bytes for case, reading in second.items()
+    }
+    return first
+
+
+Readings = dict[tuple[WeightAllocator, int], Reading]
+CASES = [
+    *((allocator, 2) for allocator in CHOICES),
+    *((allocator, units) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE) for units in (1, 3)),
+]
+each_case = pytest.mark.parametrize(
+    ("allocator", "units"), CASES, ids=lambda value: value.name.lower() if isinstance(value, WeightAllocator) else None
+)
+
+
+def borrowed(reading: Reading, allocator: WeightAllocator, units: int) -> TransientBytes:
+    scratch = exchange_scratch_bytes(reading.groups, ZERO3)
+    return transient_bytes(reading.groups, ZERO3, slots=units, scratch_bytes=scratch, allocator=allocator)
+
+
+PARAMS = 2 + 2 * len(WIDTHS)
+STAND_INS = {WeightAllocator.RESIZE: 4 * (1 + len(WIDTHS)), WeightAllocator.DOUBLE_BUFFER: 4 * 2}
+"""Bytes of the elements that released parameters point to; one per group whose memory was given back."""
+ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 32 * 48))  # float32 bytes
+
+
+def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None:
+    gathered = {case: borrowed(readings[case], *case).gathered for case in CASES}
+    assert gathered == {
+        (WeightAllocator.SLOTS, 1): ROOT + WIDE,
+        (WeightAllocator.SLOTS, 2): ROOT + 2 * WIDE,
+        (WeightAllocator.SLOTS, 3): ROOT + 3 * WIDE,
+        (WeightAllocator.RESIZE, 1): ROOT + WIDE,
+        (WeightAllocator.RESIZE, 2): ROOT + WIDE + MIDDLE,
+        (WeightAllocator.RESIZE, 3): ROOT + WIDE + MIDDLE + FLOOR,
+        (WeightAllocator.DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
+        (WeightAllocator.PERSISTENT_DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
+        (WeightAllocator.MAX_POOL, 2): ROOT + 2 * WIDE,
+    }
+
+
+@each_case
+def test_borrowed_memory_peaks_where_the_formula_says(
+    readings: Readings, allocator: WeightAllocator, units: int
+) -> None:
+    reading = readings[allocator, units]
+    assert reading.transient_bytes == borrowed(reading, allocator, units).total
+
+
+@each_case
+def test_memory_at_rest_is_what_is_kept(readings: Readings, allocator: WeightAllocator, units: int) -> None:
+    reading = readings[allocator, units]
+    formula = borrowed(reading, allocator, units)
+    kept = {WeightAllocator.RESIZE: 0, WeightAllocator.DOUBLE_BUFFER: ROOT + 2 * FLOOR}.get(allocator, formula.gathered)
+    persistent = persistent_bytes(reading.groups, ZERO3)
+    assert reading.gathered_bytes[-1] == kept
+    stand_ins = STAND_INS.get(allocator, 0)
+    assert reading.rest_bytes == persistent.total + kept + formula.buckets + formula.scratch + stand_ins
+
+
+@each_case
+def test_peak_of_a_step_is_within_the_formula(readings: Readings, allocator: WeightAllocator, units: int) -> None:
+    """Beyond what is held before it: what is borrowed and not kept, and what the model itself takes."""
+    reading = readings[allocator, units]
+    passing = passing_bytes(reading.groups, ZERO3)
+    comes_and_goes = borrowed(reading, allocator, units).gathered - reading.gathered_bytes[-1]
+    own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
+    assert comes_and_goes <= reading.peak_bytes <= comes_and_goes + own
+
+
+def test_resized_storages_are_seen_at_their_peak(readings: Readings) -> None:
+    """The tracker of the peak does see the bytes that the engine does not hold between steps."""
+    slots, resize = (readings[each, 2].peak_bytes for each in (WeightAllocator.SLOTS, WeightAllocator.RESIZE))
+    assert resize - slots >= ROOT + FLOOR
+
+
+@each_allocator
+def test_buffers_are_taken_when_wrapping_or_when_used(readings: Readings, allocator: WeightAllocator) -> None:
+    reading = readings[allocator, 2]
+    at_wrap = {
+        WeightAllocator.DOUBLE_BUFFER: ROOT + 2 * FLOOR,
+        WeightAllocator.PERSISTENT_DOUBLE_BUFFER: ROOT + 2 * FLOOR + WIDE + MIDDLE,
+        WeightAllocator.MAX_POOL: ROOT + 2 * WIDE,
+    }.get(allocator, 0)
+    assert reading.gathered_bytes[0] == at_wrap
+    persistent = persistent_bytes(reading.groups, ZERO3, optimizer_states_per_param=0)
+    assert reading.wrapped_bytes == persistent.total + at_wrap + PARAMS * 4  # nothing has been gathered yet
+
+
+def test_memory_is_given_back_when_the_backward_is_over(readings: Readings) -> None:
+    after_backward = {allocator: readings[allocator, 2].gathered_bytes[1] for allocator in CHOICES}
+    assert after_backward[WeightAllocator.RESIZE] == 0
+    assert after_backward[WeightAllocator.DOUBLE_BUFFER] == ROOT + 2 * FLOOR
+    assert after_backward[WeightAllocator.SLOTS] == ROOT + 2 * WIDE
+
+
+@each_case
+def test_traffic_of_a_step_is_what_the_formula_says(readings: Readings, allocator: WeightAllocator, units: int) -> None:
+    reading = readings[allocator, units]
+    expected = [step_traffic(reading.groups, ZERO3, count, units, allocator) for count in (1, 3)]
+    assert reading.traffic == expected
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+
+
+def train_and_evaluate(run: Run) -> None:
+    run.train(0)
+    with torch.no_grad():
+        run.loss(10)
+    run.loss(1).backward()
+    run.loss(2).backward()
+    with run.no_sync():
+        run.loss(3).backward()
+    with torch.inference_mode():
+        run.loss(11)
+    run.loss(4).backward()
+    run.step()
+    both = run.case.loss(run.model, run.batch(5)) + run.case.loss(run.model, run.batch(6))
+    both.backward()
+    run.step()
+    run.train(7)
+
+
+SETTINGS = [
+    *(Setting(3, options=tuple(options.items())) for options in CHOICES.values()),
+    *(
+        Setting(3, options=(("weight_allocator", name), ("max_gathered_units", units)))
+        for name in ("slots", "resize")
+        for units in (1, 3)
+    ),
+    Setting(3, options=(("forward_prefetch_units", 3), ("backward_prefetch_units", 0))),
+    Setting(3, options=(("weight_allocator", "resize"), ("backward_prefetch_units", 2))),
+]
+
+
+class Uneven(Ordered):
+    """Four layers, of which one is wider than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].up = torch.nn.Linear(6, 15)  # type: ignore[union-attr]
+        self.layers[1].down = torch.nn.Linear(15, 6)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)
+
+
+def train_twice(run: Run) -> None:
+    run.train(0, 1)
+
+
+def recomputing_units() -> Recomputed:
+    return Recomputed("units", reentrant=False)
+
+
+def recomputing_pairs() -> Recomputed:
+    return Recomputed("pairs", reentrant=True)
+
+
+def reusing_units() -> Ordered:
+    return Ordered((0, 1, 0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("build", [recomputing_units, recomputing_pairs, reusing_units])
+def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and_go(
+    run_ranks: RunRanks, build: Callable[[], torch.nn.Module]
+) -> None:
+    options = [
+        (("weight_allocator", "resize"),),
+        (("weight_allocator", "resize"), ("max_gathered_units", 1)),
+        (("maxpool_double_buffer", True),),
+    ]
+    check_strategies(
+        run_ranks, 2, Scenario(train_twice, vector_case(build)), [Setting(3, options=each) for each in options]
+    )
+
+
+# ---- several models, one rank --------------------------------------------------------------------------------------
+
+
+def storages_of_two_models(options: dict[str, Any]) -> list[set[int]]:
+    """Where the gathered weights of two models in one process lie, both in the middle of a forward pass."""
+    addresses = []
+    models = [_wrapped(options) for _ in range(2)]
+    for model in models:
+        tower_loss(model, torch.ones(2, FEATURES))
+    for model in models:
+        memory = model._engine.executor.weight_memory
+        blocks = [*memory._own.values(), *memory._slots._blocks.values()]
+        addresses.append({block._bytes.untyped_storage()._cdata for block in blocks})
+    return addresses
+
+
+def _wrapped(options: dict[str, Any]) -> MegatronFSDP:
+    model = Tower(WIDTHS)
+    wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
+    return wrapped
+
+
+@each_allocator
+def test_two_models_in_one_process_share_no_memory(run_ranks: RunRanks, allocator: WeightAllocator) -> None:
+    for first, second in run_ranks(2, storages_of_two_models, CHOICES[allocator]):
+        assert first
+        assert len(first) == len(second)
+        assert not first & second
+
+
+def gathered_on_one_rank() -> list[int]:
+    held = []
+    for options in CHOICES.values():
+        model = _wrapped(options)
+        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        held.append(model.memory().gathered_bytes)
+    return held
+
+
+def test_a_single_rank_gathers_nothing_under_any_allocator(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, gathered_on_one_rank) == [[0] * len(CHOICES)]
+
+
+def read_a_released_weight() -> tuple[tuple[int, ...], float, str]:
+    """A full parameter whose memory was given back, and an unannounced backward through it."""
+    model = _wrapped({"weight_allocator": "resize"})
+    weight = model.raw_param["floors.0.up.weight"]
+    saved = []
+    model.module.floors[0].register_forward_hook(lambda _module, _args, _out: saved.append((weight * weight).sum()))  # type: ignore[union-attr, index, operator]
+    tower_loss(model, torch.ones(2, FEATURES)).backward()
+    try:
+        saved[0].backward()
+    except RuntimeError as error:
+        return tuple(weight.shape), weight.sum().item(), str(error)
+    return tuple(weight.shape), weight.sum().item(), "computed"
+
+
+def test_released_weights_can_neither_be_read_nor_differentiated(run_ranks: RunRanks) -> None:
+    for shape, total, message in run_ranks(2, read_a_released_weight):
+        assert (shape, total) == ((32, FEATURES), 0.0)
+        assert "modified by an inplace operation" in message
+
+
+def refusal_of(options: dict[str, Any]) -> str:
+    model = torch.nn.Linear(4, 4)
+    try:
+        fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[], **options)
+    except ConfigurationError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", ["fsdp_double_buffer", "maxpool_double_buffer", "enable_fine_grained_param_gather"])
+def test_models_without_units_are_refused_alike_on_all_ranks(run_ranks: RunRanks, name: str) -> None:
+    first, second = run_ranks(2, refusal_of, {name: True})
+    assert first == second
+    assert "=True has no effect on a model without units besides the root; name the classes of its units" in first

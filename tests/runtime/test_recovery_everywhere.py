@@ -1,0 +1,149 @@
+"""An exception at any point, `reset()`, and training goes on as on one process that dropped the same batch."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.conftest import RunRanks
+from tests.support.failing_model import LAYERS, POINTS, FailingModel, HalfwaySGD, PlannedError, failing_at
+from tests.support.live_bytes import held_bytes
+from tests.support.models import Batch
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.usage_models import make_batch, squared_error, vector_case
+
+CASE = vector_case(FailingModel)
+SETTINGS = [*(Setting(strategy) for strategy in range(4)), Setting(3, options=(("weight_allocator", "resize"),))]
+
+
+def drop_batch(run: Run, index: int, position: int, point: str) -> None:
+    """A batch that fails, and what a careful loop does then."""
+    with failing_at(run.module, position, point), pytest.raises(PlannedError, match=point):
+        run.case.loss(run.model, run.batch(index)).backward()
+    if run.sharded is not None:
+        run.sharded.reset()
+        assert run.sharded.is_param_fsdp_distributed
+    run.optimizer.zero_grad()
+
+
+def fail_everywhere(run: Run, positions: tuple[int, ...]) -> None:
+    run.train(0)
+    for position in positions:
+        for number, point in enumerate(POINTS):
+            drop_batch(run, 100 + number, position, point)
+            run.train(*range(1 + 3 * number, 4 + 3 * number) if number % 4 == 3 else (1 + 3 * number,))
+
+
+def fail_in_the_last_unit(run: Run) -> None:
+    fail_everywhere(run, (LAYERS - 1,))
+
+
+def fail_in_the_middle(run: Run) -> None:
+    fail_everywhere(run, (1,))
+
+
+def fail_in_the_first_unit(run: Run) -> None:
+    fail_everywhere(run, (0,))
+
+
+def fail_at_once(run: Run) -> None:
+    """Before anything was recorded or agreed on."""
+    drop_batch(run, 100, 1, "backward")
+    run.train(0, 1, 2)
+
+
+def fail_in_the_second_microbatch(run: Run) -> None:
+    run.train(0)
+    for point in ("forward", "backward", "backward of the input"):
+        run.loss(1).backward()
+        drop_batch(run, 2, 1, point)
+        with run.no_sync():
+            run.loss(3).backward()
+        drop_batch(run, 4, 0, point)
+        with run.no_sync():
+            run.loss(5).backward()
+        run.loss(6).backward()
+        run.step()
+    run.train(7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        fail_in_the_last_unit,
+        fail_in_the_middle,
+        fail_in_the_first_unit,
+        fail_at_once,
+        fail_in_the_second_microbatch,
+    ],
+)
+def test_training_goes_on_as_if_the_batch_had_never_been(run_ranks: RunRanks, script: Any) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, CASE), SETTINGS)
+
+
+def halfway_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return HalfwaySGD(model.parameters(), lr=0.1)
+
+
+def fail_in_the_optimizer(run: Run) -> None:
+    """Half of the parameters are new and half old, as on one process."""
+    run.train(0)
+    for fails_after in (0, 5, 11):
+        run.loss(1).backward()
+        run.optimizer.fails_after = fails_after  # type: ignore[attr-defined]
+        with pytest.raises(PlannedError, match="step"):
+            run.optimizer.step()
+        run.optimizer.fails_after = None  # type: ignore[attr-defined]
+        if run.sharded is not None:
+            run.sharded.reset()
+        run.optimizer.zero_grad()
+        run.note_parameters()
+        run.train(2, 3, 4)
+
+
+def test_a_step_that_broke_off_leaves_what_it_leaves_on_one_process(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 2, Scenario(fail_in_the_optimizer, CASE, halfway_sgd), SETTINGS)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    squared_error(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
+    """Bytes that are alive after two steps, and after 1 and 20 failures, each with a reset."""
+    model = FailingModel()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    kind = type(model.layers[0])
+    wrapped, optimizer = fully_shard(model, optimizer, zero_dp_strategy=strategy, fsdp_unit_modules=[kind], **options)
+    batch = make_batch(3, torch.Generator().manual_seed(0))
+    for _ in range(2):
+        _step(wrapped, optimizer, batch)
+    held = [held_bytes()]
+    for number in range(20):
+        failing = failing_at(wrapped.module, number % LAYERS, POINTS[number % len(POINTS)])
+        with failing, contextlib.suppress(PlannedError):
+            squared_error(wrapped, batch).backward()
+        wrapped.reset()
+        optimizer.zero_grad()
+        if number in (0, 19):
+            held.append(held_bytes())
+    return held
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int) -> None:
+    for held in run_ranks(2, held_after_failures, strategy, {}):
+        assert held == [held[0]] * 3
+
+
+def test_memory_that_comes_and_goes_is_given_back_after_a_failure(run_ranks: RunRanks) -> None:
+    for held in run_ranks(2, held_after_failures, 3, {"weight_allocator": "resize"}):
+        assert held == [held[0]] * 3

@@ -1,0 +1,342 @@
+"""Each switch for communication changes something that can be seen: order, number of collectives, memory."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.runtime.schedule import Action, Operation
+from tests.conftest import RunRanks
+from tests.support.api_net import mesh
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
+from tests.support.usage_models import Ordered, vector_case
+
+FLOORS = 5
+
+
+@dataclass
+class Trace:
+    """What happened in one steady step on one rank.
+
+    Attributes:
+        events: Operations as text, slots left out, and `grad3` for each gradient of unit 3.
+        in_reduction: After each operation, how many units are being reduced.
+        ahead: The most units that were gathered or being gathered before their use, at any wait.
+        transient_bytes: Borrowed memory.
+    """
+
+    events: list[str] = field(default_factory=list)
+    in_reduction: list[int] = field(default_factory=list)
+    transient_bytes: int = 0
+
+    def of(self, *kinds: str) -> list[str]:
+        """The events of some kinds."""
+        return [event for event in self.events if event.rstrip("0123456789") in kinds]
+
+    @property
+    def ahead(self) -> int:
+        """The most units that were on their way, beside the one waited for, at any wait."""
+        under_way: set[str] = set()
+        most = 0
+        for event in self.of("gather", "wait"):
+            unit = event.lstrip("gatherwi")
+            if event.startswith("wait"):
+                under_way.discard(unit)
+                most = max(most, len(under_way))
+            else:
+                under_way.add(unit)
+        return most
+
+
+def observe(model: MegatronFSDP, trace: Trace) -> None:
+    """Note what the engine does from now on."""
+    engine = model._engine
+    run, take = engine.executor.run, engine.take_gradient
+
+    def note_operations(operations: tuple[Operation, ...], defer: bool = False) -> None:
+        for operation in operations:
+            run((operation,), defer)
+            if operation.action is not Action.FINALISE:
+                trace.events.append(str(operation).split("@")[0])
+            trace.in_reduction.append(len(engine.executor._in_flight))
+
+    def note_gradient(index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+        trace.events.append(f"grad{index}")
+        take(index, position, parameter, param)
+
+    engine.executor.run = note_operations  # type: ignore[method-assign, assignment]
+    engine.take_gradient = note_gradient  # type: ignore[method-assign]
+
+
+def trace_of(options: dict[str, Any], sizes: dict[str, int] | None = None) -> Trace:
+    """The third step of a tower of five floors; `sizes` are properties set after wrapping."""
+    model = fully_shard_model(Tower((32,) * FLOORS), fsdp_unit_modules=[Floor], **options)
+    for name, value in (sizes or {}).items():
+        setattr(model, name, value)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, FEATURES)
+    trace = Trace()
+    for step in range(3):
+        if step == 2:
+            observe(model, trace)
+        tower_loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.transient_bytes = model.memory().transient_peak_bytes
+    return trace
+
+
+def traces(cases: list[tuple[dict[str, Any], dict[str, int]]]) -> list[Trace]:
+    return [trace_of(*case) for case in cases]
+
+
+GRAD_CASES = [(strategy, overlap) for strategy in range(4) for overlap in (True, False)]
+
+
+def test_gradients_are_reduced_during_backward_or_after_it(run_ranks: RunRanks) -> None:
+    cases = [({"zero_dp_strategy": s, "overlap_grad_reduce": overlap}, {}) for s, overlap in GRAD_CASES]
+    for found in run_ranks(2, traces, cases):
+        for (strategy, overlap), trace in zip(GRAD_CASES, found, strict=True):
+            events = trace.of("grad", "reduce")
+            reductions = [f"reduce{unit}" for unit in range(FLOORS, -1, -1)]
+            assert [event for event in events if event.startswith("reduce")] == reductions
+            early = overlap or strategy >= 2
+            # With overlap a unit is reduced as soon as its two gradients are there, else after the last gradient.
+            assert events.index("reduce5") == (events.index("grad4") - 1 if early else len(events) - len(reductions))
+            # An exchange (strategies 1 to 3 on gloo) waits for the block that the one before received into.
+            most = (3 if early else FLOORS + 1) if strategy == 0 else 1
+            assert max(trace.in_reduction) == most
+
+
+def test_late_reductions_take_a_bucket_per_unit(run_ranks: RunRanks) -> None:
+    cases = [({"zero_dp_strategy": 0, "overlap_grad_reduce": overlap}, {}) for overlap in (True, False)]
+    for early, late in run_ranks(2, traces, cases):
+        assert late.transient_bytes - early.transient_bytes == (FLOORS - 2) * FLOOR_NUMEL * 4
+
+
+def test_weights_are_gathered_ahead_or_on_demand(run_ranks: RunRanks) -> None:
+    kinds = [(strategy, overlap) for strategy in range(4) for overlap in (True, False)]
+    cases = [({"zero_dp_strategy": s, "overlap_param_gather": overlap}, {}) for s, overlap in kinds]
+    for found in run_ranks(2, traces, cases):
+        for (strategy, overlap), trace in zip(kinds, found, strict=True):
+            if strategy == 0:
+                assert trace.of("gather", "wait") == []
+            else:
+                assert trace.ahead == int(overlap or strategy == 3)
+
+
+def count_late_reductions(strategy: int, overlap: bool) -> list[int]:
+    """Reductions after each of three backwards, and after `finish_grad_sync`."""
+    model = fully_shard_model(
+        Tower((32,) * FLOORS),
+        fsdp_unit_modules=[Floor],
+        zero_dp_strategy=strategy,
+        overlap_grad_reduce=overlap,
+        sync_model_each_microbatch=False,
+    )
+    counts = []
+    for _ in range(3):
+        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        counts.append(model.traffic().reductions)
+    model.finish_grad_sync()
+    counts.append(model.traffic().reductions)
+    model.finish_grad_sync()
+    return [*counts, model.traffic().reductions]
+
+
+@pytest.mark.parametrize("strategy", [0, 1])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_finish_grad_sync_reduces_whole_gradients_once(run_ranks: RunRanks, strategy: int, overlap: bool) -> None:
+    groups = FLOORS + 1
+    assert run_ranks(2, count_late_reductions, strategy, overlap) == [[0, 0, 0, groups, groups]] * 2
+
+
+# ---- how far ahead, how many at a time -----------------------------------------------------------------------------
+
+AHEAD: list[tuple[dict[str, Any], dict[str, int], int]] = [
+    ({}, {}, 1),
+    ({"max_gathered_units": 1}, {}, 0),
+    ({"max_gathered_units": 4}, {}, 1),
+    ({"forward_prefetch_units": 0, "backward_prefetch_units": 0}, {}, 0),
+    ({"forward_prefetch_units": 3}, {}, 3),
+    ({"fsdp_double_buffer": True}, {}, 1),
+    ({}, {"suggested_AG_prefetch_size": 0}, 0),
+    ({}, {"suggested_AG_prefetch_size": 2 * FLOOR_NUMEL}, 2),
+    ({"max_gathered_units": 2}, {"suggested_AG_prefetch_size": 9 * FLOOR_NUMEL}, 1),
+    ({"weight_allocator": "resize"}, {"suggested_AG_prefetch_size": 3 * FLOOR_NUMEL}, 3),
+    ({"zero_dp_strategy": 1, "forward_prefetch_units": 4}, {}, 4),
+    ({"zero_dp_strategy": 2}, {"suggested_AG_prefetch_size": 2 * FLOOR_NUMEL}, 2),
+]
+
+
+def test_so_many_units_are_gathered_ahead_as_asked_for(run_ranks: RunRanks) -> None:
+    cases = [(options, sizes) for options, sizes, _ in AHEAD]
+    for found in run_ranks(2, traces, cases):
+        assert [trace.ahead for trace in found] == [ahead for _, _, ahead in AHEAD]
+
+
+def test_backward_looks_ahead_by_itself(run_ranks: RunRanks) -> None:
+    cases = [({"max_gathered_units": 3, "forward_prefetch_units": 0, "backward_prefetch_units": n}, {}) for n in (0, 2)]
+    for none, two in run_ranks(2, traces, cases):
+        forward = [event for unit in range(FLOORS + 1) for event in (f"gather{unit}", f"wait{unit}")]
+        assert none.of("gather", "wait", "reduce") == [
+            *forward,
+            *("reduce5", "reduce4", "reduce3", "gather2", "wait2", "reduce2", "gather1", "wait1", "reduce1", "reduce0"),
+        ]
+        # Unit 2 is gathered as soon as the backward of unit 4 begins, and unit 1 with that of unit 3.
+        assert two.of("gather", "wait", "reduce") == [
+            *forward,
+            *("reduce5", "gather2", "reduce4", "gather1", "reduce3", "wait2", "reduce2", "wait1", "reduce1", "reduce0"),
+        ]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a model tells, and what it borrowed and sent in a step, against the formulas."""
+
+    prefetch: int
+    capacity: int
+    units: int
+    borrowed: tuple[int, int]
+    gathers: tuple[int, int]
+    in_reduction: int
+
+
+def sizes_with(unit_size: int | None, capacity: int | None) -> Sizes:
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", suggested_communication_unit_size=unit_size
+    )
+    index = FSDPDistributedIndex(mesh(), "dp")
+    model = MegatronFSDP(
+        Tower((32,) * FLOORS), index, config, fsdp_unit_modules=[Floor], sync_model_each_microbatch=True
+    )
+    if capacity is not None:
+        model.suggested_RS_queue_capacity = capacity
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    trace = Trace()
+    observe(model, trace)
+    before = model.traffic()
+    for _ in range(2):
+        before = model.traffic()
+        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    groups, strategy = model.footprints(), ShardingStrategy.optim_grads_params
+    buckets = model.suggested_RS_queue_capacity // FLOOR_NUMEL
+    borrowed = transient_bytes(
+        groups, strategy, model.max_gathered_units, buckets, exchange_scratch_bytes(groups, strategy, buckets)
+    )
+    return Sizes(
+        model.suggested_AG_prefetch_size,
+        model.suggested_RS_queue_capacity,
+        model.max_gathered_units,
+        (model.memory().transient_peak_bytes, borrowed.total),
+        (model.traffic().since(before).gathers, step_traffic(groups, strategy, 1, model.max_gathered_units).gathers),
+        max(trace.in_reduction),
+    )
+
+
+@pytest.mark.parametrize(
+    ("unit_size", "capacity", "ahead", "buckets", "units"),
+    [
+        (None, None, 1, 2, 2),
+        (3 * FLOOR_NUMEL, None, 3, 3, 4),
+        (FLOOR_NUMEL // 2, None, 1, 1, 2),
+        (99 * FLOOR_NUMEL, None, 5, 5, 6),
+        (None, FLOOR_NUMEL, 1, 1, 2),
+        (None, 4 * FLOOR_NUMEL + 1, 1, 4, 2),
+        (2 * FLOOR_NUMEL, 0, 2, 1, 3),
+    ],
+)
+def test_sizes_in_elements_become_units_and_buckets(
+    run_ranks: RunRanks, unit_size: int | None, capacity: int | None, ahead: int, buckets: int, units: int
+) -> None:
+    for sizes in run_ranks(2, sizes_with, unit_size, capacity):
+        assert (sizes.prefetch, sizes.capacity, sizes.units) == (ahead * FLOOR_NUMEL, buckets * FLOOR_NUMEL, units)
+        assert sizes.borrowed[0] == sizes.borrowed[1]
+        assert sizes.gathers[0] == sizes.gathers[1]
+        assert sizes.in_reduction == max(1, buckets - 1)
+
+
+def refuse_capacity() -> str:
+    model = fully_shard_model(Tower(), fsdp_unit_modules=[Floor], zero_dp_strategy=1, overlap_grad_reduce=False)
+    try:
+        model.suggested_RS_queue_capacity = 10
+    except ConfigurationError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_capacity_without_effect_is_refused(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, refuse_capacity):
+        assert message.startswith("suggested_RS_queue_capacity=10 has no effect with overlap_grad_reduce=False, where")
+
+
+# ---- buckets outside of units --------------------------------------------------------------------------------------
+
+
+def buckets_of(bucket_size: int | None, disable: bool) -> tuple[int | None, list[list[str]], int]:
+    """What `bucket_size` says, the names in each bucket of the root, and the reductions of one step."""
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", bucket_size=bucket_size)
+    model = MegatronFSDP(
+        Ordered(layers=1, order=(0,)), FSDPDistributedIndex(mesh(), "dp"), config, disable_bucketing=disable
+    )
+    tower_loss(model, torch.ones(2, 6)).backward()
+    model.finish_grad_sync()
+    root = model._engine.units[0].groups
+    return model.bucket_size, [list(group.names) for group in root], model.traffic().reductions
+
+
+FIRST, LAST = ["first.weight", "first.bias"], ["last.weight", "last.bias"]
+MIDDLE = ["layers.0.up.weight", "layers.0.up.bias", "layers.0.down.weight", "layers.0.down.bias"]
+
+
+@pytest.mark.parametrize(
+    ("bucket_size", "disable", "told", "buckets"),
+    [
+        (None, False, 40_000_000, [[*FIRST, *MIDDLE, *LAST]]),
+        (None, True, None, [[*FIRST, *MIDDLE, *LAST]]),
+        (42, False, 42, [FIRST, MIDDLE[:1], MIDDLE[1:3], [MIDDLE[3], LAST[0]], LAST[1:]]),
+        (1, False, 1, [[name] for name in (*FIRST, *MIDDLE, *LAST)]),
+    ],
+)
+def test_parameters_outside_of_units_are_cut_where_a_bucket_is_full(
+    run_ranks: RunRanks, bucket_size: int | None, disable: bool, told: int | None, buckets: list[list[str]]
+) -> None:
+    for found in run_ranks(2, buckets_of, bucket_size, disable):
+        assert found == (told, buckets, len(buckets))
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+
+
+def train_with_sizes(run: Run) -> None:
+    run.train(0)
+    for index, (ahead, capacity) in enumerate(((0, 0), (10**6, 10**6), (300, 1), (0, 400))):
+        if run.sharded is not None:
+            run.sharded.suggested_AG_prefetch_size = ahead
+            run.sharded.suggested_RS_queue_capacity = capacity
+        run.train(2 * index + 1, 2 * index + 2)
+
+
+def ordered() -> Ordered:
+    return Ordered()
+
+
+def test_sizes_may_change_between_steps_and_results_do_not(run_ranks: RunRanks) -> None:
+    settings = [Setting(strategy) for strategy in range(4)]
+    settings.append(Setting(3, options=(("weight_allocator", "resize"),)))
+    check_strategies(run_ranks, 2, Scenario(train_with_sizes, vector_case(ordered)), settings)

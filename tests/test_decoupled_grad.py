@@ -1,0 +1,227 @@
+"""`use_decoupled_grad`: gradients in an attribute of their own, in the dtype they were accumulated in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
+
+STRATEGIES = [0, 1, 2, 3]
+BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
+LR = 0.1
+
+
+class DecoupledSGD(torch.optim.Optimizer):
+    """Plain SGD that reads `.decoupled_grad`, and `.grad` where there is none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": LR})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = getattr(param, "decoupled_grad", None)
+                grad = param.grad if grad is None else grad
+                if grad is not None:
+                    param.add_(grad.to(param.dtype), alpha=-group["lr"])
+
+
+def wrap(strategy: int, policy: MixedPrecisionPolicy | None = None, **arguments: Any) -> MegatronFSDP:
+    return fully_shard_model(
+        build(),
+        mesh(),
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy or MixedPrecisionPolicy(),
+        use_decoupled_grad=True,
+        **arguments,
+    )
+
+
+def whole_gradients(count: int = 1) -> dict[str, Tensor]:
+    """One process: the sum over the first batches."""
+    model = build()
+    for batch in batches(count):
+        backward(model, batch)
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def shown(model: MegatronFSDP) -> dict[str, Tensor]:
+    return {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+
+
+def places(model: MegatronFSDP) -> tuple[set[str], set[torch.dtype], bool]:
+    """Kinds of `.grad`, dtypes of `.decoupled_grad`, and whether those are described as their parameters."""
+    params = list(model.parameters())
+    grads = [param.decoupled_grad for param in params]  # type: ignore[attr-defined]
+    alike = all(
+        isinstance(g, DTensor) and isinstance(p, DTensor) and g.placements == p.placements and g.shape == p.shape
+        for g, p in zip(grads, params, strict=True)
+    )
+    return {str(param.grad) for param in params}, {grad.dtype for grad in grads}, alike
+
+
+def where_gradients_are(strategy: int, auto_sync: bool) -> tuple[Any, float]:
+    model = wrap(strategy, BF16_GRADS, sync_model_each_microbatch=auto_sync)
+    backward(model, next(batches(1)))
+    if not auto_sync:
+        model.finish_grad_sync()
+    return places(model), largest_difference(shown(model), whole_gradients())
+
+
+@pytest.mark.parametrize("auto_sync", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_decoupled_in_their_own_dtype_and_grad_stays_none(
+    run_ranks: RunRanks, strategy: int, auto_sync: bool
+) -> None:
+    for found, difference in run_ranks(2, where_gradients_are, strategy, auto_sync):
+        assert found == ({"None"}, {torch.bfloat16}, True)
+        assert 0.0 < difference <= 2e-2  # of bfloat16's 8 bits, and not of a float32 that was cast on the way
+
+
+def fresh_value() -> list[Any]:
+    return [getattr(param, "decoupled_grad", "missing") for param in wrap(3).parameters()]
+
+
+def test_before_the_first_backward_the_attribute_is_none(run_ranks: RunRanks) -> None:
+    for values in run_ranks(2, fresh_value):
+        assert values == [None] * 7
+
+
+def train_decoupled(strategy: int, auto_sync: bool) -> tuple[float, float]:
+    """Three updates of two microbatches each, the sum of which is clipped and scaled by the model."""
+    model = wrap(strategy, sync_model_each_microbatch=auto_sync)
+    optimizer = fully_shard_optimizer(DecoupledSGD(model.parameters()))
+    reference = build()
+    reference_optimizer = DecoupledSGD(reference.parameters())
+    worst = 0.0
+    for step in range(3):
+        for batch in batches(2, first=2 * step):
+            backward(model, batch)
+            backward(reference, batch)
+        model.finish_grad_sync()
+        norm = model.clip_grad_norm_(0.05)
+        worst = max(worst, abs(norm.item() - torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05).item()))
+        model.scale_gradients(3.0)
+        for param in reference.parameters():
+            if param.grad is not None:
+                param.grad.mul_(3.0)
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+    return worst, largest_difference(weights(model), weights(reference))
+
+
+@pytest.mark.parametrize("auto_sync", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(
+    run_ranks: RunRanks, strategy: int, auto_sync: bool
+) -> None:
+    for norm_difference, difference in run_ranks(3, train_decoupled, strategy, auto_sync):
+        assert norm_difference <= 1e-6
+        assert difference <= 2e-6
+
+
+def by_optimizer(_: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def by_optimizer_in_place(_: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_optimizer_in_place_positional(_: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(False)
+
+
+def by_model(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def by_model_in_place(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def by_buffer(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
+    model.zero_grad_buffer()
+
+
+def by_hand(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.decoupled_grad = None  # type: ignore[attr-defined]
+
+
+Clear = Callable[[MegatronFSDP, torch.optim.Optimizer], None]
+
+
+def clear_and_accumulate(strategy: int, clear: Clear) -> tuple[list[float], float]:
+    model = wrap(strategy)
+    optimizer = fully_shard_optimizer(DecoupledSGD(model.parameters()))
+    backward(model, next(batches(1, first=5)))
+    clear(model, optimizer)
+    left = [grad.abs().max().item() for grad in shown(model).values()]
+    for batch in batches(2):
+        backward(model, batch)
+    return left, largest_difference(shown(model), whole_gradients(2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("clear", "left"),
+    [
+        (by_optimizer, []),
+        (by_optimizer_in_place, [0.0] * 7),
+        (by_optimizer_in_place_positional, [0.0] * 7),
+        (by_model, []),
+        (by_model_in_place, [0.0] * 7),
+        (by_buffer, []),
+        (by_hand, []),
+    ],
+)
+def test_every_way_to_clear_clears_decoupled_gradients(
+    run_ranks: RunRanks, strategy: int, clear: Clear, left: list[float]
+) -> None:
+    for found, difference in run_ranks(2, clear_and_accumulate, strategy, clear):
+        assert found == left
+        assert difference <= 1e-6
+
+
+def plain_gradient(strategy: int) -> float:
+    """A gradient that got into `.grad` of the sharded parameters, as that of a penalty on them does."""
+    model = wrap(strategy)
+    backward(model, next(batches(1)))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    model.finish_grad_sync()
+    assert all(param.grad is None for param in model.parameters())
+    return largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()})
+
+
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+def test_what_is_in_grad_all_the_same_is_added(run_ranks: RunRanks, strategy: int) -> None:
+    assert max(run_ranks(2, plain_gradient, strategy)) <= 1e-6
+
+
+def torch_optimizer() -> list[str]:
+    model = build()
+    with pytest.raises(ConfigurationError) as in_one_call:
+        fully_shard(model, torch.optim.AdamW(model.parameters()), mesh(), use_decoupled_grad=True)
+    sharded = wrap(3)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError) as by_itself:
+        fully_shard_optimizer(optimizer)
+    return [str(in_one_call.value), str(by_itself.value)]
+
+
+def test_an_optimizer_of_torch_would_find_nothing_and_is_refused(run_ranks: RunRanks) -> None:
+    for first, second in run_ranks(2, torch_optimizer):
+        assert "in param.decoupled_grad, where AdamW, one of torch's own, does not look" in first
+        assert "where SGD" in second

@@ -1,0 +1,180 @@
+"""The sharded average of weights equals one that is kept on one process, and moves between layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.ema import ShardedEMA
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
+from tests.support.live_bytes import held_bytes
+from tests.support.parity import assert_equal_tensors
+
+STRATEGIES = [0, 1, 2, 3]
+FROZEN = "layers.0.linear.bias"
+
+
+def wrap(strategy: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> MegatronFSDP:
+    model = build(seed).to(dtype)
+    model.get_parameter(FROZEN).requires_grad_(requires_grad=False)
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    return fully_shard_model(
+        model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, mixed_precision_policy=policy
+    )
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return fully_shard_optimizer(optimizer) if isinstance(model, MegatronFSDP) else optimizer
+
+
+def whole(model: MegatronFSDP, ema: ShardedEMA) -> dict[str, Tensor]:
+    """The averages, whole, as the model shows them."""
+    with ema.applied():
+        return weights(model)
+
+
+def on_one_process(steps: int, decay: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = build()
+    model.get_parameter(FROZEN).requires_grad_(requires_grad=False)
+    optimizer = sgd(model)
+    average = weights(model)
+    for step in range(steps):
+        train(model, optimizer, 1, first=step)
+        for name, value in weights(model).items():
+            average[name].mul_(decay).add_(value, alpha=1.0 - decay)
+    return average, weights(model)
+
+
+def follow(strategy: int, dtype: torch.dtype) -> dict[str, Any]:
+    model = wrap(strategy)
+    optimizer = sgd(model)
+    ema = ShardedEMA(model, decay=0.5, dtype=dtype)
+    for step in range(3):
+        train(model, optimizer, 1, first=step)
+        ema.update()
+    before = weights(model)
+    x = torch.ones(2, 5)
+    with ema.applied(), torch.no_grad():
+        shown, output = weights(model), model(x)
+        with pytest.raises(ScheduleError, match="inside applied"):
+            ema.update()
+        with pytest.raises(ScheduleError, match="applied already"), ema.applied():
+            pass
+    with pytest.raises(KeyError), ema.applied():
+        raise KeyError("in an evaluation")
+    assert_equal_tensors(weights(model), before)
+    train(model, optimizer, 1, first=3)
+    ema.update(decay=0.0)
+    last = largest_difference(whole(model, ema), weights(model))
+    average, _ = on_one_process(3, 0.5)
+    plain = build()
+    plain.load_state_dict({**shown, "offset": plain.offset})
+    names = sorted(ema.state_dict())
+    return {
+        "average": largest_difference(shown, average),
+        "output": (output - plain(x)).abs().max().item(),
+        "weights": largest_difference(weights(model), on_one_process(4, 0.5)[1]),
+        "last": last,
+        "frozen": FROZEN in names,
+        "count": len(names),
+    }
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [*((s, torch.float32) for s in STRATEGIES), (3, torch.float64)])
+def test_the_average_equals_one_process_and_is_swapped_in_and_out(
+    run_ranks: RunRanks, strategy: int, dtype: torch.dtype
+) -> None:
+    for found in run_ranks(3, follow, strategy, dtype):
+        assert found["average"] <= 2e-6
+        assert found["output"] <= 2e-6
+        assert found["weights"] <= 2e-6  # training went on as if nothing had been swapped
+        assert found["last"] == 0.0
+        assert (found["frozen"], found["count"]) == (False, 6)
+
+
+def held() -> tuple[int, int, torch.dtype]:
+    """Bytes that an average takes, and the elements of this rank's trainable shards."""
+    model = wrap(3, dtype=torch.bfloat16)
+    before = held_bytes()
+    ema = ShardedEMA(model)
+    taken = held_bytes() - before
+    elements = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
+    return taken, elements, next(iter(ema.state_dict().values())).dtype
+
+
+def test_it_holds_shards_only_in_float32(run_ranks: RunRanks) -> None:
+    for taken, elements, dtype in run_ranks(2, held):
+        assert taken == 4 * elements
+        assert dtype == torch.float32
+
+
+def save(strategy: int, folder: str) -> dict[str, Tensor]:
+    model = wrap(strategy)
+    ema = ShardedEMA(model, decay=0.5)
+    train(model, sgd(model), 2)
+    ema.update()
+    dcp.save({"ema": ema.state_dict()}, checkpoint_id=folder)
+    return whole(model, ema)
+
+
+def load(strategy: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Loaded by torch.distributed.checkpoint, and from full tensors."""
+    model = wrap(strategy, seed=1)
+    ema = ShardedEMA(model)
+    state = {"ema": ema.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    ema.load_state_dict(state["ema"])
+    loaded = whole(model, ema)
+    other = ShardedEMA(model)
+    other.load_state_dict({name: loaded[name] for name in other.state_dict()})
+    return loaded, whole(model, other)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0)), ((2, 0), (4, 3))])
+def test_it_is_saved_by_one_layout_and_loaded_by_another(
+    run_ranks: RunRanks, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    before = run_ranks(saved[0], save, saved[1], str(tmp_path / "ema"))[0]
+    del before[FROZEN]
+    for by_checkpoint, from_full in run_ranks(loaded[0], load, loaded[1], str(tmp_path / "ema")):
+        for found in (by_checkpoint, from_full):
+            del found[FROZEN]
+            assert_equal_tensors(found, before)
+
+
+def refusals() -> list[str]:
+    model = wrap(3)
+    ema = ShardedEMA(model)
+    first, *_ = state = ema.state_dict()
+    messages = []
+    for call in (
+        lambda: ShardedEMA(model, decay=1.0),
+        lambda: ShardedEMA(model, dtype=torch.int64),
+        lambda: ema.update(decay=-0.1),
+        lambda: ema.load_state_dict({}),
+        lambda: ema.load_state_dict({**state, first: torch.zeros(1000)}),
+    ):
+        with pytest.raises(ConfigurationError) as raised:
+            call()
+        messages.append(str(raised.value))
+    orphan = ShardedEMA(wrap(3))
+    with pytest.raises(ConfigurationError) as raised:
+        orphan.update()
+    return [*messages, str(raised.value)]
+
+
+def test_what_means_nothing_is_refused(run_ranks: RunRanks) -> None:
+    for decay, dtype, later, names, shape, deleted in run_ranks(2, refusals):
+        assert decay.startswith("decay=1.0 is out of range")
+        assert dtype.startswith("dtype=torch.int64 cannot hold an average")
+        assert later.startswith("decay=-0.1 is out of range")
+        assert names.startswith("the averages do not fit: missing ['gain', 'head.bias'")
+        assert "of shape (1000,) does not fit the average of shape" in shape
+        assert deleted.startswith("the model that this average follows has been deleted")

@@ -1,0 +1,221 @@
+"""Fine-grained gathers: the modules inside units become units; results are the same and less is gathered at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, fully_shard
+from megatron_fsdp.fine_grained import refine_units
+from megatron_fsdp.units import find_units
+from tests.conftest import RunRanks
+from tests.support.api_net import mesh
+from tests.support.models import MODEL_CASES
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
+from tests.support.usage_models import Layer, Ordered, Recomputed, vector_case
+
+
+class Gate(nn.Module):
+    """Owns a parameter itself and a module with parameters, which it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * torch.tanh(self.inner(x) * self.scale)
+
+
+class Block(nn.Module):
+    """Every kind of inner module: a list of parameters, attention, a gate, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = nn.ParameterList([nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(6))])
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.gate = Gate()
+        self.one = nn.Linear(6, 6)
+        self.two = nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.two(self.gate(self.one(x + self.offsets[0]))) * self.offsets[1]
+        rows = x.unsqueeze(1)
+        return x + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(1)
+
+
+class Blocks(nn.Module):
+    """Two blocks between layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def refined(*whole: type[nn.Module]) -> dict[str, tuple[str, ...]]:
+    model = Blocks()
+    plan = refine_units(model, find_units(model, [Block]), whole)
+    assert plan.source.endswith("fine-grained")
+    return {unit.name: unit.parameters for unit in plan.units if not unit.name.startswith("layers.1")}
+
+
+def test_modules_that_own_parameters_become_units() -> None:
+    units = refined()
+    assert list(units) == [
+        "",
+        "layers.0",
+        "layers.0.attention",
+        "layers.0.gate",
+        "layers.0.gate.inner",
+        "layers.0.one",
+        "layers.0.two",
+    ]
+    # A list of parameters cannot be called, so the block has them; its own children are units by themselves.
+    assert units["layers.0"] == ("layers.0.offsets.0", "layers.0.offsets.1")
+    assert units["layers.0.gate"] == ("layers.0.gate.scale",)
+    assert units["layers.0.gate.inner"] == ("layers.0.gate.inner.weight", "layers.0.gate.inner.bias")
+
+
+def test_attention_is_whole_since_it_reads_weights_of_modules_that_it_does_not_call() -> None:
+    assert "layers.0.attention.out_proj.weight" in refined()["layers.0.attention"]
+
+
+def test_a_weight_that_two_modules_share_belongs_to_the_root() -> None:
+    units = refined()
+    assert units["layers.0.one"] == ("layers.0.one.bias",)
+    assert units["layers.0.two"] == ("layers.0.two.bias",)
+    assert "layers.0.one.weight" in units[""]
+
+
+def test_given_types_are_taken_whole() -> None:
+    units = refined(Gate)
+    assert units["layers.0.gate"] == (
+        "layers.0.gate.scale",
+        "layers.0.gate.inner.weight",
+        "layers.0.gate.inner.bias",
+    )
+    assert "layers.0.gate.inner" not in units
+    assert refined(Block)["layers.0"] == tuple(name for name in find_units(Blocks(), [Block]).units[1].parameters)
+
+
+def test_every_parameter_has_one_owner() -> None:
+    model = Blocks()
+    plan = refine_units(model, find_units(model, [Block]))
+    owned = [name for unit in plan.units for name in unit.parameters]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_a_unit_that_hangs_at_two_paths_is_split_once() -> None:
+    model = Ordered()
+    model.layers[2] = model.layers[0]
+    plan = refine_units(model, find_units(model, [Layer]))
+    names = [unit.name for unit in plan.units]
+    assert "layers.0.up" in names
+    assert not any(name.startswith("layers.2") for name in names)
+
+
+# ---- real ranks ----------------------------------------------------------------------------------------------------
+
+
+def train_and_evaluate(run: Run) -> None:
+    run.train(0)
+    with torch.no_grad():
+        run.loss(10)
+    run.loss(1).backward()
+    with run.no_sync():
+        run.loss(2).backward()
+    run.loss(3).backward()
+    run.step()
+    run.train(4)
+
+
+FINE = ("enable_fine_grained_param_gather", True)
+SETTINGS = [
+    Setting(3, options=(FINE,)),
+    Setting(3, options=(FINE, ("weight_allocator", "resize"))),
+    Setting(2, options=(FINE,)),
+    Setting(1, options=(FINE,)),
+]
+
+
+def blocks() -> nn.Module:
+    return Blocks()
+
+
+def recomputing() -> nn.Module:
+    return Recomputed("units", reentrant=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    case = vector_case(blocks)
+    case = type(case)(case.build, case.make_batch, case.loss, (Block,))
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, case), SETTINGS)
+
+
+def test_fine_grained_gathers_of_a_transformer_and_of_recomputed_units_equal_one_process(run_ranks: RunRanks) -> None:
+    for case in (MODEL_CASES["transformer"], vector_case(recomputing)):
+        check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SETTINGS[:2])
+
+
+def gathered_bytes(options: dict[str, Any]) -> int:
+    model = Tower((32,) * 4)
+    wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
+    tower_loss(wrapped, torch.ones(2, FEATURES)).backward()
+    return wrapped.memory().gathered_bytes
+
+
+def test_two_modules_are_gathered_in_place_of_two_units(run_ranks: RunRanks) -> None:
+    coarse = run_ranks(2, gathered_bytes, {})
+    fine = run_ranks(2, gathered_bytes, {"enable_fine_grained_param_gather": True})
+    assert coarse == [4 * (ROOT_NUMEL + 2 * FLOOR_NUMEL)] * 2
+    assert fine == [4 * (ROOT_NUMEL + FLOOR_NUMEL)] * 2  # a floor has two modules of equal size
+
+
+def call_a_submodule() -> tuple[float, float]:
+    """The same submodule of a unit, called by itself: sharded and not."""
+    torch.manual_seed(0)
+    model = Ordered()
+    x = torch.ones(2, 6)
+    plain = model.layers[1].up(x).sum().item()  # type: ignore[union-attr, operator]
+    wrapped, _ = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        fsdp_unit_modules=[Layer],
+        enable_fine_grained_param_gather=True,
+    )
+    return wrapped.module.layers[1].up(x).sum().item(), plain  # type: ignore[union-attr, index, operator]
+
+
+def test_submodules_of_units_may_be_called_on_their_own(run_ranks: RunRanks) -> None:
+    for sharded, plain in run_ranks(2, call_a_submodule):
+        assert sharded == plain
+
+
+def units_of_the_class(config: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
+    index = FSDPDistributedIndex(mesh(), "dp")
+    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **config)
+    model = MegatronFSDP(Blocks(), index, ddp_config, fsdp_unit_modules=[Block], **arguments)
+    return [unit.name for unit in model._engine.units]
+
+
+def test_the_class_takes_the_switch_as_argument_and_in_its_configuration(run_ranks: RunRanks) -> None:
+    by_config = run_ranks(2, units_of_the_class, {"megatron_fsdp_enable_fine_grained_param_gather": True}, {})
+    by_argument = run_ranks(2, units_of_the_class, {}, {"enable_fine_grained_param_gather_hook": True})
+    assert by_config == by_argument
+    assert "layers.0.gate.inner" in by_config[0]
+    whole = {"enable_fine_grained_param_gather_hook": True, "fine_grained_recurse_module_types": [Gate]}
+    assert run_ranks(2, units_of_the_class, {}, whole)[0] == [
+        name for name in by_config[0] if not name.endswith("gate.inner")
+    ]

@@ -1,0 +1,185 @@
+"""Switches for memory and scheduling: what they mean together, and what is refused in words."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_fsdp import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.memory_options import MemoryOptions, resolve_memory_options
+from megatron_fsdp.weight_plan import WeightAllocator
+
+DEFAULTS: dict[str, Any] = {
+    "disable_bucketing": False,
+    "fsdp_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "enable_fine_grained_param_gather_hook": False,
+    "enable_fine_grained_param_gather_backward_hook": False,
+    "fine_grained_recurse_module_types": None,
+    "weight_allocator": "slots",
+    "max_gathered_units": None,
+    "forward_prefetch_units": None,
+    "backward_prefetch_units": None,
+}
+
+
+def resolve(strategy: str = "optim_grads_params", /, **options: Any) -> MemoryOptions:
+    """Arguments of the class go there, all others into the configuration."""
+    given = {name: options.pop(name, default) for name, default in DEFAULTS.items()}
+    options = {"overlap_param_gather": True, **options}
+    return resolve_memory_options(
+        given, DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
+    )
+
+
+def test_defaults_are_two_slots_and_one_unit_ahead() -> None:
+    options = resolve()
+    assert options == MemoryOptions()
+    assert (options.allocator, options.slots, options.forward_depth) == (WeightAllocator.SLOTS, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "allocator"),
+    [
+        ({"weight_allocator": "resize"}, WeightAllocator.RESIZE),
+        ({"fsdp_double_buffer": True}, WeightAllocator.DOUBLE_BUFFER),
+        (
+            {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+            WeightAllocator.PERSISTENT_DOUBLE_BUFFER,
+        ),
+        ({"megatron_fsdp_max_pool_double_buffer": True}, WeightAllocator.MAX_POOL),
+    ],
+)
+def test_options_name_an_allocator(given: dict[str, Any], allocator: WeightAllocator) -> None:
+    assert resolve(**given).allocator is allocator
+
+
+@pytest.mark.parametrize(
+    ("given", "forward", "backward", "slots", "may_grow"),
+    [
+        ({"max_gathered_units": 1}, 0, 0, 1, False),
+        ({"max_gathered_units": 5}, 1, 1, 5, False),
+        ({"forward_prefetch_units": 3}, 3, 1, 4, True),
+        ({"backward_prefetch_units": 2, "forward_prefetch_units": 0}, 0, 2, 3, True),
+        ({"forward_prefetch_units": 0, "backward_prefetch_units": 0}, 0, 0, 2, True),
+        ({"forward_prefetch_units": 2, "max_gathered_units": 3}, 2, 1, 3, False),
+        ({"fsdp_double_buffer": True}, 1, 1, 2, False),
+    ],
+)
+def test_depths_and_slots_are_derived_from_one_another(
+    given: dict[str, Any], forward: int, backward: int, slots: int, may_grow: bool
+) -> None:
+    options = resolve(**given)
+    found = (options.forward_depth, options.backward_depth, options.slots, options.may_grow)
+    assert found == (forward, backward, slots, may_grow)
+
+
+def test_without_overlap_nothing_is_gathered_ahead_but_under_strategy_3() -> None:
+    assert resolve("optim", overlap_param_gather=False).forward_depth == 0
+    assert resolve("optim", overlap_param_gather=True).forward_depth == 1
+    assert resolve(overlap_param_gather=False).forward_depth == 1
+
+
+def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:
+    assert resolve().bucket_numel_on(8) == 40_000_000
+    assert resolve().bucket_numel_on(64) == 64_000_000
+    assert resolve(bucket_size=7).bucket_numel_on(64) == 7
+    assert resolve(disable_bucketing=True).bucket_numel_on(64) is None
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("optim_grads_params", {"weight_allocator": "pool"}, "weight_allocator='pool' does not exist; give \"slots\""),
+    ("optim", {"weight_allocator": "resize"}, "has no effect under optim, where every rank holds whole weights"),
+    ("optim_grads", {"fsdp_double_buffer": True}, "fsdp_double_buffer=True has no effect under optim_grads, where"),
+    ("no_shard", {"megatron_fsdp_max_pool_double_buffer": True}, "maxpool_double_buffer=True has no effect under no_"),
+    ("optim", {"max_gathered_units": 2}, "max_gathered_units=2 has no effect under optim, where"),
+    ("optim_grads_params", {"max_gathered_units": 0}, "max_gathered_units=0 is not a whole number of units; give 1"),
+    ("optim_grads_params", {"max_gathered_units": True}, "max_gathered_units=True is not a whole number of units"),
+    ("optim_grads_params", {"forward_prefetch_units": -1}, "forward_prefetch_units=-1 is not a whole number of units"),
+    (
+        "optim_grads_params",
+        {"max_gathered_units": 3, "backward_prefetch_units": 3},
+        "backward_prefetch_units=3 needs 4 units gathered at a time, and 3 are allowed; give at most 2 or raise max_",
+    ),
+    (
+        "optim_grads_params",
+        {"fsdp_double_buffer": True, "forward_prefetch_units": 2},
+        "forward_prefetch_units=2 needs 3 units gathered at a time, and 2 are allowed",
+    ),
+    (
+        "optim_grads_params",
+        {"fsdp_double_buffer": True, "max_gathered_units": 3},
+        "max_gathered_units=3 contradicts a double buffer",
+    ),
+    (
+        "optim_grads_params",
+        {"fsdp_double_buffer": True, "weight_allocator": "resize"},
+        "are two ways to hold gathered weights; give only one",
+    ),
+    (
+        "optim_grads_params",
+        {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+        "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect without fsdp_double_buffer=True",
+    ),
+    (
+        "optim_grads_params",
+        {"fsdp_db_use_persist_buf_on_alloc_fail": True, "megatron_fsdp_max_pool_double_buffer": True},
+        "has no effect with a pool that every unit fits",
+    ),
+    (
+        "optim",
+        {"forward_prefetch_units": 1, "overlap_param_gather": False},
+        "forward_prefetch_units=1 has no effect with overlap_param_gather=False",
+    ),
+    ("no_shard", {"backward_prefetch_units": 1}, "backward_prefetch_units=1 has no effect under no_shard"),
+    (
+        "optim_grads_params",
+        {"forward_prefetch_units": 1, "suggested_communication_unit_size": 100},
+        "suggested_communication_unit_size=100 both say how far to gather ahead",
+    ),
+    (
+        "optim_grads_params",
+        {"disable_bucketing": True, "bucket_size": 5},
+        "disable_bucketing=True and bucket_size=5 contradict each other",
+    ),
+    (
+        "optim_grads_params",
+        {"enable_fine_grained_param_gather_backward_hook": True},
+        "enable_fine_grained_param_gather_backward_hook=True needs enable_fine_grained_param_gather_hook=True",
+    ),
+    (
+        "optim_grads_params",
+        {"fine_grained_recurse_module_types": [nn.Linear]},
+        "needs enable_fine_grained_param_gather_hook=True, since modules are gathered alike in both directions",
+    ),
+    (
+        "no_shard",
+        {"megatron_fsdp_enable_fine_grained_param_gather": True},
+        "enable_fine_grained_param_gather=True has no effect under no_shard",
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "given", "message"), REFUSED)
+def test_what_cannot_take_effect_is_refused_in_words(strategy: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(strategy, **given)
+    assert message in str(caught.value)
+
+
+def test_types_to_take_whole_are_classes_of_modules() -> None:
+    given = {"enable_fine_grained_param_gather_hook": True, "fine_grained_recurse_module_types": [nn.Linear, 3]}
+    with pytest.raises(TypeError, match="has the entry 3, which is not a subclass of"):
+        resolve(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"fsdp_double_buffer": True}, {"enable_fine_grained_param_gather_hook": True}],
+)
+def test_models_without_units_refuse_what_concerns_units(given: dict[str, Any]) -> None:
+    options = resolve(**given)
+    options.check_plan(1)
+    with pytest.raises(ConfigurationError, match="has no effect on a model without units besides the root; name the"):
+        options.check_plan(0)

@@ -1,0 +1,148 @@
+"""Statistics from shards equal those of the whole tensors."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp.runtime.statistics import ModelStatistics, TensorStatistics
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, ModelName
+from tests.support.op_counts import OpCounts
+from tests.support.parity import fixed_seed
+
+STRATEGIES = [0, 1, 2, 3]
+
+
+def expected(tensor: Tensor) -> TensorStatistics:
+    """By torch's own functions on a whole tensor."""
+    values = tensor.detach().double().flatten()
+    finite = values[values.isfinite()]
+    some = finite.numel() > 0
+    return TensorStatistics(
+        numel=values.numel(),
+        mean=finite.mean().item() if some else math.nan,
+        std=finite.std(correction=0).item() if some else math.nan,
+        norm=finite.norm().item(),
+        min=finite.min().item() if some else math.nan,
+        max=finite.max().item() if some else math.nan,
+        zero_fraction=(values == 0).double().mean().item(),
+        nan_count=int(values.isnan().sum()),
+        inf_count=int(values.isinf().sum()),
+    )
+
+
+def assert_statistics(found: ModelStatistics, tensors: dict[str, Tensor]) -> None:
+    assert found.tensors.keys() == tensors.keys()
+    every = torch.cat([tensor.detach().double().flatten() for tensor in tensors.values()])
+    pairs = [(found.tensors[name], expected(tensor)) for name, tensor in tensors.items()]
+    for got, want in [*pairs, (found.total, expected(every))]:
+        for key, value in asdict(want).items():
+            given = asdict(got)[key]
+            # Sums of at most some thousand float64 values in another order.
+            assert math.isclose(given, value, rel_tol=1e-12, abs_tol=1e-15) or (math.isnan(given) and math.isnan(value))
+
+
+def wrap(name: ModelName, strategy: int, **arguments: Any) -> MegatronFSDP:
+    case = MODEL_CASES[name]
+    with fixed_seed(0):
+        model = case.build()
+    return fully_shard_model(model, fsdp_unit_modules=list(case.unit_classes), zero_dp_strategy=strategy, **arguments)
+
+
+Found = tuple[ModelStatistics, dict[str, Tensor], ModelStatistics, dict[str, Tensor], int]
+
+
+def describe(name: ModelName, strategy: int, decoupled: bool = False) -> Found:
+    case = MODEL_CASES[name]
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64) if decoupled else MixedPrecisionPolicy()
+    model = wrap(name, strategy, mixed_precision_policy=policy, use_decoupled_grad=decoupled)
+    batch = case.make_batch(12, torch.Generator().manual_seed(0)).part(dist.get_rank(), dist.get_world_size())
+    case.loss(model, batch).backward()
+    with OpCounts(dist.get_world_size()) as counts:
+        parameters = model.parameter_statistics()
+    with OpCounts(dist.get_world_size()) as counts_of_gradients:
+        gradients = model.gradient_statistics()
+    collectives = len(counts.collectives.others) + counts.collectives.reductions + counts.collectives.gathers
+    of_gradients = counts_of_gradients.collectives
+    assert len(of_gradients.others) + of_gradients.reductions + of_gradients.gathers == collectives
+    shown = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+    return parameters, model.full_parameters(), gradients, shown, collectives
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "name"),
+    [
+        (1, 0, "odd_shapes"),
+        (1, 3, "unused"),
+        (3, 0, "scalars"),
+        (3, 1, "odd_shapes"),
+        (3, 1, "unused"),
+        (3, 2, "scalars"),
+        (3, 2, "partly_frozen"),
+        (3, 3, "odd_shapes"),
+        (3, 3, "scalars"),
+        (3, 3, "unused"),
+        (3, 3, "tied"),
+        (3, 3, "bf16_fp32_norm"),
+    ],
+)
+def test_weights_and_gradients_are_described_as_on_one_process(
+    run_ranks: RunRanks, ranks: int, strategy: int, name: ModelName
+) -> None:
+    everyone = run_ranks(ranks, describe, name, strategy)
+    for parameters, weights, gradients, shown, collectives in everyone:
+        assert_statistics(parameters, weights)
+        assert_statistics(gradients, shown)
+        assert collectives == (0 if ranks == 1 or strategy == 0 else 1)
+        assert (repr(parameters), repr(gradients)) == (repr(everyone[0][0]), repr(everyone[0][2]))
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_decoupled_gradients_are_described(run_ranks: RunRanks, strategy: int) -> None:
+    for _, _, gradients, shown, _ in run_ranks(2, describe, "odd_shapes", strategy, True):
+        assert shown
+        assert_statistics(gradients, shown)
+
+
+def with_odd_values(strategy: int) -> tuple[ModelStatistics, dict[str, Tensor]]:
+    """NaN, infinities, zeros, a huge mean, and tensors of which nothing is finite."""
+    model = wrap("odd_shapes", strategy)
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 3.0])
+    with model.full_parameters_context(writeback=True), torch.no_grad():
+        for position, (_, param) in enumerate(model.module.named_parameters()):
+            flat = param.view(-1)
+            if position == 0:
+                flat.fill_(math.nan)
+            elif position == 1:
+                flat.zero_()
+            elif position == 2:
+                flat.add_(1e6)
+            else:
+                flat[: flat.numel() // 2] = bad.repeat(flat.numel())[: flat.numel() // 2]
+    return model.parameter_statistics(), model.full_parameters()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_that_are_not_finite_are_counted_and_left_out(run_ranks: RunRanks, strategy: int) -> None:
+    for found, weights in run_ranks(3, with_odd_values, strategy):
+        assert_statistics(found, weights)
+        assert found.total.nan_count > 0
+        assert found.total.inf_count > 0
+
+
+def without_gradients() -> ModelStatistics:
+    return wrap("odd_shapes", 3).gradient_statistics()
+
+
+def test_without_gradients_there_is_nothing_to_describe(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, without_gradients):
+        assert found.tensors == {}
+        assert found.total.numel == 0
+        assert math.isnan(found.total.mean)
+        assert found.total.norm == 0.0
