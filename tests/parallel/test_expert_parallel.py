@@ -150,15 +150,7 @@ def clip_by_torch(run: Run) -> None:
         run.step()
 
 
-BY_TORCH = pytest.param(
-    clip_by_torch,
-    marks=pytest.mark.xfail(
-        strict=True, reason="torch's call sums the experts of a rank's own group only, so ranks clip by other norms"
-    ),
-)
-
-
-@pytest.mark.parametrize("script", [clip_by_model, BY_TORCH])
+@pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_the_norm_is_that_of_dense_parameters_and_all_experts(
     run_ranks: RunRanks, script: Callable[[Run], None]
 ) -> None:
