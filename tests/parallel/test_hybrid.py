@@ -73,9 +73,9 @@ OPTIMIZERS: tuple[OptimizerFn, ...] = (sgd, adamw)
 
 
 def jobs_of(mesh: tuple[int, int]) -> list[tuple[ModelName, Scenario, Setting]]:
-    """Four models under every pair of strategies on the square mesh, two on the others."""
+    """Three models under every pair of strategies on the square mesh, two on the others."""
     names = list(MODEL_CASES)
-    count = 4 if mesh == (2, 2) else 2
+    count = 3 if mesh == (2, 2) else 2
     jobs = []
     for turn, (inner, outer) in enumerate(STRATEGIES):
         for position in range(count):

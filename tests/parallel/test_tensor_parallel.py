@@ -47,17 +47,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def three_microbatches(run: Run) -> None:
-    """Two that are deferred and one that is not, then three that are not."""
+def accumulate(run: Run) -> None:
+    """One backward that is deferred and one that is not, then two that are not."""
     with run.no_sync():
-        (run.loss(0) / 3).backward()
-        (run.loss(1) / 3).backward()
-    (run.loss(2) / 3).backward()
+        (run.loss(0) / 2).backward()
+    (run.loss(1) / 2).backward()
     run.step()
-    for index in (3, 4, 5):
-        (run.loss(index) / 3).backward()
+    for index in (2, 3):
+        (run.loss(index) / 2).backward()
     run.step()
-    run.train(6)
+    run.train(4)
 
 
 @each_plan
@@ -66,29 +65,34 @@ def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide) 
     check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw), settings)
 
 
-@each_plan
-def test_accumulation_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
-    settings = [Setting(inner, one_call=inner % 2 == 1, arrangement=tensor_parallel(divide)) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE), settings)
+@pytest.mark.parametrize("first", [0, 1])
+def test_accumulation_equals_one_process(run_ranks: RunRanks, first: int) -> None:
+    """Strategies and plans in turn."""
+    settings = [
+        Setting(inner, one_call=inner > 1, arrangement=tensor_parallel(PLANS[(inner + first) % 2]))
+        for inner in range(4)
+    ]
+    check_strategies(run_ranks, 4, Scenario(accumulate, CASE), settings)
 
 
-@each_plan
-@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize(("outer", "pairs"), [(2, ((1, 1), (3, 0), (3, 1))), (1, ((0, 0), (3, 1)))])
 def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
-    run_ranks: RunRanks, divide: Divide, outer: int
+    run_ranks: RunRanks, outer: int, pairs: tuple[tuple[int, int], ...]
 ) -> None:
     """2 outer x 1 inner x 2 tensor-parallel ranks, and 1 x 2 x 2."""
-    pairs = ((0, 0), (3, 0), (1, 1), (3, 1))
-    found = hybrid_tensor_parallel(outer, divide)
-    settings = [Setting(inner, outer_strategy=outside, arrangement=found) for inner, outside in pairs]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE, adamw), settings)
+    settings = [
+        Setting(inner, outer_strategy=outside, arrangement=hybrid_tensor_parallel(outer, PLANS[turn % 2]))
+        for turn, (inner, outside) in enumerate(pairs)
+    ]
+    check_strategies(run_ranks, 4, Scenario(accumulate, CASE, adamw), settings)
 
 
 @each_plan
 def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     """One data-parallel rank."""
-    settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner in (0, 3)]
-    check_strategies(run_ranks, 2, Scenario(three_steps, CASE, adamw), settings)
+    check_strategies(
+        run_ranks, 2, Scenario(three_steps, CASE, adamw), [Setting(3, arrangement=tensor_parallel(divide))]
+    )
 
 
 def test_averaging_in_the_collective_leaves_tensor_parallel_ranks_out(run_ranks: RunRanks) -> None:
@@ -145,9 +149,11 @@ def clip_by_torch(run: Run) -> None:
         run.step()
 
 
-@each_plan
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
-def test_the_norm_counts_every_element_once(run_ranks: RunRanks, divide: Divide, script: Callable[[Run], None]) -> None:
+def test_the_norm_counts_every_element_once(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     """Parts are summed over tensor-parallel ranks; what they all hold is not."""
-    settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner in (0, 1, 3)]
+    settings = [
+        Setting(inner, arrangement=tensor_parallel(divide))
+        for inner, divide in ((0, PLANS[0]), (1, PLANS[1]), (3, PLANS[0]), (3, PLANS[1]))
+    ]
     check_strategies(run_ranks, 4, Scenario(script, CASE), settings)
