@@ -66,6 +66,7 @@ OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("forward_prefetch_units", None),
     ("backward_prefetch_units", None),
     ("verify_ranks", None),
+    ("find_unused_parameters", False),
 ]
 """Not in the published signatures: they come last."""
 

@@ -88,6 +88,7 @@ def fully_shard_model(
     forward_prefetch_units: int | None = None,
     backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | None = None,
+    find_unused_parameters: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -152,6 +153,9 @@ def fully_shard_model(
         backward_prefetch_units: The same in backward.
         verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
             differ. True; or seconds to wait for a rank (300); None: what MFSDP_VERIFY_RANKS says, else off.
+        find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
+            where none did, as one process would; costs one small collective. False: ask until every parameter was used
+            in one backward; one that goes unused after that has a zero gradient.
 
     Returns:
         The wrapped model.
@@ -209,6 +213,7 @@ def fully_shard_model(
         forward_prefetch_units=forward_prefetch_units,
         backward_prefetch_units=backward_prefetch_units,
         verify_ranks=verify_ranks,
+        find_unused_parameters=find_unused_parameters,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
@@ -303,6 +308,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     forward_prefetch_units: int | None = None,
     backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | None = None,
+    find_unused_parameters: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 

@@ -68,6 +68,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
         forward_prefetch_units: See there.
         backward_prefetch_units: See there.
         verify_ranks: See there.
+        find_unused_parameters: See there.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -101,6 +102,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
         forward_prefetch_units: int | None = None,
         backward_prefetch_units: int | None = None,
         verify_ranks: bool | float | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         given = dict(locals())
         refuse_unsupported(given, CLASS_DEFAULTS)
@@ -148,6 +150,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
             reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
             or config.reduce_scatter_with_fp32_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
+            find_unused_parameters=find_unused_parameters,
         )
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))

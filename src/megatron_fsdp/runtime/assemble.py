@@ -54,6 +54,7 @@ class Switches:
         memory: How memory is borrowed and how far to gather ahead.
         init_meta: Initialise what is on the meta device.
         reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
+        find_unused_parameters: Agree at every sync on which parameters were used.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
     """
 
@@ -70,6 +71,7 @@ class Switches:
     init_meta: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
+    find_unused_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.dev
         device,
         switches.average_in_collective,
         switches.calculate_per_token_loss,
+        switches.find_unused_parameters,
     )
 
 

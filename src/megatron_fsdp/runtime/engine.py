@@ -72,7 +72,7 @@ class Engine(OnRequest):
         self.structure: StructureCheck | None = None
         self._sharding = sharding
         self._usage = {
-            is_expert: UsageAgreement(domain.group, sharding.device)
+            is_expert: UsageAgreement(domain.group, sharding.device, sharding.find_unused_parameters)
             for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
             if domain is not None
         }

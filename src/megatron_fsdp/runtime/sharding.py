@@ -38,6 +38,7 @@ class Sharding:
         device: Where the buffers live.
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
+        find_unused_parameters: Agree at every sync on which parameters were used.
     """
 
     strategy: ShardingStrategy
@@ -48,6 +49,7 @@ class Sharding:
     device: torch.device
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
+    find_unused_parameters: bool = False
 
     def is_expert(self, name: str, param: torch.Tensor) -> bool:
         """Whether a parameter lives on the expert mesh: by its name, or marked `allreduce=False` as Megatron does.

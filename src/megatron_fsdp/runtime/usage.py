@@ -3,7 +3,7 @@
 A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it alone.
 No rank can know that by itself, so the ranks agree after the first backward. Where every parameter was used, which is
 the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they agree after
-every backward.
+every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one wait for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ class UsageAgreement:
     Args:
         group: The ranks; None for a single one.
         device: Where the flags travel.
+        always: Ask at every sync, also after all parameters were used once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, always: bool = False) -> None:
         self._group = group
+        self._always = always
         self._device = device
         self._all_used = False
 
@@ -54,5 +56,5 @@ class UsageAgreement:
             )
         used = [bool(flag) for flag in found]
         # A single rank knows without asking, so it never has to settle for zeros.
-        self._all_used = all(used) and self._group is not None
+        self._all_used = all(used) and self._group is not None and not self._always
         return used
