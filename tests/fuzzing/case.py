@@ -145,6 +145,7 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
     mesh = _draw_mesh(rng, max_ranks)
     strategy = rng.randrange(4)
     precision = rng.choice(_PRECISIONS)
+    wrap = rng.choice(["blocks", "blocks", "auto", "none", "everything"])
     blocks = tuple(_draw_block(rng, mesh, precision) for _ in range(rng.randint(1, 4)))
     if any(block.mixed for block in blocks) and precision.tolerance < 1e-6:
         precision = replace(precision, tolerance=1e-6)  # one parameter in float32 among float64
@@ -153,7 +154,7 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
         dim=rng.choice([4, 6, 8] if mesh.tensor else [3, 4, 5, 7, 8]),
         blocks=blocks,
         tied=rng.random() < 0.3,
-        wrap=rng.choice(["blocks", "blocks", "auto", "none", "everything"]),
+        wrap=wrap,
         mesh=mesh,
         strategy=strategy,
         outer_strategy=rng.randrange(2) if mesh.outer and strategy > 0 else 0,
@@ -166,7 +167,7 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
         zero=rng.choice(["none", "none", "zeros", "module", "never"]),
         evaluate=rng.random() < 0.4,
         reload=rng.random() < 0.3,
-        options=_draw_options(rng, strategy),
+        options={**_draw_options(rng, strategy), **_draw_memory(rng, strategy, wrap)},
     )
 
 
@@ -212,4 +213,28 @@ def _draw_options(rng: random.Random, strategy: int) -> dict[str, Any]:
         options["overlap_param_gather"] = False
     if rng.random() < 0.3:
         options["report_nan_in_param_grad"] = True
+    if rng.random() < 0.1:
+        options["verify_ranks"] = True
+    if rng.random() < 0.5:
+        options["find_unused_parameters"] = True
+    return options
+
+
+def _draw_memory(rng: random.Random, strategy: int, wrap: str) -> dict[str, Any]:
+    """Options that change where and when weights are gathered, and no value."""
+    if strategy < 3 or wrap not in ("blocks", "everything"):
+        return {}
+    choices: list[dict[str, Any]] = [
+        {},
+        {"weight_allocator": "resize"},
+        {"fsdp_double_buffer": True},
+        {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+        {"maxpool_double_buffer": True},
+        {"max_gathered_units": 1},
+        {"max_gathered_units": 4, "forward_prefetch_units": 2, "backward_prefetch_units": 3},
+        {"weight_allocator": "resize", "max_gathered_units": 3, "forward_prefetch_units": 2},
+    ]
+    options = dict(rng.choice(choices))
+    if rng.random() < 0.2:
+        options["enable_fine_grained_param_gather"] = True
     return options
