@@ -25,10 +25,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test lint fmt bench gpu-check clean check-python
+.PHONY: help venv run test fuzz lint fmt bench gpu-check clean check-python
 
 help:
-	@echo "Targets: run test lint fmt bench gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test fuzz lint fmt bench gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -53,6 +53,10 @@ run: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+# Random models, meshes, strategies and options against one process; ARGS="--cases 1000 --first-seed 0".
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/src $(PY) -W ignore tools/fuzz.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

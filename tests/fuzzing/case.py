@@ -167,7 +167,11 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
         zero=rng.choice(["none", "none", "zeros", "module", "never"]),
         evaluate=rng.random() < 0.4,
         reload=rng.random() < 0.3,
-        options={**_draw_options(rng, strategy), **_draw_memory(rng, strategy, wrap)},
+        options={
+            **_draw_options(rng, strategy),
+            # Modules that only some ranks call must not be units of their own.
+            **_draw_memory(rng, strategy, wrap, may_refine=not any(block.sometimes for block in blocks)),
+        },
     )
 
 
@@ -220,7 +224,7 @@ def _draw_options(rng: random.Random, strategy: int) -> dict[str, Any]:
     return options
 
 
-def _draw_memory(rng: random.Random, strategy: int, wrap: str) -> dict[str, Any]:
+def _draw_memory(rng: random.Random, strategy: int, wrap: str, may_refine: bool) -> dict[str, Any]:
     """Options that change where and when weights are gathered, and no value."""
     if strategy < 3 or wrap not in ("blocks", "everything"):
         return {}
@@ -235,6 +239,6 @@ def _draw_memory(rng: random.Random, strategy: int, wrap: str) -> dict[str, Any]
         {"weight_allocator": "resize", "max_gathered_units": 3, "forward_prefetch_units": 2},
     ]
     options = dict(rng.choice(choices))
-    if rng.random() < 0.2:
+    if rng.random() < 0.3 and may_refine:
         options["enable_fine_grained_param_gather"] = True
     return options

@@ -1,0 +1,95 @@
+"""What the outer axis costs: the formulas, and the engine held to them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.accounting import GroupFootprint, StepTraffic, persistent_bytes, step_traffic
+from megatron_fsdp.hybrid_accounting import outer_step_traffic, part_numel, pending_bytes
+from megatron_fsdp.placement import ShardingStrategy
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, build
+
+F32 = torch.float32
+GROUP = GroupFootprint(1, 96, 2, F32, F32, F32, torch.bfloat16, True, outer_ranks=3)
+ZERO3, NO_SHARD = ShardingStrategy.optim_grads_params, ShardingStrategy.no_shard
+
+
+def test_replicated_outside_gradients_cross_in_an_all_reduce() -> None:
+    part_bytes = 96 // 2 * 2  # bfloat16
+    assert outer_step_traffic([GROUP], ZERO3) == StepTraffic(0, 1, 0, 2 * (part_bytes - part_bytes // 3))
+
+
+def test_shared_outside_gradients_are_scattered_and_weights_gathered() -> None:
+    shared = replace(GROUP, outer_shares=True)
+    sent = 48 * 2 - 48 * 2 // 3
+    assert outer_step_traffic([shared], ZERO3) == StepTraffic(1, 1, 48 * 4 - 48 * 4 // 3, sent)
+    alone, cut = persistent_bytes([GROUP], ZERO3), persistent_bytes([shared], ZERO3)
+    assert (alone.compute_weight, cut.compute_weight) == (192, 192)
+    assert (alone.main_grad, cut.main_grad) == (192, 64)
+    assert (alone.optimizer, cut.optimizer) == (384, 128)
+
+
+def test_nothing_is_cut_inside_under_no_shard_and_of_whole_groups() -> None:
+    assert part_numel(GROUP, NO_SHARD) == 96
+    assert part_numel(replace(GROUP, is_whole=True, outer_shares=True), ZERO3) == 96
+    assert outer_step_traffic([replace(GROUP, is_whole=True, outer_shares=True)], ZERO3).gathers == 0
+
+
+def test_without_outer_ranks_nothing_crosses() -> None:
+    assert outer_step_traffic([replace(GROUP, outer_ranks=1)], ZERO3) == StepTraffic(0, 0, 0, 0)
+    assert pending_bytes([replace(GROUP, outer_ranks=1)], ZERO3) == 0
+
+
+def test_three_units_wait_at_a_time_or_all_where_crossing_is_put_off() -> None:
+    groups = [replace(GROUP, unit=unit) for unit in range(5)]
+    assert pending_bytes(groups, ZERO3) == 3 * 48 * 4
+    assert pending_bytes(groups, ZERO3, deferred=True) == 5 * 48 * 4
+
+
+def _measure(strategy: int, outer: int) -> tuple[StepTraffic, StepTraffic, StepTraffic, StepTraffic]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    model = build()
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        dp_outer_dim="outer",
+        hybrid_fsdp_group=dist.group.WORLD,
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+    )
+    before = model.traffic_by_axis()
+    for _ in range(3):
+        before = model.traffic_by_axis()
+        _train(model, optimizer)
+    after = model.traffic_by_axis()
+    inside, across = (after[name].since(before[name]) for name in ("shard", "outer"))
+    footprints, wanted = model.footprints(), ShardingStrategy(strategy)
+    return (
+        StepTraffic(inside.gathers, inside.reductions, inside.gather_bytes, inside.reduce_bytes),
+        step_traffic(footprints, wanted),
+        StepTraffic(across.gathers, across.reductions, across.gather_bytes, across.reduce_bytes),
+        outer_step_traffic(footprints, wanted),
+    )
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
+def test_the_engine_sends_what_the_formulas_say(run_ranks: RunRanks, strategy: int, outer: int) -> None:
+    for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, strategy, outer):
+        assert inside == inside_wanted
+        assert across == across_wanted
+        assert across.reductions > 0
