@@ -297,6 +297,8 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
         refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is NaN
         or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
         """
+        if not self.model_auto_sync or self.has_deferred_gradients:
+            self.finish_grad_sync()
         return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:

@@ -150,20 +150,43 @@ class ReducedScalar(torch.Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls.of(args[0].reduction)
         if func is torch.ops.aten.stack.default:  # of a thousand norms: no need to search further
-            together = [_as_one_of_many(each) for each in args[0]]
-            resolve(each for each in together if isinstance(each, Reduction))
-            values = [each.value if isinstance(each, Reduction) else each for each in together]
-            return func(values, *args[1:], **kwargs)
+            return func(_values_to_stack(args[0]), *args[1:], **kwargs)
         resolve(leaf.reduction for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar))
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
-def _as_one_of_many(value: torch.Tensor) -> Reduction | torch.Tensor:
-    """A number that is stacked with others: their common norm is wanted, so it has to cross every rank that differs."""
-    if not isinstance(value, ReducedScalar):
-        return value
-    found = value.reduction
-    return found if not found.further else replace(found, groups=found.groups + found.further, value=None)
+def _values_to_stack(scalars: Sequence[torch.Tensor]) -> list[Any]:
+    """Numbers that are stacked, of which one norm is going to be taken.
+
+    Where other ranks have other tensors (`Reduction.further`), and maybe another number of them, the first one becomes
+    the norm of all such tensors on all ranks, and the others what does not count.
+    """
+    pending = [each.reduction if isinstance(each, ReducedScalar) else None for each in scalars]
+    resolve(each for each in pending if each is not None)
+    values: list[Any] = [each if found is None else found.value for each, found in zip(scalars, pending, strict=True)]
+    families: dict[tuple[Any, ...], list[int]] = {}
+    for index, found in enumerate(pending):
+        if found is not None and found.further:
+            families.setdefault(replace(found, groups=found.further, value=None).key(), []).append(index)
+    for members in families.values():
+        first = pending[members[0]]
+        assert first is not None
+        own = torch.stack([values[index].to(first.part.dtype) for index in members])
+        total = replace(first, part=_together(own, first), groups=first.further, divisor=1, value=None)
+        resolve([total])
+        for index in members:
+            values[index] = torch.full_like(values[index], math.inf if first.negate else 0.0)
+        values[members[0]] = total.value
+    return values
+
+
+def _together(values: torch.Tensor, like: Reduction) -> torch.Tensor:
+    """One rank's part of a number that several of its numbers make up."""
+    if like.combine is Combine.SUM:
+        return values.sum()
+    if like.combine is Combine.MAX:
+        return (-values if like.negate else values).max()
+    return torch.linalg.vector_norm(values, like.power)
 
 
 def plain(value: Any) -> Any:

@@ -79,7 +79,9 @@ def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: b
     gather_group = None
     if name == index.dp_shard_dim and group is not None:
         gather_group = index.get_fsdp_group(is_expert, independent_all_gather=True)
-    return Axis(group, mesh.get_local_rank(), num_ranks, traffic, gather_group)
+    # Not the place on the mesh: where a mesh lists ranks out of order, its group has them in order all the same.
+    rank = dist.get_rank(group) if group is not None else 0
+    return Axis(group, rank, num_ranks, traffic, gather_group)
 
 
 def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...]:

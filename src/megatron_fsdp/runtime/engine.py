@@ -21,6 +21,7 @@ from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.memory_plan import MemoryPlan
 from megatron_fsdp.runtime.on_request import OnRequest
+from megatron_fsdp.runtime.recovery import match_deferred_sums
 from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.structure import StructureCheck
@@ -72,7 +73,9 @@ class Engine(OnRequest):
         self.structure: StructureCheck | None = None
         self._sharding = sharding
         self._usage = {
-            is_expert: UsageAgreement(domain.group, sharding.device, sharding.find_unused_parameters)
+            is_expert: UsageAgreement(
+                domain.group, sharding.device, sharding.find_unused_parameters, domain.foreign_groups
+            )
             for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
             if domain is not None
         }
@@ -156,6 +159,11 @@ class Engine(OnRequest):
         if call.last_backward == self._backward_id:
             return
         call.last_backward = self._backward_id
+        if torch.is_grad_enabled() and self.units[call.unit].lives_in_slots:  # autograd's create_graph=True
+            raise ScheduleError(
+                f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), whose "
+                "saved weights would be released before they are used; differentiate twice under zero_dp_strategy 0 to 2"
+            )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
         self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
         self._installed.add(call.unit)
@@ -320,10 +328,10 @@ class Engine(OnRequest):
             group.hide_grads()
 
     def reset(self) -> None:
-        """Bring every unit back to rest after an exception.
+        """Bring every unit back to rest after an exception. Collective.
 
-        Gradients of the failed backward that were not reduced yet are dropped. Those that were have been added to the
-        main gradient, as on one process; clear gradients to be rid of them.
+        Gradients of the failed backward that lie in a bucket are dropped. Those that were reduced, or added to deferred
+        sums, stay there with those of earlier backwards, as on one process; clear gradients to be rid of them.
         """
         self._callback_queued = False
         self._installed.clear()
@@ -334,6 +342,9 @@ class Engine(OnRequest):
             for group in unit.groups:
                 for param in group.full:
                     param.grad = None
+        for is_expert in self._usage:
+            groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
+            match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
 
 
 def _inside_backward() -> bool:

@@ -23,11 +23,20 @@ class UsageAgreement:
         group: The ranks; None for a single one.
         device: Where the flags travel.
         always: Ask at every sync, also after all parameters were used once.
+        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: where any
+            of them shows a gradient all do, so that a norm that crosses them is met by all. They ask at every sync.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, always: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        always: bool = False,
+        foreign_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
         self._group = group
-        self._always = always
+        self._always = always or bool(foreign_groups)
+        self._foreign_groups = tuple(foreign_groups)
         self._device = device
         self._all_used = False
 
@@ -57,4 +66,13 @@ class UsageAgreement:
         used = [bool(flag) for flag in found]
         # A single rank knows without asking, so it never has to settle for zeros.
         self._all_used = all(used) and self._group is not None and not self._always
-        return used
+        return self._show_one(used)
+
+    def _show_one(self, used: list[bool]) -> list[bool]:
+        """Count the first parameter as used (its gradient is zero) where none is, and some foreign rank has one."""
+        if not self._foreign_groups:
+            return used
+        anything = torch.tensor([any(used)], dtype=torch.int32, device=self._device)
+        for group in self._foreign_groups:
+            dist.all_reduce(anything, op=dist.ReduceOp.MAX, group=group)
+        return used if any(used) or not bool(anything.item()) else [True, *used[1:]]

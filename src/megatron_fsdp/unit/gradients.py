@@ -100,9 +100,7 @@ class GradientBuffers:
             self._target = bucket
         else:
             if self._partial is None:
-                self._partial = torch.zeros(
-                    self.layout.numel, dtype=self.precision.main_grads, device=self.main.local.device
-                )
+                self._partial = self._zeros(self.layout.numel)
             self._target = self._partial
         self._filled = [False] * len(self._filled)
 
@@ -157,9 +155,7 @@ class GradientBuffers:
         if not self.reducer.crosses:
             return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
         if self._pending is None:
-            self._pending = torch.zeros(
-                self.reducer.inner_region.numel, dtype=self.precision.main_grads, device=self.main.local.device
-            )
+            self._pending = self._zeros(self.reducer.inner_region.numel)
         pending = self._pending
         return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
@@ -311,9 +307,19 @@ class GradientBuffers:
         self._partial = self._pending = None
 
     def abandon(self) -> None:
-        """Forget gradients that were on their way (after an exception)."""
-        self._target = self._partial = self._pending = None
+        """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
+        self._target = None
         self._filled = [False] * len(self._filled)
+
+    def ensure_sums(self, deferred: bool, pending: bool) -> None:
+        """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""
+        if deferred and self._partial is None:
+            self._partial = self._zeros(self.layout.numel)
+        if pending and self._pending is None:
+            self._pending = self._zeros(self.reducer.inner_region.numel)
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.local.device)
 
 
 def _discard(_result: object) -> None:

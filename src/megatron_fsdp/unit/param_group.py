@@ -80,8 +80,9 @@ class GroupPlan:
             shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
             tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
         )
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        coordinate = (*(axis.rank for axis in self.axes), *place[len(self.axes) :])
         tensor_cut = None
         if part is not None and isinstance(part.placement, Shard):
             dim = part.placement.dim
@@ -91,7 +92,7 @@ class GroupPlan:
             ShardDescription(
                 shape=self.layout.shapes[index] if part is None else tuple(part.shape),
                 use=use,
-                coordinate=tuple(coordinate),
+                coordinate=coordinate,
                 cut=_cut(self.layout, index),
                 tensor_cut=tensor_cut,
                 other_cuts=tuple(_cut(layout, index) for layout in layouts),
