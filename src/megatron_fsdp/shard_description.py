@@ -276,6 +276,14 @@ class ShardDescription:
         return self.num_shards == 1 and (self.tensor_cut is None or self.use.num_parts == 1)
 
     @property
+    def is_saved_here(self) -> bool:
+        """Whether this rank's elements are for it to save.
+
+        Tensor-parallel ranks that hold the same, and cut it differently, must not all save it: their boxes overlap.
+        """
+        return self.tensor_cut is not None or not self.other_cuts or self.part == 0
+
+    @property
     def spread_dims(self) -> tuple[int, ...]:
         """Mesh dimensions whose ranks hold different elements, so that a reduction has to cross them."""
         dims = self.use.shard_dims

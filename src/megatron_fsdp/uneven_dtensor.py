@@ -58,7 +58,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     local = dtensor._local_tensor
     if not isinstance(dtensor, UnevenDTensor) and hasattr(local, _CHUNK_METHOD) and local.ndim == dtensor.ndim:
         delattr(local, _CHUNK_METHOD)  # may be out of date; the ranks are asked again
-    describe_chunks(dtensor, boxes_here(dtensor))
+    describe_chunks(dtensor, dtensor.shard_frame if isinstance(dtensor, UnevenDTensor) else boxes_here(dtensor))
 
 
 def validate_uneven_dtensor(dtensor: DTensor) -> None:

@@ -183,7 +183,7 @@ def refuse(case: UnevenCase, failures: Failures) -> None:
     attempts: dict[str, Callable[[], object]] = {
         "matmul": lambda: tensor @ tensor,
         "index": lambda: tensor[0],
-        "sum of a dim": lambda: tensor.sum(dim=0, keepdim=True),
+        "sum of a dim": lambda: tensor.sum(dim=0, keepdim=True) if tensor.ndim > 1 else tensor @ tensor,
         "transpose": lambda: tensor.transpose(0, -1) + 1,
         "flatten": lambda: tensor.view(-1, 1),
         "plain": lambda: tensor + whole,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.boxes import Box
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -28,30 +30,48 @@ class LocalChunks:
         shape: Of the global tensor.
         boxes: In the order of the local tensor's elements.
         properties: Of the local tensor.
+        writes: Whether this rank saves them; False where another rank saves the same elements in other boxes.
+        problem: Why they can be neither saved nor loaded; None where they can.
     """
 
     shape: torch.Size
     boxes: tuple[Box, ...]
     properties: TensorProperties
+    writes: bool = True
+    problem: str | None = None
 
     @classmethod
     def of(cls, local: torch.Tensor, shape: torch.Size, boxes: Sequence[Box]) -> LocalChunks:
         """The chunks of a local tensor with these boxes; boxes without elements are left out."""
         return cls(shape, tuple(box for box in boxes if box.numel), TensorProperties.create_from_tensor(local))
 
+    @classmethod
+    def in_frame(cls, local: torch.Tensor, frame: ShardFrame) -> LocalChunks:
+        """The chunks of a local tensor of a frame."""
+        found = cls.of(local, frame.shape, frame.description.boxes())
+        return replace(found, writes=frame.description.is_saved_here, problem=frame.problem)
+
     def chunk_list(self) -> list[ChunkStorageMetadata]:
-        """One chunk per box."""
+        """One chunk per box.
+
+        Raises:
+            ConfigurationError: Chunks of this tensor would be taken for those of another one.
+        """
+        if self.problem is not None:
+            raise ConfigurationError(self.problem)
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
 
     def write_items(self, fqn: str, _tensor: object) -> list[WriteItem]:
-        """One item per box; none where this rank holds nothing."""
+        """One item per box; none where this rank holds nothing, or another one saves it."""
+        chunks = self.chunk_list()
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, self.properties, self.shape),
             )
-            for chunk in self.chunk_list()
+            for chunk in chunks
+            if self.writes
         ]
 
     def shard_at(self, local: torch.Tensor | None, index: MetadataIndex) -> torch.Tensor:
@@ -88,18 +108,21 @@ class _ShardReader:
         return _ShardReader, (self._chunks, None)
 
 
-def describe_chunks(tensor: DTensor, boxes: Sequence[Box]) -> DTensor:
+def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
     """Attach the description of a DTensor's local elements to its local tensor.
 
     Args:
         tensor: Its local tensor holds just these elements, in order.
-        boxes: In global coordinates.
+        frame_or_boxes: Who holds what of it, or what this rank holds in global coordinates.
 
     Returns:
         The same DTensor.
     """
     local = tensor._local_tensor
-    chunks = LocalChunks.of(local, tensor.shape, boxes)
+    if isinstance(frame_or_boxes, ShardFrame):
+        chunks = LocalChunks.in_frame(local, frame_or_boxes)
+    else:
+        chunks = LocalChunks.of(local, tensor.shape, frame_or_boxes)
     local.__create_chunk_list__ = chunks.chunk_list  # type: ignore[attr-defined]
     local.__create_write_items__ = chunks.write_items  # type: ignore[attr-defined]
     local.__get_tensor_shard__ = _ShardReader(chunks, local)  # type: ignore[attr-defined]

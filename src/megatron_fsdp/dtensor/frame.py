@@ -24,6 +24,7 @@ class ShardFrame:
             shards are spread over, even where the cut is not torch's.
         foreign_groups: Groups of ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of
             all gradients crosses them too.
+        problem: Why such tensors can be neither saved nor loaded by torch.distributed.checkpoint; None where they can.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class ShardFrame:
         foreign_groups: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         self.foreign_groups = foreign_groups
+        self.problem: str | None = None
         self.mesh = mesh
         self.description = description
         self.placements = _placements(description)

@@ -15,6 +15,7 @@ from megatron_fsdp.dtensor.reduction import (
     Reduction,
     norm_parts,
     norm_reduction,
+    plain,
     resolve,
     wide,
 )
@@ -45,11 +46,16 @@ def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
     dims = () if dim is None else tuple(dim) if isinstance(dim, list | tuple) else (dim,)
     ndim = named["self"].ndim
     covered = not dims or {d % max(ndim, 1) for d in dims} == set(range(ndim))
-    return covered and not named.get("keepdim") and "out" not in kwargs and len(func._schema.returns) == 1
+    return covered and "out" not in kwargs and len(func._schema.returns) == 1
+
+
+def _kept(number: ReducedScalar, named: dict[str, Any]) -> Any:
+    """The number with as many dimensions of length 1 as its tensor had, where `keepdim` asks for them."""
+    return plain(number).reshape((1,) * named["self"].ndim) if named.get("keepdim") else number
 
 
 def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Reduction]) -> Callable[..., Any]:
-    def rule(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
+    def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
         named = bound(func, args, kwargs)
         tensor = named["self"]
         if not is_total(func, args, kwargs):
@@ -59,7 +65,7 @@ def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Redu
             )
         reduction = compute(tensor, tensor._local_tensor, named)
         resolve([reduction])
-        return ReducedScalar.of(reduction)
+        return _kept(ReducedScalar.of(reduction), named)
 
     return rule
 
@@ -128,7 +134,7 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
             f"{tuple(tensor.shape)} that is sharded over ranks; take the norm of all of it, or use full_tensor()"
         )
     order = named.get("ord", named.get("p"))
-    return _norms([tensor], 2.0 if order is None else float(order), named.get("dtype"))[0]
+    return _kept(_norms([tensor], 2.0 if order is None else float(order), named.get("dtype"))[0], named)
 
 
 def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:

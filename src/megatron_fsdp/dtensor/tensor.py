@@ -175,7 +175,7 @@ class UnevenDTensor(DTensor):
     # ---- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
 
     def _chunks(self) -> LocalChunks:
-        return LocalChunks.of(self._local_tensor, self.shape, self.shard_frame.description.boxes())
+        return LocalChunks.in_frame(self._local_tensor, self.shard_frame)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return self._chunks().chunk_list()

@@ -23,6 +23,7 @@ from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.expert_names import mark_ambiguous_experts
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
 from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
@@ -123,6 +124,8 @@ def assemble(
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     units = build_units(module, plan, sharding, switches.memory.bucket_numel_on(sharding.dense.num_ranks))
     _warn_of_narrowing(units)
+    if sharding.experts is not None:
+        mark_ambiguous_experts([group for unit in units for group in unit.groups], sharding.experts)
     if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]

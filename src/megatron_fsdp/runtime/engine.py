@@ -85,6 +85,7 @@ class Engine(OnRequest):
         self.handed_out = HandedOut()
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._may_differ = False  # what ranks hold for later, since the last reset
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
@@ -100,6 +101,7 @@ class Engine(OnRequest):
                 "full_parameters_context, or open the whole model"
             )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self._match_after_reset()
             self.refresh_weights()
         elif self.scheduler.in_backward and not _inside_backward():
             raise ScheduleError(
@@ -161,8 +163,9 @@ class Engine(OnRequest):
         call.last_backward = self._backward_id
         if torch.is_grad_enabled() and self.units[call.unit].lives_in_slots:  # autograd's create_graph=True
             raise ScheduleError(
-                f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), whose "
-                "saved weights would be released before they are used; differentiate twice under zero_dp_strategy 0 to 2"
+                f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), "
+                "whose saved weights would be released before they are used; differentiate twice under "
+                "zero_dp_strategy 0 to 2"
             )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
         self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
@@ -265,6 +268,7 @@ class Engine(OnRequest):
 
     def flush_deferred(self) -> None:
         """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would."""
+        self._match_after_reset()
         for unit in reversed(self.units):
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
@@ -328,7 +332,7 @@ class Engine(OnRequest):
             group.hide_grads()
 
     def reset(self) -> None:
-        """Bring every unit back to rest after an exception. Collective.
+        """Bring every unit back to rest after an exception; nothing is sent before the next forward or sync.
 
         Gradients of the failed backward that lie in a bucket are dropped. Those that were reduced, or added to deferred
         sums, stay there with those of earlier backwards, as on one process; clear gradients to be rid of them.
@@ -342,6 +346,13 @@ class Engine(OnRequest):
             for group in unit.groups:
                 for param in group.full:
                     param.grad = None
+        self._may_differ = True
+
+    def _match_after_reset(self) -> None:
+        """Ranks may have been stopped at different points; agree on what is deferred before anything else is sent."""
+        if not self._may_differ:
+            return
+        self._may_differ = False
         for is_expert in self._usage:
             groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
             match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)

@@ -26,6 +26,16 @@ class FiniteCheck:
         self._position = {name: index for index, name in enumerate(names)}
         self._groups = [group for group in groups if group is not None]
         self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
+        here = dist.get_rank() if self._groups else 0
+        self._ranks = self._gather(torch.tensor([here], dtype=torch.int64, device=device)).tolist()
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """What every rank of the groups has, one after another."""
+        for group in self._groups:
+            seen = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(seen, mine, group=group)
+            mine = torch.cat(seen)
+        return mine
 
     def look_at(self, name: str, grad: torch.Tensor) -> None:
         """Note whether a gradient holds a value that is not finite; nothing is read back."""
@@ -39,18 +49,17 @@ class FiniteCheck:
         """
         mine = self._flags.to(torch.uint8)
         self._flags.zero_()
-        for group in self._groups:
-            seen = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(seen, mine, group=group)
-            mine = torch.cat(seen)
+        mine = self._gather(mine)
         by_rank = mine.view(-1, len(self._names)).bool().cpu()
         bad = [index for index in range(len(self._names)) if bool(by_rank[:, index].any())]
         if not bad:
             return
-        shown = [f"{self._names[i]} on rank {by_rank[:, i].nonzero().flatten().tolist()}" for i in bad[:_NAMES_SHOWN]]
+        shown = [f"{self._names[i]} on rank {self._ranks_where(by_rank[:, i])}" for i in bad[:_NAMES_SHOWN]]
         more = f" and {len(bad) - len(shown)} more" if len(bad) > len(shown) else ""
         raise NonFiniteGradientError(
             f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {'; '.join(shown)}{more} "
-            "(ranks of the data-parallel group, then of the next tensor-parallel one); look at loss and learning "
-            "rate, then call zero_grad and go on or stop"
+            "(global ranks); look at loss and learning rate, then call zero_grad and go on or stop"
         )
+
+    def _ranks_where(self, flags: torch.Tensor) -> list[int]:
+        return sorted(rank for rank, flag in zip(self._ranks, flags.tolist(), strict=True) if flag)

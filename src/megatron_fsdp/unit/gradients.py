@@ -283,6 +283,8 @@ class GradientBuffers:
             grad = get_grad(param, self.grad_attribute)
             if grad is not None and grad is not view:
                 grad.mul_(factor)  # a copy in another dtype, or what the user put there
+            if self.grad_attribute != GRAD and param.grad is not None:
+                param.grad.mul_(factor)  # what autograd put there, and is not taken in yet
         for waiting in (self._partial, self._pending):
             if waiting is not None:
                 waiting.mul_(factor)

@@ -262,7 +262,7 @@ class ParameterGroup:
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
         """Let tools that look at the local tensor of parameter `index`, or of its state, know what part it holds."""
         if not self.frames[index].is_whole:
-            describe_chunks(tensor, self.frames[index].description.boxes())
+            describe_chunks(tensor, self.frames[index])
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
