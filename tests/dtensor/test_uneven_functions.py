@@ -81,7 +81,8 @@ def metadata() -> list[str]:
         uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensor)
         chunks = local.__create_chunk_list__()  # type: ignore[attr-defined]
         items = local.__create_write_items__("w", tensor)  # type: ignore[attr-defined]
-        saved = chunks if tensor.shard_frame.description.is_saved_here else []
+        frame = getattr(tensor, "shard_frame", None)
+        saved = chunks if frame is None or frame.description.is_saved_here else []
         if [item.tensor_data.chunk for item in items] != saved or (local.numel() == 0) != (chunks == []):
             wrong.append(f"{index} items")
         parts = [whole[tuple(slice(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True))] for c in chunks]

@@ -85,7 +85,8 @@ class Engine(OnRequest):
         self.handed_out = HandedOut()
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._may_differ = False  # what ranks hold for later, since the last reset
+        self._defers = False  # some pass since the last sync leaves sums for later
+        self._may_differ = False  # ranks may hold such sums for different groups, since the last reset
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
@@ -102,6 +103,7 @@ class Engine(OnRequest):
             )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self._match_after_reset()
+            self._defers |= self.reach is not Reach.EVERYWHERE
             self.refresh_weights()
         elif self.scheduler.in_backward and not _inside_backward():
             raise ScheduleError(
@@ -230,6 +232,7 @@ class Engine(OnRequest):
         if self._callback_queued:
             return
         self._callback_queued = True
+        self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -278,6 +281,7 @@ class Engine(OnRequest):
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
+        self._defers = False
         renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
@@ -346,7 +350,7 @@ class Engine(OnRequest):
             for group in unit.groups:
                 for param in group.full:
                     param.grad = None
-        self._may_differ = True
+        self._may_differ = self._defers
 
     def _match_after_reset(self) -> None:
         """Ranks may have been stopped at different points; agree on what is deferred before anything else is sent."""

@@ -50,6 +50,10 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
             continue
         handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
         handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
+    for inner in _outside_of_units(modules[ROOT], unit_modules):
+        door = _Door(reference)
+        handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
+        handles.append(inner.register_forward_hook(uncompiled(door.leave), always_call=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
@@ -142,6 +146,44 @@ def _after_forward(
             continue  # nothing of this forward leads to it, and its hooks would outlive the call
         tensor.register_hook(partial(_before_backward, reference, call))
     return output
+
+
+class _Door:
+    """Lets a module inside of the model stand for the model where it is called on its own.
+
+    Callers may come in below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
+    an embedding. Then the root's forward is this module's.
+    """
+
+    def __init__(self, reference: weakref.ref[Engine]) -> None:
+        self._reference = reference
+        self._opened: list[bool] = []  # one entry per call under way: whether it opened the root's forward
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """The module is called."""
+        scheduler = _live(self._reference).scheduler
+        opens = not scheduler.in_forward and not scheduler.in_backward
+        if opens:
+            _before_forward(self._reference, ROOT, None, module, args)
+        self._opened.append(opens)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module has run, or failed."""
+        if self._opened and self._opened.pop():
+            return _after_forward(self._reference, ROOT, None, module, args, output)
+        return output
+
+
+def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
+    """Modules with parameters that are neither a unit nor inside of one, without the root; each once."""
+    seen: set[int] = {id(module)}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop().children():
+            if id(child) not in unit_modules | seen and next(child.parameters(), None) is not None:
+                seen.add(id(child))
+                waiting.append(child)
+                yield child
 
 
 def _copy_weights(unit: Unit, output: Any) -> Any:

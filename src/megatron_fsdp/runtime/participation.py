@@ -120,9 +120,12 @@ class _Passage(torch.autograd.Function):
     """Identity, with a place in the graph."""
 
     @staticmethod
-    def forward(_ctx: Any, hidden: Tensor, _anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
+        # Recomputation of a checkpointed function begins where something saved is asked for, as a unit's backward does.
+        ctx.save_for_backward(anchor)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
         return grads[0], None
