@@ -214,7 +214,7 @@ def errors_scenario() -> dict[str, str]:
 
 
 def test_what_does_not_fit_together_is_refused(run_ranks: RunRanks) -> None:
-    for rank, result in enumerate(run_ranks(2, errors_scenario)):
+    for result in run_ranks(2, errors_scenario):
         has = "is not a dimension of the device mesh, which has 'outer', 'shard'"
         give = "give one of these or the name of a flattened one."
         no_names = result.pop("no names")
@@ -232,8 +232,9 @@ def test_what_does_not_fit_together_is_refused(run_ranks: RunRanks) -> None:
             "expert gather only": "expt_fsdp_group_ag needs expt_device_mesh, which is missing; give both or neither.",
             "expert mesh only": "expt_device_mesh with dp_outer_dim needs hybrid_fsdp_expt_group, which is missing; "
             "give both or neither.",
-            "wrong gather ranks": f"fsdp_group_ag has the ranks [{rank}], but the mesh dimensions ('shard',) have "
-            "[0, 1] here; pass a group of exactly these ranks.",
-            "wrong hybrid ranks": f"hybrid_fsdp_group has the ranks [{rank}], but the mesh dimensions "
-            "('outer', 'shard') have [0, 1] here; pass a group of exactly these ranks.",
+            "wrong gather ranks": "fsdp_group_ag is a group of 1 ranks that are not those along the mesh dimensions "
+            "('shard',), which are [[0, 1]]; pass on every rank the group of exactly the ranks along them.",
+            "wrong hybrid ranks": "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh "
+            "dimensions ('outer', 'shard'), which are [[0, 1]]; pass on every rank the group of exactly the ranks "
+            "along them.",
         }

@@ -142,6 +142,11 @@ class FSDPDistributedIndex:
         """See that what belongs together is there together."""
         if self.dp_shard_dim is None:
             raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
+        for argument in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
+            if not isinstance(getattr(self, argument), str | None):
+                raise ConfigurationError(
+                    f"{argument}={getattr(self, argument)!r} is not the name of a mesh dimension; give its name."
+                )
         named = [name for name in (self.dp_outer_dim, self.dp_shard_dim, self.tp_dim) if name is not None]
         if len(set(named)) < len(named):
             raise ConfigurationError(
@@ -197,13 +202,30 @@ class FSDPDistributedIndex:
         ):
             if group is None:
                 continue
-            expected = sorted(self.mesh_library[*names, is_expert].mesh.flatten().tolist())
-            actual = sorted(dist.get_process_group_ranks(group))
-            if actual != expected:
+            if not isinstance(group, dist.ProcessGroup):
                 raise ConfigurationError(
-                    f"{argument} has the ranks {actual}, but the mesh dimensions {names} have {expected} here; "
-                    "pass a group of exactly these ranks."
+                    f"{argument}={group!r} is not a process group; pass one of torch.distributed, such as "
+                    "mesh.get_group(name)."
                 )
+            expected = sorted(self.mesh_library[*names, is_expert].mesh.flatten().tolist())
+            if sorted(dist.get_process_group_ranks(group)) != expected:
+                mesh = self.get_root_mesh(is_expert)
+                raise ConfigurationError(
+                    f"{argument} is a group of {dist.get_world_size(group)} ranks that are not those along the mesh "
+                    f"dimensions {names}, which are {_ranks_along(mesh, names, expected)}; pass on every rank the "
+                    "group of exactly the ranks along them."
+                )
+
+
+def _ranks_along(mesh: DeviceMesh | None, names: tuple[str | None, ...], own: list[int]) -> list[list[int]]:
+    """All groups of ranks along some dimensions, the same list on every rank; this rank's where one is flattened."""
+    all_names = _dim_names(mesh) if mesh is not None else ()
+    if mesh is None or not set(names) <= set(all_names):
+        return [own]
+    chosen = [all_names.index(name) for name in names if name is not None]
+    others = [dim for dim in range(len(all_names)) if dim not in chosen]
+    table = mesh.mesh.permute(*others, *chosen).reshape(-1, len(own))
+    return [sorted(row) for row in table.tolist()]
 
 
 def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -121,6 +121,7 @@ def assemble(
     plan = _plan_together(module, switches, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
+    _warn_of_missing_experts(module, sharding)
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     units = build_units(module, plan, sharding, switches.memory.bucket_numel_on(sharding.dense.num_ranks))
     _warn_of_narrowing(units)
@@ -210,6 +211,14 @@ def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
         warn_caller(
             f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "
             f"{duplicates[0]}); they are left as they are, and each rank trains its own; initialise them alike",
+        )
+
+
+def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
+    if sharding.experts is not None and not any(sharding.is_expert(*named) for named in module.named_parameters()):
+        warn_caller(
+            "expt_device_mesh was given, and no parameter is an expert's: none has '.experts.' in its name or carries "
+            "allreduce=False, so all are averaged over the dense ranks; rename or mark them, or leave the mesh out"
         )
 
 

@@ -105,6 +105,7 @@ class Engine(OnRequest):
             self._match_after_reset()
             self._defers |= self.reach is not Reach.EVERYWHERE
             self.refresh_weights()
+            self.executor.gather_across()
         elif self.scheduler.in_backward and not _inside_backward():
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
@@ -128,6 +129,7 @@ class Engine(OnRequest):
             if not self.executor.is_broken:
                 self.units[index].check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.executor.finish_across()
             self.executor.end_forward(failed)
         return ForwardCall(index, epoch)
 
@@ -152,7 +154,6 @@ class Engine(OnRequest):
         self.executor.run(self.scheduler.weights_changed())
         for unit in self.units:
             unit.install_main_weights()
-        self.executor.gather_across()
         self.stepped = False
 
     # ---- backward -----------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class Executor:
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is Action.GATHER:
+            unit.gather_across(self._outer_lane)
             unit.gather(self._gather_lane, self._block_for(unit, slot))
         elif action is Action.WAIT:
             unit.wait()
@@ -166,6 +167,11 @@ class Executor:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
         for unit in self._units:
             unit.gather_across(self._outer_lane)
+
+    def finish_across(self) -> None:
+        """Wait for that, also for units that the forward did not use: their weights may be changed after it."""
+        for unit in self._units:
+            unit.finish_across()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

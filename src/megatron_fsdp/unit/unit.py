@@ -40,6 +40,7 @@ class Unit:
         self.shows_full = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
+        self._is_behind = False  # outer ranks have not shared out the last update yet
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
 
     @property
@@ -64,10 +65,19 @@ class Unit:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def gather_across(self, lane: Lane) -> None:
-        """Start bringing what inner ranks gather from up to date, where outer ranks share the update out."""
-        self._outer_tickets += [
-            lane.submit(group.weights.gather_across) for group in self.groups if group.weights.gathers_across
-        ]
+        """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
+
+        It writes into the memory of the weights, so it must be over (`finish_across`) before anybody changes them.
+        """
+        if self._is_behind:
+            self._is_behind = False
+            self._outer_tickets += [
+                lane.submit(group.weights.gather_across) for group in self.groups if group.weights.gathers_across
+            ]
+
+    def finish_across(self) -> None:
+        """Wait for what `gather_across` started."""
+        self._await(self._outer_tickets)
 
     def gather(self, lane: Lane, block: Block | None) -> None:
         """Start gathering the compute weights, into `block` where they are sharded at rest."""
@@ -188,6 +198,8 @@ class Unit:
 
     def install_main_weights(self) -> None:
         """Bring the compute weights of this rank up to date with the main weights."""
+        self.finish_across()
+        self._is_behind = True
         for group in self.groups:
             group.install()
 

@@ -1,0 +1,109 @@
+"""Weights that are written between a step and the next forward are what computes, also where outer ranks share them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from tests.conftest import RunRanks
+
+POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
+
+
+class Layer(nn.Module):
+    """Large enough for a gather to take a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(200, 200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(6)))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 2, 200, generator=torch.Generator().manual_seed(step))[rank]
+
+
+def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two on one model: the second one steps while what the first one changed is on its way."""
+    params = list(model.parameters())
+    return [torch.optim.SGD(params[::2], lr=0.5), torch.optim.SGD(params[1::2], lr=0.5)]
+
+
+def differences(strategy: int, policy: str) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    plain, model = build(), build()
+    model, _first = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        dp_outer_dim="outer",
+        hybrid_fsdp_group=dist.group.WORLD,
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        outer_dp_sharding_strategy=1,
+        mixed_precision_policy=POLICIES[policy],
+    )
+    theirs, ours = optimizers(plain), optimizers(model)
+    found = []
+    for step in range(6):
+        for rank in range(4):
+            (plain(batch(step, rank)).square().mean() / 4).backward()
+        model(batch(step, dist.get_rank())).square().mean().backward()
+        for each in (*theirs, *ours):
+            each.step()
+            each.zero_grad()
+        with torch.no_grad():
+            for param in (*plain.parameters(), *model.parameters()):
+                param.clamp_(-0.03, 0.03)
+            found.append((model(batch(99, 0)) - plain(batch(99, 0))).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_writes_after_a_step_are_not_lost(run_ranks: RunRanks, strategy: int, policy: str) -> None:
+    for found in run_ranks(4, differences, strategy, policy):
+        assert max(found) < 1e-5
+
+
+def gathers_over_time() -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    model = build()
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        dp_outer_dim="outer",
+        hybrid_fsdp_group=dist.group.WORLD,
+        fsdp_unit_modules=[Layer],
+        outer_dp_sharding_strategy=1,
+    )
+
+    def count() -> int:
+        return model.traffic_by_axis()["outer"].gathers
+
+    model(batch(0, dist.get_rank())).square().mean().backward()
+    seen = [count()]
+    optimizer.step()
+    seen.append(count())
+    loss = model(batch(1, dist.get_rank())).square().mean()
+    seen.append(count())
+    loss.backward()
+    seen.append(count())
+    return seen
+
+
+def test_nothing_writes_into_weights_between_a_step_and_the_next_forward(run_ranks: RunRanks) -> None:
+    """The gather over the outer axis is in place: while it is under way it would undo what others write."""
+    assert run_ranks(4, gathers_over_time) == [[0, 0, 6, 6]] * 4
