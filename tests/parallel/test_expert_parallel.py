@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values
 from tests.support.by_hand import average_over, run_by_hand
+from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.expert_meshes import FLAT, expert_mesh, experts_of
 from tests.support.mixture import ListedExperts, MixtureOfExperts
 from tests.support.models import ModelCase
@@ -129,25 +129,6 @@ def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> No
 
 
 # ---- clipping --------------------------------------------------------------------------------------------------------
-
-
-def clip_by_model(run: Run) -> None:
-    for step in range(2):
-        run.loss(step).backward()
-        if run.sharded is not None:
-            norm = run.sharded.clip_grad_norm_(0.05)
-        else:
-            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-        run.note("norm", {"norm": norm})
-        run.step()
-
-
-def clip_by_torch(run: Run) -> None:
-    for step in range(2):
-        run.loss(step).backward()
-        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
-        run.step()
 
 
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])

@@ -10,11 +10,11 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
+from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.sharded_run import (
     EXACT,
@@ -204,25 +204,6 @@ def test_parameters_that_only_some_outer_or_inner_ranks_use(run_ranks: RunRanks)
 
 
 # ---- one value over all ranks ----------------------------------------------------------------------------------------
-
-
-def clip_by_model(run: Run) -> None:
-    for step in range(3):
-        run.loss(step).backward()
-        if run.sharded is not None:
-            norm = run.sharded.clip_grad_norm_(0.05)
-        else:
-            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-        run.note("norm", {"norm": norm})
-        run.step()
-
-
-def clip_by_torch(run: Run) -> None:
-    for step in range(3):
-        run.loss(step).backward()
-        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
-        run.step()
 
 
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])

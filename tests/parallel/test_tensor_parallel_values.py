@@ -14,10 +14,11 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
+from tests.support.clipping import clip_by_model
 from tests.support.models import ModelCase, make_vector_batch, vector_loss
 from tests.support.parallel_transformer import ParallelBlock, build_dense
 from tests.support.parity import assert_equal_tensors, fixed_seed
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Scenario, Setting, check_strategies
 from tests.support.tensor_meshes import (
     Divide,
     hybrid_tensor_parallel,
@@ -184,17 +185,6 @@ def place_hand_made(model: nn.Module) -> None:
             module.divide(tensor_mesh()["tp"].get_group())
 
 
-def clipped_steps(run: Run) -> None:
-    for step in range(3):
-        run.loss(step).backward()
-        if run.sharded is not None:
-            norm = run.sharded.clip_grad_norm_(0.05)
-        else:
-            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-        run.note("norm", {"norm": norm})
-        run.step()
-
-
 HAND_MADE = ModelCase(build_hand_made, make_vector_batch, vector_loss, (HandMade,))
 
 
@@ -203,7 +193,7 @@ def test_layers_divided_by_hand_equal_one_process(run_ranks: RunRanks) -> None:
     plain = tensor_parallel(divide_tensors)
     found = Arrangement("divided by hand", plain.arguments, place_hand_made, plain.part)
     settings = [Setting(inner, arrangement=found) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(clipped_steps, HAND_MADE), settings)
+    check_strategies(run_ranks, 4, Scenario(clip_by_model, HAND_MADE), settings)
 
 
 def test_the_hand_made_sum_is_the_whole_layer() -> None:
