@@ -18,7 +18,7 @@ from tests.support.worker_pool import WorkerError, WorkerPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2, failure_grace_s=0.5)
+    pool = WorkerPool(2, failure_grace_s=3.0)
     yield pool
     pool.stop()
 
@@ -143,6 +143,7 @@ def test_exception_names_rank_and_text_and_replaces_the_workers(pool: WorkerPool
 
 
 def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool) -> None:
+    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]  # so that neither rank is still starting
     with pytest.raises(WorkerError) as caught:
         pool.run(_raise_on_rank_one_while_rank_zero_waits, timeout_s=300.0)
     assert list(caught.value.by_rank) == [0, 1]
@@ -155,7 +156,7 @@ def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool)
 def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     hung_pids = pool.run(_worker_pid)
     with pytest.raises(WorkerError) as caught:
-        pool.run(_hang_on_rank_one, timeout_s=0.5)
+        pool.run(_hang_on_rank_one, timeout_s=3.0)
     assert list(caught.value.by_rank) == [1]
     assert "in _sleep_for_long" in caught.value.by_rank[1]
     assert pool.process_ids() == []
