@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, flattened, mesh_of
 from tests.support.by_hand import average_over, run_by_hand
+from tests.support.loops import adamw_above_noise, three_microbatches
 from tests.support.models import Batch, ModelCase
 from tests.support.parallel_transformer import (
     IGNORED,
@@ -83,24 +84,10 @@ def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRan
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
-def three_microbatches(run: Run) -> None:
-    for step in range(2):
-        with run.no_sync():
-            (run.loss(3 * step) / 3).backward()
-            (run.loss(3 * step + 1) / 3).backward()
-        (run.loss(3 * step + 2) / 3).backward()
-        run.step()
-
-
 def test_gradients_are_averaged_over_data_and_context_parallel_ranks(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, arrangement=ARRANGEMENT) for inner in range(4)]
     settings += [Setting(inner, average_in_collective=True, arrangement=ARRANGEMENT) for inner in (0, 3)]
-    check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw_above_noise), settings)
 
 
 def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
@@ -111,7 +98,7 @@ def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
 def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks: RunRanks) -> None:
     pairs = ((1, 0), (3, 0), (3, 1))
     settings = [Setting(inner, outer_strategy=outer, arrangement=HYBRID) for inner, outer in pairs]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE, adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE, adamw_above_noise), settings)
 
 
 # ---- losses per token ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tests.support.arrangements import Arrangement, Values
 from tests.support.by_hand import average_over, run_by_hand
 from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.expert_meshes import FLAT, expert_mesh, experts_of
+from tests.support.loops import adamw_above_noise, three_microbatches
 from tests.support.mixture import ListedExperts, MixtureOfExperts
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import (
@@ -66,20 +67,6 @@ def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRan
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
-def three_microbatches(run: Run) -> None:
-    for step in range(2):
-        with run.no_sync():
-            (run.loss(3 * step) / 3).backward()
-            (run.loss(3 * step + 1) / 3).backward()
-        (run.loss(3 * step + 2) / 3).backward()
-        run.step()
-
-
 @pytest.mark.parametrize("average_in_collective", [False, True])
 def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
     run_ranks: RunRanks, average_in_collective: bool
@@ -95,7 +82,7 @@ def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
 
 def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2, adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2, adamw_above_noise), settings)
 
 
 @pytest.mark.parametrize("arrangement", HYBRIDS)

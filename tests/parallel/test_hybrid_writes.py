@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.conftest import RunRanks
 
 POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
@@ -38,21 +38,26 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(params[::2], lr=0.5), torch.optim.SGD(params[1::2], lr=0.5)]
 
 
-def differences(strategy: int, policy: str) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    plain, model = build(), build()
-    model, _first = fully_shard(
+def shard(strategy: int, policy: MixedPrecisionPolicy) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Sharded inside, and main weights over both axes."""
+    model = build()
+    return fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5),
-        device_mesh=mesh,
+        device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard")),
         dp_shard_dim="shard",
         dp_outer_dim="outer",
         hybrid_fsdp_group=dist.group.WORLD,
         fsdp_unit_modules=[Layer],
         zero_dp_strategy=strategy,
         outer_dp_sharding_strategy=1,
-        mixed_precision_policy=POLICIES[policy],
+        mixed_precision_policy=policy,
     )
+
+
+def differences(strategy: int, policy: str) -> list[float]:
+    plain = build()
+    model, _first = shard(strategy, POLICIES[policy])
     theirs, ours = optimizers(plain), optimizers(model)
     found = []
     for step in range(6):
@@ -77,18 +82,7 @@ def test_writes_after_a_step_are_not_lost(run_ranks: RunRanks, strategy: int, po
 
 
 def gathers_over_time() -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    model = build()
-    model, optimizer = fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        device_mesh=mesh,
-        dp_shard_dim="shard",
-        dp_outer_dim="outer",
-        hybrid_fsdp_group=dist.group.WORLD,
-        fsdp_unit_modules=[Layer],
-        outer_dp_sharding_strategy=1,
-    )
+    model, optimizer = shard(3, MixedPrecisionPolicy())
 
     def count() -> int:
         return model.traffic_by_axis()["outer"].gathers

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,6 +12,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.by_hand import average_over, run_by_hand
 from tests.support.clipping import clip_by_model, clip_by_torch
+from tests.support.loops import adamw_above_noise
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
@@ -42,11 +42,6 @@ def test_the_model_divided_by_torch_alone_equals_one_process(run_ranks: RunRanks
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
 def accumulate(run: Run) -> None:
     """One backward that is deferred and one that is not, then two that are not."""
     with run.no_sync():
@@ -62,7 +57,7 @@ def accumulate(run: Run) -> None:
 @each_plan
 def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     settings = [Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide)) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw_above_noise), settings)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -84,14 +79,14 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
         Setting(inner, outer_strategy=outside, arrangement=hybrid_tensor_parallel(outer, PLANS[turn % 2]))
         for turn, (inner, outside) in enumerate(pairs)
     ]
-    check_strategies(run_ranks, 4, Scenario(accumulate, CASE, adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(accumulate, CASE, adamw_above_noise), settings)
 
 
 @each_plan
 def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     """One data-parallel rank."""
     check_strategies(
-        run_ranks, 2, Scenario(three_steps, CASE, adamw), [Setting(3, arrangement=tensor_parallel(divide))]
+        run_ranks, 2, Scenario(three_steps, CASE, adamw_above_noise), [Setting(3, arrangement=tensor_parallel(divide))]
     )
 
 

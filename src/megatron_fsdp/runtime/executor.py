@@ -13,6 +13,7 @@ from megatron_fsdp.buffer.lanes import Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
+from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
@@ -21,7 +22,6 @@ from megatron_fsdp.weight_plan import WeightPlan
 
 _FINGERPRINT_LIMIT = 2**61 - 1
 _HANG_ADVICE = "if a rank is missing, MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (docs/ranks.md)"
-_UNITS_CROSSING = 2  # how many units' gradients travel between outer ranks at a time
 
 
 @dataclass
@@ -207,7 +207,7 @@ class Executor:
         """Start reducing over the outer ranks what the inner ones have summed."""
         if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
             return
-        while len(self._crossing) >= _UNITS_CROSSING:
+        while len(self._crossing) >= UNITS_CROSSING:
             self._finish_crossing()
         self._crossing.append(
             [

@@ -136,7 +136,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
-        self._pointers = tuple(local_of(param).data_ptr() for param in self.sharded)
+        self._pointers = tuple(local_part(param).data_ptr() for param in self.sharded)
         self._seen_versions = -1
         self.note_installed()
 
@@ -164,7 +164,7 @@ class ParameterGroup:
         self._seen_versions = self._versions()
 
     def _versions(self) -> int:
-        return sum(param._version + local_of(param)._version for param in self.sharded)
+        return sum(param._version + local_part(param)._version for param in self.sharded)
 
     def install(self) -> None:
         """Copy main weights into compute weights."""
@@ -184,7 +184,7 @@ class ParameterGroup:
                     f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} "
                     "now; buffers for gradients are made once, so set requires_grad before sharding"
                 )
-            if local_of(param).data_ptr() != self._pointers[index]:
+            if local_part(param).data_ptr() != self._pointers[index]:
                 raise ConfigurationError(
                     f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
                     "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
@@ -209,11 +209,6 @@ class ParameterGroup:
     def exchanges_inside(self) -> bool:
         """Whether reducing over the inner ranks needs memory for what comes in."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
-
-    @property
-    def main_is_sharded(self) -> bool:
-        """Whether main weights are placed as shards; also on a single rank, which then holds the only one."""
-        return Placement.SHARD in self.plan.placements.main_weight
 
     @property
     def grad_attribute(self) -> GradAttribute:
@@ -321,9 +316,3 @@ class ParameterGroup:
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
-
-
-def local_of(param: nn.Parameter) -> torch.Tensor:
-    """The local tensor of a sharded parameter itself, not a view of it as `to_local` returns."""
-    assert isinstance(param, DTensor)
-    return param._local_tensor
