@@ -31,3 +31,7 @@ class NonFiniteGradientError(MegatronFSDPError, ValueError):
 
 class NonFiniteNormError(NonFiniteGradientError, RuntimeError):
     """The norm of all gradients is NaN or infinite; a RuntimeError too, as torch's own clipping raises."""
+
+
+class CheckpointError(MegatronFSDPError, RuntimeError):
+    """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it."""

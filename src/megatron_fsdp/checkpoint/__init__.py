@@ -1,0 +1,1 @@
+"""Checkpoints: saving, loading, verification and conversion; reading one needs neither ranks nor a GPU."""

@@ -1,0 +1,66 @@
+"""What loading did, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_fsdp.errors import CheckpointError
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Which tensors and objects were loaded, and which were not. The same on every rank.
+
+    Attributes:
+        loaded: Keys that were read into the live objects.
+        missing: Keys that the live objects have and the checkpoint lacks.
+        unexpected: Keys that the checkpoint has and the live objects do not.
+        reshaped: Keys whose shapes differ, with the shape in the checkpoint and the one wanted; they are not loaded.
+        notes: What was done besides, in words, one line each.
+    """
+
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything fitted."""
+        return not (self.missing or self.unexpected or self.reshaped)
+
+    def __str__(self) -> str:
+        lines = _listed("missing", self.missing)
+        lines += _listed("unexpected", self.unexpected)
+        lines += _listed("of another shape", [f"{key} (has {a}, wanted {b})" for key, (a, b) in self.reshaped.items()])
+        counts = (
+            f"{len(self.loaded)} loaded, {len(self.missing)} missing, {len(self.unexpected)} unexpected, "
+            f"{len(self.reshaped)} of another shape"
+        )
+        return "\n".join([counts, *lines, *self.notes])
+
+    def require_complete(self, source: str) -> None:
+        """Refuse what did not fit.
+
+        Args:
+            source: Names the checkpoint.
+
+        Raises:
+            CheckpointError: Something is missing, unexpected or of another shape; says what.
+        """
+        if not self.is_complete:
+            raise CheckpointError(
+                f"{source} does not fit, and nothing was loaded: {self}\nload it into the model it was saved from, or "
+                "pass strict=False to load what fits"
+            )
+
+
+def _listed(title: str, keys: Sequence[str]) -> list[str]:
+    if not keys:
+        return []
+    more = [f"  ... and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+    return [f"{title}:", *(f"  {key}" for key in keys[:_SHOWN]), *more]
