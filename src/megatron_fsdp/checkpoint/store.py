@@ -157,13 +157,14 @@ class CheckpointStore:
             ConfigurationError: The iteration is no whole number from 0.
         """
         target = self.path_of(iteration)
-        doing = f"saving {target}"
-        begun = decided_by_first(
-            lambda: (iteration, self._publisher.begin(iteration, overwrite).name), doing, self.group
+        first, name, doing = decided_by_first(
+            lambda: (iteration, self._publisher.begin(iteration, overwrite).name, f"saving {target}"),
+            f"saving {target}",
+            self.group,
         )
-        staging = self.root / begun[1]
+        staging = self.root / name
         try:
-            self._require_common_ground(staging, iteration, begun[0])
+            self._require_common_ground(staging, iteration, first, doing)
             self._together(lambda: writer(staging), doing)
             self._together(lambda: self._sync_share(staging), doing)
             decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
@@ -181,7 +182,7 @@ class CheckpointStore:
             problem = error
         raise_settled(problem, doing, self.group)
 
-    def _require_common_ground(self, staging: Path, iteration: int, first: int) -> None:
+    def _require_common_ground(self, staging: Path, iteration: int, first: int, doing: str) -> None:
         """Refuse ranks that save different iterations, or do not see what rank 0 sees."""
         everyone = gather_objects((iteration, self._sees(staging)), self.group)
         if any(theirs != first for theirs, _ in everyone):
@@ -190,8 +191,8 @@ class CheckpointStore:
         blind = [rank for rank, (_, sees) in enumerate(everyone) if not sees]
         if blind:
             raise CheckpointError(
-                f"rank(s) {', '.join(map(str, blind))} do not see the folder that rank 0 has made in {staging.parent}; "
-                "give a root on a file system that all ranks share"
+                f"{doing} failed: rank(s) {', '.join(map(str, blind))} do not see the folder that rank 0 has made "
+                "beside it; give a root on a file system that all ranks share"
             )
 
     def _sees(self, path: Path) -> bool:
