@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -208,5 +208,6 @@ class CheckpointStore:
         ranks, rank = world_size_of(self.group), rank_of(self.group)
         for folder, _, names in os.walk(staging):
             for name in names:
-                if zlib.crc32(name.encode()) % ranks == rank:
+                digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
+                if int.from_bytes(digest) % ranks == rank:
                     self._ops.sync_file(Path(folder) / name)
