@@ -124,8 +124,8 @@ class ExtraMatch:
 def match_extra(match: Match, folder: CheckpointFolder, name: str, target: Stateful) -> ExtraMatch:
     """Find the state of one of the caller's own objects.
 
-    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so are
-    plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
+    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
+    are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
     """
     leaves, paths = flatten({name: target.state_dict()})
     live = {paths[key]: value for key, value in leaves.items()}
