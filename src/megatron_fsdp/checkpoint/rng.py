@@ -59,7 +59,7 @@ def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     index = getattr(model, "dist_index", None)
     mesh, tp_dim = getattr(index, "device_mesh", None), getattr(index, "tp_dim", None)
     coordinate = mesh.get_coordinate() if mesh is not None and tp_dim is not None else None
-    if mesh is None or coordinate is None or mesh.size() != size:
+    if mesh is None or tp_dim is None or coordinate is None or mesh.size() != size:
         return LogicalRank(0, 1, rank, size)
     return place_in(mesh.mesh_dim_names or (), mesh.shape, coordinate, tp_dim)
 
