@@ -1,5 +1,6 @@
 """Everything that a checkpoint of torch.distributed.checkpoint holds, read by one process without ranks."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ def contents(folder: str) -> dict[str, Any]:
         else None
         for key, entry in metadata.items()
     }
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
 
 

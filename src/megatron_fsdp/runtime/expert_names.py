@@ -140,16 +140,22 @@ def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: Domain, m
         return "its ranks lie on several dimensions of the expert mesh"
     (group,) = experts.foreign_groups
     foreign = _dim_of(mesh, group)
-    own_names = tuple(frame.mesh.mesh_dim_names or ())
-    together = mesh[foreign, *own_names]
-    use = description.use
+    own = tuple(frame.mesh.mesh_dim_names or ())
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in (foreign, *own))  # torch slices in this order
+    sizes = {foreign: len(edges) - 1, **dict(zip(own, description.use.sizes, strict=True))}
+    places = {foreign: dist.get_rank(group), **dict(zip(own, description.coordinate, strict=True))}
+    use = MeshUse(
+        tuple(sizes[name] for name in names),
+        tuple(names.index(own[dim]) for dim in description.use.shard_dims),
+        tensor_dim=names.index(foreign),
+    )
     return ShardFrame(
-        together,
+        mesh[names],
         replace(
             description,
             shape=(edges[-1], *description.shape[1:]),
-            use=MeshUse((len(edges) - 1, *use.sizes), tuple(dim + 1 for dim in use.shard_dims), tensor_dim=0),
-            coordinate=(dist.get_rank(group), *description.coordinate),
+            use=use,
+            coordinate=tuple(places[name] for name in names),
             tensor_cut=TensorParallelCut(0, edges),
         ),
     )
