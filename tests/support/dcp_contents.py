@@ -4,13 +4,14 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 
 def contents(folder: str) -> dict[str, Any]:
     """Whole tensors and objects by their flat keys."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     found: dict[str, Any] = {
         key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -19,7 +20,7 @@ def contents(folder: str) -> dict[str, Any]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        load(found, checkpoint_id=folder, no_dist=True)
     return found
 
 

@@ -146,7 +146,23 @@ def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer
 
 
 def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    return _alive(model).optimizer_state_as_held(optimizer, state_dict)
+    return _alive(model).optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+
+
+def _with_numbers(state_dict: StateDict) -> StateDict:
+    """Bring together what torch.distributed.checkpoint has loaded under "0" with what it has filled under 0.
+
+    It loads tensors in place, but puts other objects back by keys that it has made strings of.
+    """
+    state = state_dict["state"]
+    listed = {key for group in state_dict["param_groups"] for key in group["params"]}
+    texts = {key: int(key) for key in state if isinstance(key, str) and key.isdecimal() and int(key) in listed}
+    if not texts:
+        return state_dict
+    merged = {key: dict(values) for key, values in state.items() if key not in texts}
+    for text, number in texts.items():
+        merged.setdefault(number, {}).update(state[text])
+    return {**state_dict, "state": merged}
 
 
 def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
