@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.runtime.assemble import Assembly
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.expert_state import state_as_held, state_as_saved
 from megatron_fsdp.runtime.load_check import check_load
+from megatron_fsdp.runtime.state_dicts import own_shard
 
 StateDict = dict[str, Any]
 
@@ -44,13 +45,18 @@ class CheckpointAccess(nn.Module):
                 alone.
             ConfigurationError: `assign` is True.
         """
-        problem = check_load(self, lambda: super(CheckpointAccess, self).load_state_dict(state_dict, strict, assign))
+        if assign:
+            raise ConfigurationError(
+                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces of "
+                "flat buffers; load with assign=False, which copies"
+            )
+        problem = check_load(self, lambda: super(CheckpointAccess, self).load_state_dict(state_dict, strict))
         if problem is not None:
             raise CheckpointError(
                 f"the state dict does not fit, and nothing was loaded: {problem}\nload what state_dict() of the same "
                 "model gave, or pass strict=False to load what fits in spite of missing and unexpected keys"
             )
-        result = super().load_state_dict(state_dict, strict, assign)
+        result = super().load_state_dict(state_dict, strict)
         self._engine.install_main_weights()
         return result
 
@@ -76,6 +82,24 @@ class CheckpointAccess(nn.Module):
         """
         seen: torch.Tensor = self._engine.expert_names.as_saved(name, tensor)
         return seen
+
+    def held_name(self, name: str) -> str | None:
+        """The reverse of `checkpoint_name`; None for an expert of another rank."""
+        return self._engine.expert_names.name_here(name)
+
+    def held_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The reverse of `checkpoint_view`, and of a whole tensor this rank's shard, as views; others are handed back.
+
+        Args:
+            name: Canonical name of the parameter.
+            tensor: What is cut as it is, or of the shape of the whole parameter, or of those of all ranks' experts.
+        """
+        engine = self._engine
+        own: torch.Tensor = engine.expert_names.as_held(name, tensor)
+        for group in engine.groups():
+            if name in group.names:
+                own = own_shard(own, group.frames[group.names.index(name)])
+        return own
 
     def stop_describing_state_dicts(self) -> None:
         """Leave the tensors of model state dicts without the description that torch.distributed.checkpoint reads."""

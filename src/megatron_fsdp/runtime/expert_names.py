@@ -44,6 +44,10 @@ class ExpertNames:
         """The name in a checkpoint of what this rank calls `name`."""
         return name if self.plan is None else self.plan.to_global(name)
 
+    def name_here(self, name: str) -> str | None:
+        """The reverse of `name_of`; None for an expert of another rank."""
+        return name if self.plan is None else self.plan.to_local(name)
+
     def frame_of(self, name: str, own: ShardFrame) -> ShardFrame:
         """The frame in which a parameter is saved."""
         return self._saved.get(name, own)

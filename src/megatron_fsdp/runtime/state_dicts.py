@@ -114,12 +114,11 @@ def _to_local_names(
     reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
 ) -> None:
     """What other ranks' experts are called is left out: a state dict may be that of the whole model."""
-    plan = _live(reference).expert_names.plan
-    assert plan is not None
+    names = _live(reference).expert_names
     entries = list(state_dict.items())
     state_dict.clear()
     for key, value in entries:
-        name = plan.to_local(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        name = names.name_here(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if name is not None:
             state_dict[prefix + name] = value
         elif not key.startswith(prefix):
@@ -134,10 +133,10 @@ def _to_own_shards(
         if prefix + attribute in state_dict and id(param) in engine.places:
             group, index = engine.places[id(param)]
             value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
-            state_dict[prefix + attribute] = _own_shard(value, group.frames[index])
+            state_dict[prefix + attribute] = own_shard(value, group.frames[index])
 
 
-def _own_shard(value: Any, frame: ShardFrame) -> Any:
+def own_shard(value: Any, frame: ShardFrame) -> Any:
     """This rank's elements of a whole tensor, as a view; what is none is handed back."""
     if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
         if not all(placement.is_replicate() for placement in value.placements):
