@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint.optimizer_state import Slot, prepare_optimizer_state, slots_in, state_keys
+from megatron_fsdp.checkpoint.blank_optimizer import Slot, prepare_optimizer_state, slots_in, state_keys
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents

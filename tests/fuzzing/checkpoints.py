@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_fsdp.checkpoint.optimizer_state import prepare_optimizer_state, slots_in
+from megatron_fsdp.checkpoint.blank_optimizer import prepare_optimizer_state, slots_in
 from tests.fuzzing.case import SAMPLES, Case, draw_case
 from tests.fuzzing.model import batch
 from tests.fuzzing.run import Ranks, loss_of

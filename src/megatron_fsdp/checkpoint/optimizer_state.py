@@ -1,138 +1,165 @@
-"""Somewhere to load an optimizer's state into: made from what a checkpoint says it holds, without a step.
+"""Optimizer state by the names of parameters, so that it survives another order, grouping or number of ranks.
 
-`torch.distributed.checkpoint.load` fills the tensors that it is given, and a new optimizer has none: each makes its own
-kinds of state in its first step. Which kinds, of what dtype, is known to the checkpoint; how they are cut, to the
-parameters.
+torch keys optimizer state by the position of parameters in the groups. In a checkpoint it stands under names:
+`optimizer.state.<parameter>.<slot>`, and the options of the groups once, with the names of their parameters.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.dtensor.blank_state import blank_state
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import ConfigurationError
 
-_STEP = "step"
-
-
-class StateModel(Protocol):
-    """What is needed of the wrapped model."""
-
-    def sharded_names(self) -> dict[int, str]:
-        """Canonical name of each sharded parameter by its id."""
-        ...
-
-    def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is cut as a parameter, as checkpoints see it."""
-        ...
-
-    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state dict as checkpoints have it."""
-        ...
+GROUPS = "param_groups"
+STATE = "state"
+META = "param_to_group_meta"
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One kind of state of one parameter, such as `exp_avg`.
+def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each group, in order.
 
-    Attributes:
-        shape: Of the global tensor; None for an object that is no tensor.
-        dtype: Of the tensor.
+    Raises:
+        ConfigurationError: A parameter is none of the model's.
     """
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-
-
-def slots_in(metadata: Metadata, prefix: str = "optimizer.state") -> dict[str, dict[str, Slot]]:
-    """The state that a checkpoint holds, by parameter and then by kind.
-
-    Args:
-        metadata: Of the checkpoint.
-        prefix: Of the keys, which are `<prefix>.<parameter>.<kind>`.
-    """
-    found: dict[str, dict[str, Slot]] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        param, dot, kind = key.removeprefix(f"{prefix}.").rpartition(".")
-        if not key.startswith(f"{prefix}.") or not dot:
-            continue
-        if isinstance(entry, TensorStorageMetadata):
-            found.setdefault(param, {})[kind] = Slot(tuple(entry.size), entry.properties.dtype)
-        elif isinstance(entry, BytesStorageMetadata):
-            found.setdefault(param, {})[kind] = Slot(None, None)
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = []
+    for position, group in enumerate(optimizer.param_groups):
+        unknown = [index for index, param in enumerate(group["params"]) if id(param) not in names]
+        if unknown:
+            raise ConfigurationError(
+                f"parameter {unknown[0]} of param_groups[{position}] is not a parameter of the model, so its state has "
+                "no name in a checkpoint; give the model that the optimizer was built on"
+            )
+        found.append([names[id(param)] for param in group["params"]])
     return found
 
 
-def state_keys(model: StateModel, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The number under which `optimizer.state_dict()` keeps the state of each parameter, by canonical name."""
-    names = model.sharded_names()
-    counted = itertools.count()
-    groups = [[(next(counted), names[id(param)]) for param in group["params"]] for group in optimizer.param_groups]
-    flat = list(itertools.chain.from_iterable(groups))
-    empty: dict[str, Any] = {
-        "state": {number: {} for number, _ in flat},
-        "param_groups": [{"params": [number for number, _ in group]} for group in groups],
-    }
-    numbers = model.optimizer_state_as_saved(optimizer, empty)["state"]
-    return {name: str(number) for (_, name), number in zip(flat, numbers, strict=True)}
-
-
-def prepare_optimizer_state(
-    model: StateModel,
-    optimizer: torch.optim.Optimizer,
-    slots: Mapping[str, Mapping[str, Slot]],
-    keys: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Give an optimizer the kinds of state that a checkpoint holds, to be loaded into. No communication, no step.
-
-    State that is there already stays. Tensors of the shape of their parameter are cut as it is, others are whole.
-
-    Args:
-        model: The wrapped model whose parameters the optimizer has.
-        optimizer: Its `state` is filled with zeros.
-        slots: As `slots_in` finds them.
-        keys: What `slots` calls each parameter, by canonical name; None: the numbers of `optimizer.state_dict()`.
-
-    Returns:
-        Canonical names of parameters of which the checkpoint holds no state; theirs is left as it is.
+def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The optimizer's section of a checkpoint; tensors are the live ones.
 
     Raises:
-        CheckpointError: State has neither the shape of its parameter nor that of a single number, nor is it an object.
-            Nothing was made.
+        ConfigurationError: As of `named_parameters_of`.
     """
-    names = model.sharded_names()
-    keys = state_keys(model, optimizer) if keys is None else keys
-    params = [(group, param, names[id(param)]) for group in optimizer.param_groups for param in group["params"]]
-    of_each = {name: slots.get(keys[name], {}) for _, _, name in params}
-    shapes = {name: tuple(model.checkpoint_view(name, param.detach()).shape) for _, param, name in params}
-    numbers = {_STEP} | {
-        kind for name, found in of_each.items() if shapes[name] for kind, slot in found.items() if slot.shape == ()
-    }
-    for name, found in of_each.items():
-        for kind, slot in found.items():
-            if slot.shape not in (None, (), shapes[name]):
-                raise CheckpointError(
-                    f"the checkpoint's {kind} of {name} has shape {slot.shape}, and the parameter {shapes[name]}; "
-                    "load the state of an optimizer of the same model"
+    names = named_parameters_of(optimizer, model)
+    by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
+    flat = [name for group in names for name in group]
+    state = {flat[index]: slots for index, slots in by_index[STATE].items() if slots and isinstance(index, int)}
+    options = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": names[position]}
+        for position, group in enumerate(by_index[GROUPS])
+    ]
+    rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
+    return {STATE: state, GROUPS: options, **rest}
+
+
+def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised state tensor for a parameter.
+
+    Args:
+        param: The parameter.
+        slot: Name of the state; "step" is never sharded.
+        shape: Global.
+        dtype: Of the elements.
+
+    Returns:
+        Cut as the parameter where it has its shape, else whole.
+    """
+    if isinstance(param, DTensor) and slot != "step" and tuple(shape) == tuple(param.shape):
+        if isinstance(param, UnevenDTensor):
+            local = torch.empty_like(param._local_tensor, dtype=dtype, requires_grad=False)
+            return UnevenDTensor.wrap(local, param.shard_frame)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    device = torch.device("cpu") if slot == "step" else param.device
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
+    """Options of each parameter's group by the parameter's name, out of what `collect` stored.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups if isinstance(groups, list) else [None]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise ConfigurationError("the stored param_groups are not a list of dicts with the names of parameters")
+        options = {key: value for key, value in group.items() if key != "params"}
+        found.update({str(name): options for name in group["params"]})
+    return found
+
+
+def merged_options(
+    names: Sequence[Sequence[str]], live: Sequence[Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The options that each live group takes over.
+
+    Args:
+        names: Of the parameters of each live group.
+        live: The live groups; options that they do not have are not taken over.
+        stored: Options by parameter.
+
+    Raises:
+        ConfigurationError: Parameters of one live group had different options.
+    """
+    merged = []
+    for position, (params, group) in enumerate(zip(names, live, strict=True)):
+        wanted: dict[str, Any] = {}
+        for key in group.keys() - {"params"}:
+            found = [(name, stored[name][key]) for name in params if name in stored and key in stored[name]]
+            if not found:
+                continue
+            first, value = found[0]
+            other = next((name for name, found_value in found if not _same(found_value, value)), None)
+            if other is not None:
+                raise ConfigurationError(
+                    f"param_groups[{position}] holds {first} and {other}, which had different {key} when they were "
+                    f"saved ({value!r} and {stored[other][key]!r}); group parameters as they were then"
                 )
-    for group, param, name in params:
-        state = optimizer.state[param] if of_each[name] else {}
-        for kind, slot in of_each[name].items():
-            if kind not in state:
-                state[kind] = _blank(param, slot, group, is_number=kind in numbers)
-    return [name for name, found in of_each.items() if not found]
+            wanted[key] = tuple(value) if isinstance(group[key], tuple) and isinstance(value, list) else value
+        merged.append(wanted)
+    return merged
 
 
-def _blank(param: torch.Tensor, slot: Slot, group: Mapping[str, Any], is_number: bool) -> Any:
-    if slot.shape is None or slot.dtype is None:
-        return None  # an object; it is put in place of this
-    if not is_number:
-        return blank_state(param, param.shape, slot.dtype)
-    on_device = group.get("capturable") or group.get("fused")  # where torch keeps the counter otherwise: on the host
-    return torch.zeros((), dtype=slot.dtype, device=param.device if on_device else "cpu")
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return (list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b)
+
+
+def install(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    state: Mapping[str, Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]],
+    rest: Mapping[str, Any],
+) -> None:
+    """Give an optimizer its state by its own `load_state_dict`, with the hooks that it has.
+
+    Args:
+        optimizer: Changed in place.
+        names: Of the parameters of each group.
+        state: Slots by name of the parameter.
+        options: Of each group; those left out stay.
+        rest: What else its state dict has.
+    """
+    positions = dict(_positions(names))
+    groups = []
+    for group, params, wanted in zip(optimizer.param_groups, names, options, strict=True):
+        own = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**own, **wanted, "params": [positions[name] for name in params]})
+    by_index = {positions[name]: dict(slots) for name, slots in state.items()}
+    optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
+
+
+def _positions(names: Sequence[Sequence[str]]) -> Iterator[tuple[str, int]]:
+    position = 0
+    for group in names:
+        for name in group:
+            yield name, position
+            position += 1

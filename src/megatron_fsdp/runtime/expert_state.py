@@ -130,18 +130,23 @@ def state_as_held(
     assert names.plan is not None
     numbering = number_parameters(local, names.plan)
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
-    if numbering.problem is not None or [len(each) for each in saved] != [len(each) for each in numbering.groups]:
-        return state_dict
+    sizes = [len(each) for each in saved]
+    if sizes == [len(each) for each in local]:
+        positions = [list(range(size)) for size in sizes]
+    elif numbering.problem is None and sizes == [len(each) for each in numbering.groups]:
+        positions = numbering.own
+    else:
+        return state_dict  # torch says what is wrong with it
     state, groups, count = {}, [], itertools.count()
-    for group, keys, positions, own in zip(state_dict["param_groups"], saved, numbering.own, local, strict=True):
+    for group, keys, places, own in zip(state_dict["param_groups"], saved, positions, local, strict=True):
         numbers = [next(count) for _ in own]
-        for number, position, name in zip(numbers, positions, own, strict=True):
-            if keys[position] in state_dict["state"]:
-                values = state_dict["state"][keys[position]]
+        for number, place, name in zip(numbers, places, own, strict=True):
+            if keys[place] in state_dict["state"]:
+                values = state_dict["state"][keys[place]]
                 state[number] = {slot: names.as_held(name, value) for slot, value in values.items()}
         listed: StateDict = {"params": numbers}
         if "param_names" in group:
-            listed["param_names"] = [group["param_names"][position] for position in positions]
+            listed["param_names"] = [group["param_names"][place] for place in places]
         groups.append({**group, **listed})
     return {**state_dict, "state": state, "param_groups": groups}
 
