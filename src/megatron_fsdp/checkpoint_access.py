@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.runtime.assemble import Assembly
 from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.expert_state import state_as_held, state_as_saved
+from megatron_fsdp.runtime.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.runtime.load_check import check_load
 from megatron_fsdp.runtime.state_dicts import own_shard
 
@@ -117,6 +117,15 @@ class CheckpointAccess(nn.Module):
         if self._engine.expert_names.is_trivial:
             return state_dict
         return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+
+    def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
+
+        None where no ranks hold other experts, so that the numbers are those of this rank's parameters.
+        """
+        if self._engine.expert_names.is_trivial:
+            return None
+        return names_as_saved(optimizer, self._names_by_id(), self._engine.expert_names)
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """The reverse: what concerns this rank of such a state dict, numbered as torch does here."""

@@ -101,7 +101,7 @@ def state_as_saved(
     if numbering.problem is not None:
         problem = (
             f"optimizer.state_dict() numbers parameters, and {numbering.problem}, so numbers mean other parameters on "
-            "other ranks; save the state by the names of parameters, or each expert-parallel rank's by itself"
+            "other ranks; save the state of each expert-parallel rank by itself"
         )
         refused = {key: _refused(state, problem) for key, state in state_dict["state"].items()}
         return {**state_dict, "state": refused}
@@ -117,6 +117,15 @@ def state_as_saved(
             listed["param_names"] = every
         groups.append({**group, **listed})
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def names_as_saved(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
+) -> list[list[str]] | None:
+    """Names over all ranks by the numbers of `state_as_saved`; None where there is no such list."""
+    assert names.plan is not None
+    numbering = number_parameters(_names_of(optimizer, known), names.plan)
+    return None if numbering.problem is not None else numbering.groups
 
 
 def state_as_held(
