@@ -10,6 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from megatron_fsdp.checkpoint.live_state import collect
+from megatron_fsdp.checkpoint.loading import read_checkpoint
+from megatron_fsdp.checkpoint.sealing import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement
@@ -131,6 +134,42 @@ def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path
     run_ranks(4, save, kind, experts_of(hybrid), 3, source, 1)
     run_ranks(2, load_and_save, kind, experts_of(sizes(2, 1)), 3, source, target)
     assert_same_contents(contents(target), contents(source))
+
+
+# ---- the library's own checkpoints -----------------------------------------------------------------------------------
+
+
+def save_both(kind: str, arrangement: Arrangement, strategy: int, folder: str) -> None:
+    run = trained(kind, arrangement, strategy, (0, 1))
+    dcp.save(state_of(run), checkpoint_id=f"{folder}/plain")
+    write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
+
+
+def read_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> list[str]:
+    """Both read by the library into fresh models, and saved again by plain calls."""
+    told = []
+    for what in ("own", "plain"):
+        run = trained(kind, arrangement, strategy, ())
+        report = read_checkpoint(f"{source}/{what}", run.model, run.optimizer, with_rng=False)
+        told.append("" if report.is_complete else str(report))
+        dcp.save(state_of(run), checkpoint_id=f"{target}/{what}")
+        run.train(7)
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 2, 3), (4, 1, 2)), ((2, 1, 3), (1, 2, 3))])
+def test_the_librarys_own_checkpoints_know_experts_by_name(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, saved: tuple[int, int, int], loaded: tuple[int, int, int]
+) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    ep, dp, strategy = saved
+    run_ranks(ep * dp, save_both, kind, experts_of(sizes(ep, dp)), strategy, source)
+    ep, dp, strategy = loaded
+    for told in run_ranks(ep * dp, read_and_save, kind, experts_of(sizes(ep, dp)), strategy, source, target):
+        assert told == ["", ""]
+    for what in ("own", "plain"):
+        assert_same_contents(contents(f"{target}/{what}"), contents(f"{source}/plain"))
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
