@@ -298,7 +298,9 @@ def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Shar
         if not sharding.is_expert(name, p)
     ]
     buffers = [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}" for name, buffer in module.named_buffers()
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}"
+        for name, buffer in module.named_buffers()
+        if not sharding.is_expert(name, buffer)
     ]
     return [*chosen, *params, *buffers, *units]
 
