@@ -57,8 +57,8 @@ EXPERTS = {
 WAYS = {
     "HFSDP to three ranks": (DENSE, HYBRID["HFSDP"], (3, Setting(3))),
     "HFSDP x TP to TP alone": (DENSE, TENSOR_PARALLEL["HFSDP x TP"], TENSOR_PARALLEL["TP alone"]),
-    **{f"{kind} experts to two ranks": (case, place, (2, Setting(2))) for kind, (case, place) in EXPERTS.items()},
-    **{f"{kind} experts to EP 2": (case, (1, Setting(0)), place) for kind, (case, place) in EXPERTS.items()},
+    "stacked experts to two ranks": (*EXPERTS["stacked"], (2, Setting(2))),
+    "listed experts to EP 2": (EXPERTS["listed"][0], (1, Setting(0)), EXPERTS["listed"][1]),
 }
 
 
