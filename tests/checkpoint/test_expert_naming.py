@@ -78,13 +78,13 @@ class Net(nn.Module):
         return self.after(mixed)
 
 
-def wrap(naming: str, ep: int, seed: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def wrap(naming: str, ep: int, seed: int, **options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     rank = dist.get_rank() if ep > 1 else 0
     model = Net(naming, range(EXPERTS) if ep == 1 else (range(2), range(2, EXPERTS))[rank])
     given = arguments((("ep", ep), ("dp_shard", 1))) if ep > 1 else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
-    return fully_shard(model, optimizer, **given)
+    return fully_shard(model, optimizer, **given, **options)
 
 
 def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
@@ -141,3 +141,25 @@ def test_two_and_one_experts_load_into_three_and_back(
         assert ((value[index] if naming == "stacked" else value).mean() - 1.0 - index).abs() < 1.0
     run_ranks(loaded, load, naming, loaded, source, target)
     assert_same_contents(contents(target), found)
+
+
+def left_alone(naming: str) -> tuple[list[str], list[int]]:
+    """Without preparation for checkpoints a state dict is this rank's own, and it loads."""
+    model, optimizer = wrap(naming, 2, 0, preproc_state_dict_for_dcp_ckpt=False)
+    step(model, optimizer)
+    before, state = model.full_parameters(), {key: value.clone() for key, value in model.state_dict().items()}
+    moments = optimizer.state_dict()
+    step(model, optimizer)
+    model.load_state_dict(state)
+    optimizer.load_state_dict(moments)
+    assert all(torch.equal(value, before[name]) for name, value in model.full_parameters().items())
+    return [key for key in state if ".experts." in key], moments["param_groups"][0]["params"]
+
+
+@pytest.mark.parametrize("naming", ["local", "stacked"])
+def test_without_preparation_state_dicts_are_those_of_the_rank(run_ranks: RunRanks, naming: str) -> None:
+    (first, numbers), (second, fewer) = run_ranks(2, left_alone, naming)
+    experts = 2 if naming == "local" else 1
+    assert second[:1] == first[:1]
+    assert numbers == list(range(4 + experts))
+    assert fewer == list(range(5))
