@@ -176,13 +176,17 @@ def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Ten
     found = staged[_memory(local)]
     if not isinstance(tensor, DTensor):
         return found
-    found = found.view(found.shape)  # an object of its own: it may carry a description, and another one the same memory
-    carry_description(local, found)
+    # A view is an object of its own: several tensors of one memory may carry descriptions of their own.
+    found = found.view(found.shape)
+    made: DTensor
     if isinstance(tensor, UnevenDTensor):
-        return UnevenDTensor.wrap(found, tensor.shard_frame)
-    return DTensor.from_local(
-        found, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+        made = UnevenDTensor.wrap(found, tensor.shard_frame)
+    else:
+        made = DTensor.from_local(
+            found, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    carry_description(local, made._local_tensor)  # last, since torch puts another view in place of what it is given
+    return made
 
 
 def _is_remote(device: torch.device) -> bool:
