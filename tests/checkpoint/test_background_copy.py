@@ -244,3 +244,22 @@ def copy_of_foreign_description() -> str:
 def test_chunk_functions_that_would_hand_out_live_elements_are_refused(run_ranks: RunRanks) -> None:
     for said in run_ranks(2, copy_of_foreign_description):
         assert "chunk functions of another library" in said
+
+
+def copy_from_device() -> tuple[bool, bool, bool]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    numbers = torch.arange(16.0 * 1024 * 1024, device=device)
+    state = {"large": numbers.clone(), "slice": numbers[5:105], "host": torch.ones(3)}
+    buffers = StagingBuffers()
+    copied = buffers.copy(state)
+    for tensor in state.values():
+        tensor.zero_()  # queued behind the copies, which may still be under way
+    buffers.wait_until_copied()
+    equal = torch.equal(copied["large"], torch.arange(16.0 * 1024 * 1024)) and copied["host"].tolist() == [1.0] * 3
+    equal = equal and torch.equal(copied["slice"], torch.arange(5.0, 105.0))
+    return equal, copied["large"].is_pinned(), all(not tensor.is_cuda for tensor in copied.values())
+
+
+@pytest.mark.gpu
+def test_copies_from_a_device_hold_what_was_there_when_they_were_asked_for(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, copy_from_device, device_type="cuda") == [(True, True, True)]

@@ -83,10 +83,11 @@ class StagingBuffers:
 
         _mapped(frozen, collect)
         self.staged_bytes = sum(local.nbytes for local in sources.values())
-        staged = self._copies(sources)
-        self._events = [
-            _recorded(device) for device in {local.device for local in sources.values()} if _is_remote(device)
-        ]
+        devices = {local.device for local in sources.values() if _is_remote(local.device)}
+        try:
+            staged = self._copies(sources)
+        finally:  # memory that a copy is under way to must not go before it has arrived
+            self._events = [_recorded(device) for device in devices]
         return _mapped(frozen, lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value)
 
     def wait_until_copied(self) -> None:
@@ -96,6 +97,7 @@ class StagingBuffers:
 
     def release(self) -> None:
         """Let the memory go."""
+        self.wait_until_copied()
         self._arenas = []
         self._events = []
 
@@ -178,15 +180,11 @@ def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Ten
         return found
     # A view is an object of its own: several tensors of one memory may carry descriptions of their own.
     found = found.view(found.shape)
-    made: DTensor
+    carry_description(local, found)
     if isinstance(tensor, UnevenDTensor):
-        made = UnevenDTensor.wrap(found, tensor.shard_frame)
-    else:
-        made = DTensor.from_local(
-            found, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
-    carry_description(local, made._local_tensor)  # last, since torch puts another view in place of what it is given
-    return made
+        return UnevenDTensor.wrap(found, tensor.shard_frame)
+    # The constructor, since `from_local` would move the copy to the device of the mesh.
+    return DTensor(found, tensor._spec, requires_grad=False)
 
 
 def _is_remote(device: torch.device) -> bool:
@@ -195,6 +193,6 @@ def _is_remote(device: torch.device) -> bool:
 
 def _recorded(device: torch.device) -> torch.Event:
     """An event behind what the current stream of a device holds."""
-    event = torch.Event(device, blocking=True)
+    event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
