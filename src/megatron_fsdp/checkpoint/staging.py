@@ -1,10 +1,9 @@
 """A copy of a state in host memory that is used again for the next one.
 
-torch's `StateDictStager` does something near, and does not serve here. It copies whole storages, so a state that takes
-some of a flat buffer is charged for all of it; it remembers its buffers by the storage object, so what `state_dict()`
-makes anew each time is allocated anew; a pinned copy of n bytes takes the next power of two; and it copies a DTensor's
-attributes by pickling, after which the chunk functions of a local tensor answer for nothing. `BlockingAsyncStager`
-makes stock DTensors of ours, with torch's even cut.
+The stagers of torch 2.13 do not serve. `StateDictStager` stops at our DTensors ("invalid python storage"); it copies
+whole storages, so a state that takes some of a flat buffer is charged for all of it, and finds its memory again by the
+storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out scalar DTensors live,
+copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
 """
 
 from __future__ import annotations
