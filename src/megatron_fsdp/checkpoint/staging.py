@@ -2,8 +2,8 @@
 
 The stagers of torch 2.13 do not serve. `StateDictStager` stops at our DTensors ("invalid python storage"); it copies
 whole storages, so a state that takes some of a flat buffer is charged for all of it, and finds its memory again by the
-storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out scalar DTensors live,
-copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
+storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out scalar DTensors
+live, copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
 """
 
 from __future__ import annotations
