@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,10 @@ from megatron_fsdp.checkpoint.hf.names import KeyMapping, map_keys
 from megatron_fsdp.checkpoint.hf.parts import inside, intersect
 from megatron_fsdp.checkpoint.hf.reading import FolderReader, portions
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
-from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of
+from megatron_fsdp.checkpoint.hf.together import on_first_rank, together
+from megatron_fsdp.checkpoint.ranks import gather_objects
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.errors import CheckpointError
-
-Result = TypeVar("Result")
 
 
 def load_hf(
@@ -59,37 +57,13 @@ def load_hf(
     """
     module = unwrap(model)
     folder = Path(folder)
-    files = read_on_first_rank(lambda: open_folder(folder), f"opening {folder}", group)
-    stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
-    live = live_tensors(module)
-    return load_matched(model, match_tensors(module, live, stored), files, strict, group)
+    files = on_first_rank(lambda: open_folder(folder), f"opening {folder}", group)
 
+    def match() -> Match:
+        stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
+        return match_tensors(module, live_tensors(module), stored)
 
-def read_on_first_rank(read: Callable[[], Result], doing: str, group: dist.ProcessGroup | None) -> Result:
-    """What a function returns on the first rank, on every rank; only that one touches the files.
-
-    Raises:
-        CheckpointError: It failed; on every rank.
-    """
-    result = together(lambda: read() if rank_of(group) == 0 else None, doing, group)
-    found = gather_objects(result, group)[0]
-    assert found is not None
-    return found
-
-
-def together(work: Callable[[], Result], doing: str, group: dist.ProcessGroup | None) -> Result:
-    """Do something on every rank and raise on all of them what any met.
-
-    Raises:
-        CheckpointError: A rank has failed; the same message on every rank.
-    """
-    result, problem = None, None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 (told to all ranks)
-        problem = error
-    raise_together(problem, doing, group)
-    return result  # type: ignore[return-value]
+    return load_matched(model, together(match, f"matching {folder} with the model", group), files, strict, group)
 
 
 def load_matched(
@@ -106,7 +80,7 @@ def load_matched(
     held = together(lambda: _checked_pieces(match, files), f"preparing to load {files.folder}", group)
     counts: list[int] = []
     with torch.no_grad():
-        doing = f"loading {files.folder} stopped midway and left the model partly loaded; load again before using it:"
+        doing = f"loading {files.folder} (it had begun: the model is partly loaded, load again before using it)"
         together(lambda: counts.append(_copy_all(match.wanted, held, files)), doing, group)
     install_weights(model, [wanted.live for wanted in match.wanted])
     return replace(report, notes=(*report.notes, _traffic_note(gather_objects(counts[0], group))))
