@@ -58,16 +58,16 @@ def write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtyp
         folder: Where to.
         dtype: Of the stored weights, for the config; None where they are of several.
     """
-    own = getattr(module, "config", None)
+    own: Any = getattr(module, "config", None)
     if config is not None or not (folder / CONFIG_FILE).exists():
-        chosen = config if config is not None else own
+        chosen: Any = config if config is not None else own
         if hasattr(chosen, "save_pretrained"):
             chosen = copy.deepcopy(chosen)
             chosen.architectures = [type(module).__name__]
             if dtype is not None and dtype.is_floating_point:
                 setattr(chosen, _dtype_field(chosen), str(dtype).removeprefix("torch."))
             chosen.save_pretrained(folder)
-    generation = getattr(module, "generation_config", None)
+    generation: Any = getattr(module, "generation_config", None)
     if generation is not None and not (folder / "generation_config.json").exists():
         generation.save_pretrained(folder)
 

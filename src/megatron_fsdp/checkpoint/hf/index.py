@@ -43,7 +43,7 @@ class WeightFiles:
             if found != self.sizes[file]:
                 seen = "is not there" if found is None else f"has {found} bytes"
                 raise CheckpointError(
-                    f"{path} {seen}, and had {self.sizes[file]} where its header was read; all ranks need the same files"
+                    f"{path} {seen}, and had {self.sizes[file]} where its header was read; all ranks need it"
                 )
 
 
@@ -118,7 +118,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for key, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):
             raise CheckpointError(
-                f"{path} says that tensor {key!r} is in {file!r}; only a safetensors file of the same folder may be named"
+                f"{path} says that tensor {key!r} is in {file!r}; only a safetensors file of this folder may be named"
             )
     return weight_map
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -107,8 +108,9 @@ def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
     installs = {id(owner.self_reference()): owner for owner in owners if owner is not None}
     for owner in installs.values():
         owner.install_optimized_model_weights()
-    if not installs and hasattr(model, "install_optimized_model_weights"):
-        model.install_optimized_model_weights()
+    install: Any = getattr(model, "install_optimized_model_weights", None)
+    if not installs and install is not None:
+        install()
 
 
 def live_tensors(module: nn.Module) -> list[LiveTensor]:

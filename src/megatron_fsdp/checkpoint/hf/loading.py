@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.hf.base_model import base_tensors
 from megatron_fsdp.checkpoint.hf.index import WeightFiles, open_folder
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, live_tensors, unwrap
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
 from megatron_fsdp.checkpoint.hf.matching import Match, Source, Wanted, match_tensors, merge_reports
 from megatron_fsdp.checkpoint.hf.names import KeyMapping, map_keys
 from megatron_fsdp.checkpoint.hf.parts import inside, intersect
@@ -39,7 +40,7 @@ def load_hf(
     before anything in memory changes. Memory: 32 MiB beyond the model.
 
     Args:
-        model: Sharded by `fully_shard_model` or `fully_shard`, or a plain module.
+        model: Sharded by `fully_shard_model` or `fully_shard`, or a plain module. Of a peft model the base is loaded.
         folder: With `model.safetensors`, or `model.safetensors.index.json` and the files that it names; the same for
             all ranks.
         key_mapping: From keys in files to names in the model, where they differ by more than transformers knows of:
@@ -61,7 +62,7 @@ def load_hf(
 
     def match() -> Match:
         stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
-        return match_tensors(module, live_tensors(module), stored)
+        return match_tensors(*base_tensors(module), stored)
 
     return load_matched(model, together(match, f"matching {folder} with the model", group), files, strict, group)
 

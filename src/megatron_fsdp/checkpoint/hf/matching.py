@@ -141,9 +141,7 @@ class _Matcher:
         if not names:
             return {}
         others = other_file_keys(self._module, sorted(self._stored.keys() - self._used))
-        return {
-            name: [(key, FileTensor.of(name, self._shapes[name]))] for key, name in others.items() if name in names
-        }
+        return {name: [(key, FileTensor.of(name, self._shapes[name]))] for key, name in others.items() if name in names}
 
     # ---- what was found ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.parts import CannotFollowError, FileTensor
+from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 KeyMapping = Mapping[str, str] | Callable[[str], str]
@@ -16,7 +16,7 @@ KeyMapping = Mapping[str, str] | Callable[[str], str]
 by `re.sub`, or a function."""
 
 
-def file_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
+def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
     """The file tensors that transformers would write of a model.
 
     Args:
@@ -29,17 +29,17 @@ def file_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> di
     Raises:
         CannotFollowError: A conversion does more than take tensors apart and put them together.
     """
-    plain = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
+    plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
     if not _is_of_transformers(module):
-        return plain
+        return dict(plain)
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 files and models had the same keys
-        return plain
+        return dict(plain)
     return dict(revert_weight_conversion(module, plain))
 
 
-def other_file_keys(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
     """What transformers renames keys of older files to, of those that it renames.
 
     Args:
@@ -105,7 +105,9 @@ def _renaming(key_mapping: KeyMapping | None) -> Callable[[str], str]:
     try:
         patterns = [(re.compile(pattern), replacement) for pattern, replacement in key_mapping.items()]
     except (re.error, TypeError) as error:
-        raise ConfigurationError(f"key_mapping {dict(key_mapping)} is no set of regular expressions: {error}") from error
+        raise ConfigurationError(
+            f"key_mapping {dict(key_mapping)} is no set of regular expressions: {error}"
+        ) from error
 
     def rename(key: str) -> str:
         for pattern, replacement in patterns:
@@ -131,14 +133,3 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
     )
-
-
-__all__ = [
-    "CannotFollowError",
-    "KeyMapping",
-    "file_tensors",
-    "is_ignored",
-    "key_variants",
-    "map_keys",
-    "other_file_keys",
-]

@@ -1,8 +1,8 @@
 """Tensors in files as parts of tensors in the model. Pure.
 
-transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of which
-every file tensor is a slice. `FileTensor` behaves enough like a torch tensor (chunk, cat, squeeze...) to be taken through
-transformers' own conversions, which move no data then, but leave behind what lies where.
+transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of
+which every file tensor is a slice. `FileTensor` behaves enough like a torch tensor (chunk, cat, squeeze...) to be taken
+through transformers' own conversions, which move no data then, but leave behind what lies where.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ class FileTensor:
         for part in self.parts:
             first, last = max(part.at[dim], start), min(part.at[dim] + part.lengths[dim], start + length)
             if first < last:
-                kept = part.to_model(
-                    Box(_replaced(part.at, dim, first), _replaced(part.lengths, dim, last - first))
-                )
+                kept = part.to_model(Box(_replaced(part.at, dim, first), _replaced(part.lengths, dim, last - first)))
                 found.append(
                     replace(
                         part,

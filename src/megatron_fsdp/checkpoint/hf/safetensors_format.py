@@ -1,8 +1,8 @@
 """The header of a safetensors file: parsed with every claim checked, and written. Pure.
 
-    8 bytes      length of the header, little endian
-    header       JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [start, stop]}, ...}
-    data         the tensors, row-major, one after another without holes; offsets count from here
+8 bytes      length of the header, little endian
+header       JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [start, stop]}, ...}
+data         the tensors, row-major, one after another without holes; offsets count from here
 """
 
 from __future__ import annotations

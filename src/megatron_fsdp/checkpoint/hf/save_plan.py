@@ -61,9 +61,7 @@ class Move:
     place: Box
 
 
-def split_into_files(
-    sizes: Mapping[str, int], max_bytes: int, single_name: str
-) -> list[tuple[str, list[str]]]:
+def split_into_files(sizes: Mapping[str, int], max_bytes: int, single_name: str) -> list[tuple[str, list[str]]]:
     """Put tensors into files in their order, as many into each as fit.
 
     Args:
@@ -111,9 +109,7 @@ def lay_out_files(
     ]
 
 
-def _stored_dtype(
-    key: str, tensor: FileTensor, catalog: Mapping[str, Held], dtype: torch.dtype | None
-) -> torch.dtype:
+def _stored_dtype(key: str, tensor: FileTensor, catalog: Mapping[str, Held], dtype: torch.dtype | None) -> torch.dtype:
     found = {catalog[name].dtype for name in tensor.names}
     if len(found) != 1:
         raise CheckpointError(f"{key} would be made of tensors of several dtypes: {sorted(map(str, found))}")
@@ -141,9 +137,7 @@ def stretches_of(files: Sequence[FileLayout], max_bytes: int) -> Iterator[Stretc
                 yield Stretch(stored, first, min(step, numel - first))
 
 
-def moves_of(
-    stretch: Stretch, tensor: FileTensor, catalog: Mapping[str, Held], writer: int
-) -> Iterator[Move]:
+def moves_of(stretch: Stretch, tensor: FileTensor, catalog: Mapping[str, Held], writer: int) -> Iterator[Move]:
     """Everything that is put into a stretch, in an order that all ranks agree on.
 
     Args:

@@ -72,7 +72,9 @@ def save_hf(
     folder = Path(folder)
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     live = [tensor for tensor in live_tensors(module) if tensor.name not in ignored]
-    job = plan_job(live, lambda shapes: file_tensors(module, shapes), folder, dtype, (max_shard_bytes, MODEL_FILE), group)
+    job = plan_job(
+        live, lambda shapes: file_tensors(module, shapes), folder, dtype, (max_shard_bytes, MODEL_FILE), group
+    )
 
     def write_the_rest(temporary: Path) -> None:
         if carry_from is not None:

@@ -107,7 +107,9 @@ class _Exchange:
             return []
         return list(moves_of(stretch, self._job.tensors[stretch.stored.key], self._job.catalog, writer))
 
-    def _exchange(self, stretches: Sequence[Stretch | None], moves: Sequence[Sequence[Move]]) -> dict[int, torch.Tensor]:
+    def _exchange(
+        self, stretches: Sequence[Stretch | None], moves: Sequence[Sequence[Move]]
+    ) -> dict[int, torch.Tensor]:
         """What other ranks give to this one's stretch, as flat elements by rank."""
         sent = [
             torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -122,9 +124,7 @@ class _Exchange:
                 if move.source != self._rank:
                     sizes[move.source] += move.box.numel * mine.stored.dtype.itemsize
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(
-            incoming, torch.cat(sent), sizes, [piece.numel() for piece in sent], group=self._group
-        )
+        dist.all_to_all_single(incoming, torch.cat(sent), sizes, [piece.numel() for piece in sent], group=self._group)
         if mine is None:
             return {}
         pieces = incoming.cpu().split(sizes)
