@@ -87,7 +87,7 @@ def load_adapter(
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
     own = _own_config(module, adapter_name)
-    files = on_first_rank(lambda: _open_adapter(folder, own), f"opening {folder}", group)
+    files = replace(on_first_rank(lambda: _open_adapter(folder, own), f"opening {folder}", group), folder=folder)
 
     def match() -> Match:
         live = _all_live(module)

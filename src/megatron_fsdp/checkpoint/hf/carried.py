@@ -17,7 +17,7 @@ from megatron_fsdp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 
-_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".py", ".md"})
+_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".py"})
 _NAMES = frozenset({"LICENSE", "NOTICE"})
 _FOLDERS = frozenset({"additional_chat_templates"})
 _NOT_CARRIED = frozenset({"adapter_config.json", "trainer_state.json", "manifest.json"})

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.hf.safetensors_format import LENGTH_BYTES, StoredTensor, header_length, parse_header
+from megatron_fsdp.checkpoint.hf.safetensors_format import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    StoredTensor,
+    header_length,
+    parse_header,
+)
 from megatron_fsdp.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
@@ -108,6 +114,9 @@ def _open_indexed(folder: Path, index_file: str) -> WeightFiles:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
+    nbytes = path.stat().st_size
+    if nbytes > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path} has {nbytes} bytes, more than any index; it is damaged")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -88,7 +88,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         ConfigurationError: A wrapper shows full parameters at the moment, which are copies.
     """
     while True:
-        if getattr(model, "is_param_fsdp_distributed", True) is False:
+        if hasattr(model, "parameter_groups") and not all(map(_is_sharded, model.parameters())):
             raise ConfigurationError(
                 "the model shows full parameters at the moment (inside of a forward, or of full_parameters_context); "
                 "load and save outside of that"
@@ -100,6 +100,10 @@ def unwrap(model: nn.Module) -> nn.Module:
         if next(model.parameters(recurse=False), None) is not None:
             return model
         model = inner
+
+
+def _is_sharded(param: torch.Tensor) -> bool:
+    return hasattr(param, "_megatron_fsdp_model")
 
 
 def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:

@@ -58,7 +58,7 @@ def load_hf(
     """
     module = unwrap(model)
     folder = Path(folder)
-    files = on_first_rank(lambda: open_folder(folder), f"opening {folder}", group)
+    files = replace(on_first_rank(lambda: open_folder(folder), f"opening {folder}", group), folder=folder)
 
     def match() -> Match:
         stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}

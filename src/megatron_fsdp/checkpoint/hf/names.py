@@ -12,8 +12,8 @@ from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 KeyMapping = Mapping[str, str] | Callable[[str], str]
-"""From keys in files to names in the model: regular expressions with their replacements, applied one after another as
-by `re.sub`, or a function."""
+"""From keys in files to names in the model: regular expressions with their replacements, applied one after another,
+each to its first match (as by `re.sub(..., count=1)`), or a function."""
 
 
 def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
@@ -111,7 +111,7 @@ def _renaming(key_mapping: KeyMapping | None) -> Callable[[str], str]:
 
     def rename(key: str) -> str:
         for pattern, replacement in patterns:
-            key = pattern.sub(replacement, key)
+            key = pattern.sub(replacement, key, count=1)
         return key
 
     return rename

@@ -59,10 +59,7 @@ def save_hf(
         CheckpointError: It cannot be saved, or a rank could not write; on every rank, and nothing is left of it.
         ConfigurationError: An argument is out of range, or the model cannot be saved so.
     """
-    if max_shard_bytes <= 0:
-        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype={dtype} cannot hold weights; give a floating-point dtype, or None")
+    _check_arguments(max_shard_bytes, dtype, {"config": config, "tokenizer": tokenizer})
     module = unwrap(model)
     if getattr(module, "peft_config", None):
         raise ConfigurationError(
@@ -88,6 +85,19 @@ def save_hf(
             (temporary / INDEX_FILE).write_text(index_text(job.files), encoding="utf-8")
 
     publish_files(job, folder, write_the_rest, group)
+
+
+def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
+    if max_shard_bytes <= 0:
+        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype={dtype} cannot hold weights; give a floating-point dtype, or None")
+    for name, value in carried.items():
+        if value is not None and not hasattr(value, "save_pretrained"):
+            raise ConfigurationError(
+                f"{name} is a {type(value).__name__} without save_pretrained; give an object of transformers, or the "
+                "folder that has its files as carry_from"
+            )
 
 
 def plan_job(
