@@ -56,8 +56,14 @@ class CountingFile(io.FileIO):
         return count
 
 
-def load(kind: str, folder: str, strategy: int, options: Callable[[], dict[str, Any]] | None = None) -> Loaded:
-    model = shard(build(kind), strategy, **(options() if options else {}))
+def load(
+    kind: str,
+    folder: str,
+    strategy: int,
+    options: Callable[[], dict[str, Any]] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> Loaded:
+    model = shard(build(kind, **(changes or {})), strategy, **(options() if options else {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_fsdp.checkpoint.hf.reading.io.FileIO", CountingFile)
         CountingFile.total = 0
@@ -97,15 +103,18 @@ def test_logits_are_those_of_transformers(
 
 
 def test_each_rank_reads_the_bytes_of_its_shards_and_no_others(run_ranks: RunRanks, tmp_path: Path) -> None:
-    save_reference(tmp_path, "qwen_moe", "9KB")
-    total = sum(p.numel() for p in build("qwen_moe").parameters()) * 4
-    found = run_ranks(3, load, "qwen_moe", str(tmp_path), 3)
+    """Three experts on four ranks: the rows of their weights are cut, and the shards begin inside of stored tensors."""
+    changes = {"num_experts": 3, "moe_intermediate_size": 64}
+    wanted = save_reference(tmp_path, "qwen_moe", "9KB", **changes)
+    total = sum(p.numel() for p in build("qwen_moe", **changes).parameters()) * 4
+    found = run_ranks(4, load, "qwen_moe", str(tmp_path), 3, None, changes)
     assert found[0].cuts_rows
+    assert all(torch.equal(f.logits, wanted) for f in found)
     assert [f.bytes_read for f in found] == [f.bytes_held for f in found]
     assert sum(f.bytes_read for f in found) == total
-    assert max(f.bytes_read for f in found) < total / 3 * 1.1
+    assert max(f.bytes_read for f in found) < total / 4 * 1.1
     low, high = (pick(f.bytes_read for f in found) for pick in (min, max))
-    assert found[0].report.notes == (f"read {total} bytes on 3 ranks, {low} to {high} on each",)
+    assert found[0].report.notes == (f"read {total} bytes on 4 ranks, {low} to {high} on each",)
 
 
 def test_hybrid_sharding_reads_the_shards_of_each_replica(run_ranks: RunRanks, tmp_path: Path) -> None:
