@@ -92,8 +92,11 @@ def load_adapter(
     def match() -> Match:
         live = _all_live(module)
         described = adapter_tensors(module, live_shapes(live), adapter_name, False)
-        if files.tensors.keys() - described.keys():  # embeddings may be stored with the adapter
-            described = adapter_tensors(module, live_shapes(live), adapter_name, True)
+        unknown = files.tensors.keys() - described.keys()
+        if unknown and has_embeddings(module):  # they may be stored with the adapter
+            more = adapter_tensors(module, live_shapes(live), adapter_name, True)
+            if unknown & more.keys():
+                described = more
         names = {key: tensor.parts[0].name for key, tensor in described.items()}
         stored = {names.get(key, key): tensor for key, tensor in files.tensors.items()}
         wanted = set(names.values())
@@ -120,6 +123,11 @@ def adapter_tensors(
     if not found or not all(isinstance(value, FileTensor) for value in found.values()):
         raise CheckpointError(f"adapter {adapter_name!r} stores nothing that could be taken from the model's weights")
     return dict(found)
+
+
+def has_embeddings(module: Any) -> bool:
+    """Whether peft would find embeddings to store with an adapter."""
+    return hasattr(module.get_base_model(), "get_input_embeddings")
 
 
 def live_shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
