@@ -165,9 +165,14 @@ def test_config_and_tokenizer_files_are_carried_along(tmp_path: Path) -> None:
 
 
 class Tokenizer:
-    """Stands for one of transformers, which all have this method."""
+    """Stands for one of transformers, which all have this method; notes what is in the target while it is called."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.seen: list[bool] = []
 
     def save_pretrained(self, folder: Path) -> None:
+        self.seen.append(self.target.exists())
         (Path(folder) / "tokenizer.json").write_text("given")
 
 
@@ -175,7 +180,9 @@ def test_a_config_and_a_tokenizer_that_are_given_go_first(tmp_path: Path) -> Non
     make_source(tmp_path / "source")
     model = build("llama")
     given = build("llama", max_position_embeddings=99).config
-    save_hf(model, tmp_path / "out", carry_from=tmp_path / "source", config=given, tokenizer=Tokenizer())
+    tokenizer = Tokenizer(tmp_path / "out")
+    save_hf(model, tmp_path / "out", carry_from=tmp_path / "source", config=given, tokenizer=tokenizer)
+    assert tokenizer.seen == [False]  # the folder appears when it is complete
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["max_position_embeddings"] == 99
     assert config["architectures"] == ["LlamaForCausalLM"]
