@@ -84,3 +84,10 @@ def same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> b
     return found.keys() == wanted.keys() and all(
         value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found.items()
     )
+
+
+def save_reference(folder: Path, kind: str, max_bytes: str = "5GB", **changes: Any) -> Tensor:
+    """A folder as transformers writes it; returns the logits of the model."""
+    model = build(kind, seed=7, **changes).eval()
+    model.save_pretrained(folder, max_shard_size=max_bytes)
+    return logits(model)

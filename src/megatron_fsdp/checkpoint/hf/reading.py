@@ -19,8 +19,9 @@ PORTION_BYTES = 32 * 2**20
 """The most that is held beyond the shards while reading."""
 
 
-def portions(box: Box, itemsize: int, limit: int = PORTION_BYTES) -> Iterator[Box]:
+def portions(box: Box, itemsize: int, limit: int | None = None) -> Iterator[Box]:
     """A box in pieces of at most `limit` bytes (or one element), cut along its first dimensions, in order."""
+    limit = PORTION_BYTES if limit is None else limit
     if box.numel * itemsize <= limit or box.numel <= 1:
         yield box
         return
