@@ -282,6 +282,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for options, said in (
         ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
         ({"dtype": torch.int8}, r"dtype=torch\.int8"),
+        ({"dtype": torch.float8_e5m2}, r"dtype=torch\.float8_e5m2 cannot hold weights as they are"),
         ({"config": {"a": 1}}, "config is a dict without save_pretrained"),
         ({"tokenizer": "gpt2"}, "tokenizer is a str without save_pretrained"),
     ):
@@ -290,6 +291,27 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to save"):
         save_hf(nn.ReLU(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_current_folder_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_hf(nn.Linear(2, 3), ".")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == ["here/model.safetensors"]
+
+
+def test_weights_that_are_stored_in_another_arrangement_are_refused(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    model = build("llama")
+    save_hf(model, tmp_path / "plain")
+    model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Transpose(0, 1)])]
+    with pytest.raises(CheckpointError, match=r"transformers converts weights by .*transpose"):
+        save_hf(model, tmp_path / "out")
+    report = load_hf(model, tmp_path / "plain")
+    assert report.is_complete
+    assert report.notes[0].startswith("tensors were looked for only as the model names them: transformers converts")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
 # ---- tied weights ----------------------------------------------------------------------------------------------------
@@ -308,7 +330,7 @@ def test_tied_weights_are_stored_once_and_loaded_from_either_name(tmp_path: Path
     other = build("gpt2").eval()
     assert load_hf(other, tmp_path / "out").is_complete
     assert torch.equal(logits(other), logits(model))
-    weights["transformer.wte.weight"] = weights["lm_head.weight"].clone()
+    weights["transformer.wte.weight"] = weights["lm_head.weight"].double()  # in another dtype, but the same
     save_file(weights, tmp_path / "out" / MODEL_FILE, metadata={"format": "pt"})
     both = build("gpt2").eval()
     assert load_hf(both, tmp_path / "out").is_complete  # twice the same is no contradiction

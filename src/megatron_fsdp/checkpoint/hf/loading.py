@@ -133,17 +133,25 @@ def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:
 def _check_tied(
     wanted: Wanted, name: str, double: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader
 ) -> None:
-    """Compare two stored copies of one tied weight, each rank what it holds."""
+    """Compare two stored copies of one tied weight, each rank what it holds, as they would be loaded."""
     dtype = wanted.live.dtype
-    for (box, one), (_, other) in zip(
-        _stored_values(wanted.sources, pieces, reader), _stored_values(double, pieces, reader), strict=True
-    ):
-        if not torch.equal(_bits(one.to(dtype)), _bits(other.to(dtype))):
-            raise CheckpointError(
-                f"{wanted.live.name} and {name} are one tied weight in the model, and two different ones in "
-                f"{wanted.sources[0][1].file} (first seen to differ at {box.offsets}); untie them in the model "
-                "(tie_word_embeddings=False), or store one"
-            )
+    for piece, _ in pieces:
+        for box in portions(piece, dtype.itemsize):
+            one, other = (_stored_box(sources, box, dtype, reader) for sources in (wanted.sources, double))
+            if not torch.equal(_bits(one), _bits(other)):
+                raise CheckpointError(
+                    f"{wanted.live.name} and {name} are one tied weight in the model, and two different ones in "
+                    f"{reader.folder} (they differ at or behind {box.offsets}); untie them in the model "
+                    "(tie_word_embeddings=False), or store one"
+                )
+
+
+def _stored_box(sources: Sequence[Source], box: Box, dtype: torch.dtype, reader: FolderReader) -> torch.Tensor:
+    found = torch.empty(box.lengths, dtype=dtype)
+    pieces = [(box, found)]
+    for portion, values in _stored_values(sources, pieces, reader):
+        _write(pieces, portion, values)
+    return found
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ def new_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup 
     Raises:
         CheckpointError: The target holds something, the folder cannot be written, or ranks do not see the same files.
     """
+    target = target.absolute()  # "." has no name of its own
     temporary = on_first_rank(lambda: _prepare(target), f"saving to {target}", group)
     try:
         together(lambda: _check_shared(temporary), f"saving to {target}", group)

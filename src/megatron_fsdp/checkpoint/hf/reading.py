@@ -53,11 +53,12 @@ class FolderReader:
     """Reads boxes of the tensors of a folder; keeps the file of the latest tensor open.
 
     Attributes:
+        folder: The folder.
         bytes_read: So far.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._file: io.FileIO | None = None
         self.bytes_read = 0
 
@@ -95,7 +96,7 @@ class FolderReader:
         return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(box.lengths)
 
     def _read_into(self, target: memoryview, tensor: StoredTensor, start: int) -> None:
-        path = self._folder / tensor.file
+        path = self.folder / tensor.file
         try:
             file = self._opened(path)
             file.seek(start)

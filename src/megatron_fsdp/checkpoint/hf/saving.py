@@ -90,8 +90,10 @@ def save_hf(
 def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
     if max_shard_bytes <= 0:
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype={dtype} cannot hold weights; give a floating-point dtype, or None")
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ConfigurationError(
+            f"dtype={dtype} cannot hold weights as they are; give a floating-point dtype of 16 bits or more, or None"
+        )
     for name, value in carried.items():
         if value is not None and not hasattr(value, "save_pretrained"):
             raise ConfigurationError(
