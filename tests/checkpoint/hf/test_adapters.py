@@ -156,7 +156,7 @@ def test_models_without_that_adapter_are_refused(tmp_path: Path) -> None:
         save_hf(with_adapter(), tmp_path / "out")
     copies = with_adapter(modules_to_save=["lm_head"])
     build("llama").save_pretrained(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="modules_to_save"):
+    with pytest.raises(ConfigurationError, match="modules_to_save"):
         load_hf(copies, tmp_path / "base")
     assert not dist.is_initialized()
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -77,11 +77,11 @@ def refuse_ambiguous(folder: str) -> set[str]:
     said = set()
     with pytest.raises(CheckpointError) as raised:
         save_hf(module, folder)
-    said.add(str(raised.value).partition("failed")[2])
+    said.add(str(raised.value))
     build_whole(folder)
     with pytest.raises(CheckpointError) as raised:
         load_hf(module, folder)
-    said.add(str(raised.value).partition("failed")[2])
+    said.add(str(raised.value))
     return said
 
 
@@ -91,5 +91,4 @@ def build_whole(folder: str) -> None:
 
 def test_experts_that_share_a_name_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     one, other = run_ranks(2, refuse_ambiguous, str(tmp_path / "out"))
-    assert one == other
-    assert all("c0 is another expert on other ranks" in text for text in one)
+    assert one == other == {"c0 is another expert on other ranks"}

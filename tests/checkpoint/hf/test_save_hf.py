@@ -19,6 +19,7 @@ from megatron_fsdp.checkpoint.hf.live import live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.names import file_tensors
 from megatron_fsdp.checkpoint.hf.saving import plan_job
 from megatron_fsdp.checkpoint.hf.writing import write_files
+from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
@@ -201,6 +202,27 @@ def test_modules_without_a_config_and_their_buffers_are_saved(run_ranks: RunRank
     first, _ = run_ranks(2, save_plain_module, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [MODEL_FILE]
     assert same_tensors(stored(tmp_path), first)
+
+
+def save_averages(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = shard(build("llama"))
+    average = ShardedEMA(model, decay=0.5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+    average.update()
+    with average.applied():
+        save_hf(model, folder)
+        averages = model.full_parameters()
+    return averages, model.full_parameters()
+
+
+def test_averages_are_saved_while_they_are_applied(run_ranks: RunRanks, tmp_path: Path) -> None:
+    averages, weights = run_ranks(2, save_averages, str(tmp_path))[0]
+    assert same_tensors(stored(tmp_path), averages)
+    plain = dict(build("llama").named_parameters())
+    assert all(torch.allclose(value, 2 * plain[name]) for name, value in averages.items())
+    assert all(torch.equal(value, 3 * plain[name]) for name, value in weights.items())
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from megatron_fsdp.boxes import Box, boxes_of_range
 from megatron_fsdp.checkpoint.hf.catalog import Held
-from megatron_fsdp.checkpoint.hf.parts import FileTensor
+from megatron_fsdp.checkpoint.hf.parts import FileTensor, intersect
 from megatron_fsdp.checkpoint.hf.safetensors_format import lay_out_file
 from megatron_fsdp.checkpoint.hf.save_plan import (
     lay_out_files,
@@ -106,3 +106,23 @@ def test_holders_of_the_same_elements_take_turns() -> None:
     assert [shared.source_of(box, writer) for writer in range(4)] == [1, 1, 1, 3]
     whole = Held((4,), torch.float32, {box: (0, 1, 2)}, False)
     assert [whole.source_of(box, writer) for writer in range(3)] == [0, 0, 0]
+
+
+@given(cut_tensors(), st.integers(0, 4), st.integers(1, 4))
+def test_holders_near_a_box_are_all_that_share_elements_with_it(
+    case: tuple[tuple[int, ...], list[int]], first: int, rows: int
+) -> None:
+    shape, edges = case
+    tensor = held(shape, edges)
+    start = min(first, shape[0] - 1)
+    box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
+    near = tensor.near(box)
+    assert {b for b in tensor.holders if intersect(b, box)} <= set(near)
+    assert all(b.offsets[0] < box.offsets[0] + box.lengths[0] for b in near)
+
+
+def test_holders_far_from_a_box_are_not_looked_at() -> None:
+    tensor = held((1000, 4), list(range(0, 4001, 4)))
+    assert tensor.near(Box((500, 0), (2, 4))) == [Box((500, 0), (1, 4)), Box((501, 0), (1, 4))]
+    scalar = Held((), torch.float32, {Box((), ()): (0,)}, False)
+    assert scalar.near(Box((), ())) == [Box((), ())]

@@ -12,13 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import load_matched
 from megatron_fsdp.checkpoint.hf.matching import Match, match_tensors
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.saving import plan_job, publish_files
-from megatron_fsdp.checkpoint.hf.together import on_first_rank, together
+from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -56,7 +57,7 @@ def save_adapter(
     def naming(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
         return adapter_tensors(module, shapes, adapter_name, save_embedding_layers)
 
-    live = together(lambda: _live_of(module, naming), f"preparing to save {folder}", group)
+    live = together(f"preparing to save {folder}", lambda: _live_of(module, naming), group)
     job = plan_job(live, naming, folder, None, (_ONE_FILE, ADAPTER_FILE), group)
     publish_files(job, folder, lambda temporary: _write_config(module, adapter_name, temporary), group)
 
@@ -87,7 +88,7 @@ def load_adapter(
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
     own = _own_config(module, adapter_name)
-    files = replace(on_first_rank(lambda: _open_adapter(folder, own), f"opening {folder}", group), folder=folder)
+    files = replace(on_first_rank(f"opening {folder}", lambda: _open_adapter(folder, own), group), folder=folder)
 
     def match() -> Match:
         live = _all_live(module)
@@ -102,7 +103,7 @@ def load_adapter(
         wanted = set(names.values())
         return match_tensors(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)
 
-    return load_matched(model, together(match, f"matching {folder} with the model", group), files, strict, group)
+    return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
 
 
 def adapter_tensors(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +32,31 @@ class Held:
     dtype: torch.dtype
     holders: Mapping[Box, tuple[int, ...]]
     is_shared_out: bool
+
+    def near(self, box: Box) -> Sequence[Box]:
+        """The boxes that may share elements with this one, in an order that all ranks agree on.
+
+        A fused weight of experts on many ranks has thousands of boxes and is asked for expert by expert; those that
+        end before the box along the first dimension, or begin behind it, are not looked at.
+        """
+        if not self.shape:
+            return self._sorted
+        first = bisect.bisect_right(self._ends, box.offsets[0])
+        last = bisect.bisect_left(self._starts, box.offsets[0] + box.lengths[0])
+        return self._sorted[first:last]
+
+    @functools.cached_property
+    def _sorted(self) -> list[Box]:
+        return sorted(self.holders, key=lambda box: (box.offsets, box.lengths))
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [box.offsets[0] for box in self._sorted]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """For each box the last end of it and those before it."""
+        return list(itertools.accumulate((box.offsets[0] + box.lengths[0] for box in self._sorted), max))
 
     def source_of(self, box: Box, wanted_by: int) -> int:
         """Which rank gives a box to another one: that one itself where it holds it, else they take turns."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
+from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
 from megatron_fsdp.checkpoint.hf.matching import Match, Source, Wanted, match_tensors, merge_reports
@@ -19,8 +20,7 @@ from megatron_fsdp.checkpoint.hf.names import KeyMapping, map_keys
 from megatron_fsdp.checkpoint.hf.parts import inside, intersect
 from megatron_fsdp.checkpoint.hf.reading import FolderReader, portions
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
-from megatron_fsdp.checkpoint.hf.together import on_first_rank, together
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.checkpoint.ranks import gather_objects, together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.errors import CheckpointError
 
@@ -58,13 +58,13 @@ def load_hf(
     """
     module = unwrap(model)
     folder = Path(folder)
-    files = replace(on_first_rank(lambda: open_folder(folder), f"opening {folder}", group), folder=folder)
+    files = replace(on_first_rank(f"opening {folder}", lambda: open_folder(folder), group), folder=folder)
 
     def match() -> Match:
         stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
         return match_tensors(*base_tensors(module), stored)
 
-    return load_matched(model, together(match, f"matching {folder} with the model", group), files, strict, group)
+    return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
 
 
 def load_matched(
@@ -78,13 +78,10 @@ def load_matched(
     report = merge_reports(gather_objects(match.report(), group))
     if strict:
         report.require_complete(str(files.folder))
-    held = together(lambda: _checked_pieces(match, files), f"preparing to load {files.folder}", group)
-    counts: list[int] = []
-    with torch.no_grad():
-        doing = f"loading {files.folder} (it had begun: the model is partly loaded, load again before using it)"
-        together(lambda: counts.append(_copy_all(match.wanted, held, files)), doing, group)
+    held = together(f"preparing to load {files.folder}", lambda: _checked_pieces(match, files), group)
+    count = together(f"loading {files.folder}", lambda: _copy_all(match.wanted, held, files), group)
     install_weights(model, [wanted.live for wanted in match.wanted])
-    return replace(report, notes=(*report.notes, _traffic_note(gather_objects(counts[0], group))))
+    return replace(report, notes=(*report.notes, _traffic_note(gather_objects(count, group))))
 
 
 def _traffic_note(counts: Sequence[int]) -> str:
@@ -162,12 +159,20 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
-    with FolderReader(files.folder) as reader:
-        for entry in wanted:
-            pieces = held[entry.live.name]
-            for box, values in _stored_values(entry.sources, pieces, reader):
-                _write(pieces, box, values)
-        return reader.bytes_read
+    """Write everything into the model; returns how many bytes were read.
+
+    Raises:
+        CheckpointError: Something went wrong in the middle; says so.
+    """
+    try:
+        with torch.no_grad(), FolderReader(files.folder) as reader:
+            for entry in wanted:
+                pieces = held[entry.live.name]
+                for box, values in _stored_values(entry.sources, pieces, reader):
+                    _write(pieces, box, values)
+            return reader.bytes_read
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{error}; the model is partly loaded, load again before using it") from error
 
 
 def _stored_values(

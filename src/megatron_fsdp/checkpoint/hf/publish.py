@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.hf.together import on_first_rank, together
-from megatron_fsdp.checkpoint.ranks import rank_of
+from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
+from megatron_fsdp.checkpoint.ranks import rank_of, together
 from megatron_fsdp.errors import CheckpointError
 
 
@@ -35,11 +36,11 @@ def new_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup 
         CheckpointError: The target holds something, the folder cannot be written, or ranks do not see the same files.
     """
     target = target.absolute()  # "." has no name of its own
-    temporary = on_first_rank(lambda: _prepare(target), f"saving to {target}", group)
+    temporary = on_first_rank(f"saving to {target}", lambda: _prepare(target), group)
     try:
-        together(lambda: _check_shared(temporary), f"saving to {target}", group)
+        together(f"saving to {target}", lambda: _check_shared(temporary), group)
         yield temporary
-        on_first_rank(lambda: _publish(temporary, target, sizes), f"publishing {target}", group)
+        on_first_rank(f"publishing {target}", lambda: _publish(temporary, target, sizes), group)
     except BaseException:
         if rank_of(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -64,6 +65,7 @@ def _check_shared(temporary: Path) -> None:
 
 
 def _publish(temporary: Path, target: Path, sizes: Mapping[str, int]) -> Path:
+    files = FileOps()
     for name, size in sizes.items():
         path = temporary / name
         found = path.stat().st_size if path.is_file() else None
@@ -74,16 +76,8 @@ def _publish(temporary: Path, target: Path, sizes: Mapping[str, int]) -> Path:
     for folder, _, names in os.walk(temporary):
         for name in names:
             if name not in sizes:  # those have been brought to the disk by their writers
-                _sync(Path(folder) / name)
-        _sync(Path(folder))
-    temporary.replace(target)
-    _sync(target.parent)
+                files.sync_file(Path(folder) / name)
+        files.sync_folder(Path(folder))
+    files.rename(temporary, target)
+    files.sync_folder(target.parent)
     return target
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

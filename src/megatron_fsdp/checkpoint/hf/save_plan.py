@@ -154,7 +154,7 @@ def moves_of(stretch: Stretch, tensor: FileTensor, catalog: Mapping[str, Held], 
                 continue
             held = catalog[part.name]
             in_model = part.to_model(wanted)
-            for box in held.holders:
+            for box in held.near(in_model):
                 common = intersect(in_model, box)
                 if common is not None:
                     place = inside(part.to_file(common), target)

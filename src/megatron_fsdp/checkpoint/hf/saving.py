@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.hf.carried import carry_files, change_dtype, index_text, write_config
 from megatron_fsdp.checkpoint.hf.catalog import gather_catalog
+from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.names import file_tensors
@@ -19,8 +20,8 @@ from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.publish import new_folder
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
 from megatron_fsdp.checkpoint.hf.save_plan import lay_out_files
-from megatron_fsdp.checkpoint.hf.together import on_first_rank, together
 from megatron_fsdp.checkpoint.hf.writing import Job, write_files
+from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
@@ -124,7 +125,7 @@ def plan_job(
         CheckpointError: Something cannot be saved; on every rank.
     """
     doing = f"preparing to save {folder}"
-    pieces = together(lambda: {tensor.name: tensor.pieces() for tensor in live}, doing, group)
+    pieces = together(doing, lambda: {tensor.name: tensor.pieces() for tensor in live}, group)
     catalog = gather_catalog(live, pieces, group)
 
     def lay_out() -> tuple[dict[str, FileTensor], list[FileLayout]]:
@@ -133,7 +134,7 @@ def plan_job(
         tensors = naming({name: held.shape for name, held in catalog.items()})
         return tensors, lay_out_files(tensors, catalog, dtype, *shards)
 
-    tensors, files = together(lay_out, doing, group)
+    tensors, files = together(doing, lay_out, group)
     device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
     return Job(files, tensors, catalog, pieces, device)
 
@@ -153,7 +154,7 @@ def publish_files(
         CheckpointError: As of `save_hf`.
     """
     with new_folder(folder, {file.name: file.nbytes for file in job.files}, group) as temporary:
-        on_first_rank(lambda: write_the_rest(temporary), f"saving to {folder}", group)
+        on_first_rank(f"saving to {folder}", lambda: write_the_rest(temporary), group)
         write_files(job, temporary, group)
 
 
