@@ -74,9 +74,7 @@ class Arguments:
     """Text that the trained model continues."""
     out: Path | None = None
     """Folder for results; default: runs/<date and time>."""
-    checkpoints: Annotated[CheckpointArguments, tyro.conf.arg(name="")] = field(
-        default_factory=CheckpointArguments
-    )
+    checkpoints: Annotated[CheckpointArguments, tyro.conf.arg(name="")] = field(default_factory=CheckpointArguments)
     """Saving and going on."""
 
 

@@ -55,7 +55,9 @@ def check_checkpoint_arguments(arguments: CheckpointArguments) -> None:
     for needed in ("save", "load"):
         given = [name for name in _NEEDS[needed] if getattr(arguments, name)]
         if given and getattr(arguments, needed) is None:
-            raise ConfigurationError(f"{_option(given[0])} does nothing without --{needed} FOLDER: give both or neither")
+            raise ConfigurationError(
+                f"{_option(given[0])} does nothing without --{needed} FOLDER: give both or neither"
+            )
     if arguments.ckpt_format != "fsdp_dtensor":
         raise ConfigurationError(
             f"--ckpt-format {arguments.ckpt_format} is not written or read in training: leave it at fsdp_dtensor, and "

@@ -4,7 +4,7 @@ import hashlib
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
@@ -163,7 +163,7 @@ class RunCheckpoints:
         found = self._checkpointer.store.iterations()
         return found[-1] if found else None
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, *_: object) -> None:
         self.is_interrupted = True
 
 
