@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.shard_description import ListedCut, MeshUse, ShardDescription
 from tests.checkpoint.hf.hf_models import same_tensors, stored
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
@@ -24,6 +28,7 @@ def of_dtype(value: Tensor, index: int) -> Tensor:
 def wholes(num_ranks: int) -> dict[str, Tensor]:
     found = {f"c{i}": of_dtype(c.whole(i), i) for i, c in enumerate(CASES) if c.num_ranks == num_ranks}
     if num_ranks == 4:
+        found["duplicates"] = torch.randn(4, 3, generator=torch.Generator().manual_seed(9))
         found |= {f"foreign{i}": torch.randn(7, 6, generator=torch.Generator().manual_seed(i)) for i in range(4)}
     return found
 
@@ -40,11 +45,22 @@ def module_of(num_ranks: int) -> nn.Module:
             module.register_parameter(f"c{i}", nn.Parameter(tensor, requires_grad=False))
     if num_ranks == 4:
         square = mesh_of((2, 2), names)
+        module.register_parameter("duplicates", nn.Parameter(cut_in_two_ways(square)))
         ways = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Replicate(), Replicate())]
         for i, way in enumerate(ways):
             whole = torch.randn(7, 6, generator=torch.Generator().manual_seed(i))
             module.register_parameter(f"foreign{i}", nn.Parameter(distribute_tensor(whole, square, way)))
     return module
+
+
+def cut_in_two_ways(mesh: DeviceMesh) -> UnevenDTensor:
+    """Tensor-parallel ranks that hold the same and cut it differently: the boxes of one of them are saved."""
+    coordinate = tuple(mesh.get_coordinate() or ())
+    cuts = (ListedCut((0, 4, 12)), ListedCut((0, 7, 12)))
+    use = MeshUse((2, 2), (0,), 1)
+    description = ShardDescription((4, 3), use, coordinate, cuts[coordinate[1]], None, cuts)
+    start, stop = description.local_range
+    return UnevenDTensor.wrap(wholes(4)["duplicates"].view(-1)[start:stop].clone(), ShardFrame(mesh, description))
 
 
 def local_parts(module: nn.Module) -> dict[str, Tensor]:
