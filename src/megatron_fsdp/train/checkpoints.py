@@ -170,7 +170,7 @@ class RunCheckpoints:
 def facts_of(run: Run) -> dict[str, str]:
     """What decides the losses of a run, as text, by option."""
     settings, arguments = run.settings, run.settings.arguments
-    text = hashlib.sha256(memoryview(run.tokens.training)).hexdigest()[:16]
+    text = hashlib.sha256(run.tokens.training.data).hexdigest()[:16]
     return {
         "--lr-decay-iters": str(settings.decay_steps),
         "--warmup": str(settings.preset.warmup),
