@@ -9,12 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.rng import place_in
+from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.resume_job import INFINITE_AT, Case, Outcome, load_elsewhere, resume, train_and_save, train_whole
+from tests.support.resume_job import (
+    INFINITE_AT,
+    Case,
+    Counter,
+    Outcome,
+    Shuffle,
+    load_elsewhere,
+    resume,
+    train_and_save,
+    train_whole,
+)
 from tests.support.worker_pool import WorkerPool
 
 HALF, WHOLE = 5, 10
@@ -157,6 +171,40 @@ def test_other_ranks_get_the_same_state_and_streams_of_their_own(
     used = {outcome["draws"] for outcome in outcomes}
     assert len(used) == after
     assert all(len({draws[kind] for draws in used}) == after for kind in range(3))
+
+
+def keep_places(root: str, iteration: int) -> tuple[list[int], str]:
+    """Save a place that is another one on every rank, under a name for each; load it into a fresh one."""
+    rank = dist.get_rank()
+    model = nn.Linear(3, 2)
+    there, here = Shuffle(rank), Shuffle(50)
+    for _ in range(3 + rank):
+        there.take()
+    save_checkpoint(model, None, root, iteration=iteration, extra={f"data{rank}": there})
+    report = load_checkpoint(model, None, root, extra={f"data{rank}": here})
+    wanted = [there.take() for _ in range(12)]
+    return [here.take() - each for each in wanted] + [wanted[0]], str(report)
+
+
+def test_a_place_of_each_rank_is_kept_under_a_name_for_each(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for rank, (differences, report) in enumerate(run_ranks(2, keep_places, str(tmp_path), 1)):
+        assert differences[:-1] == [0] * 12
+        assert f"in the checkpoint and not asked for: data{1 - rank}" in report
+
+
+def lose_a_key(root: str) -> str:
+    model, counter = nn.Linear(3, 2), Counter()
+    counter.state = {"skipped": 3}
+    save_checkpoint(model, None, root, iteration=1, extra={"counter": counter})
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(model, None, root, extra={"counter": Counter()})
+    return str(caught.value)
+
+
+def test_what_a_part_of_the_job_lacks_is_named(run_ranks: RunRanks, tmp_path: Path) -> None:
+    told = run_ranks(2, lose_a_key, str(tmp_path))
+    assert told[0] == told[1]
+    assert "missing:\n  counter.seconds\n" in told[0]
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())

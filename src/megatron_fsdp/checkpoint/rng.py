@@ -111,7 +111,9 @@ def restore(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
     if topology == [place.tensor_size, place.data_size]:
         states = _states_of(found.get(f"{SECTION}.{place.key}.states"), place.key)
         _set(states, device)
-        return "random states: restored for every logical rank"
+        lacks = device.type != "cpu" and "accelerator_rng_state" not in states
+        added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
+        return f"random states: restored for every logical rank{added}"
     seed = _seed(found, place)
     random.seed(seed)
     torch.manual_seed(seed)  # accelerators too
