@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -33,6 +34,22 @@ def load_object(stream: IO[bytes], where: str) -> Any:
     return reading(where, lambda: _quiet_load(stream, pickle_module=module, weights_only=False))
 
 
+def load_object_file(path: Path) -> Any:
+    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map).
+
+    Raises:
+        CheckpointError: As of `load_object`, or the file cannot be opened.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as stream:
+            reading(where, lambda: _check_archive(stream, where))
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+    module = SimpleNamespace(Unpickler=unpickler_for(object_names(), where), __name__="restricted")
+    return reading(where, lambda: _quiet_load(where, pickle_module=module, weights_only=False, mmap=True))
+
+
 def load_tensor(stream: IO[bytes], where: str) -> torch.Tensor:
     """Read one tensor to the CPU.
 
@@ -50,7 +67,7 @@ def load_object_bytes(raw: bytes, where: str) -> Any:
     return load_object(io.BytesIO(raw), where)
 
 
-def _quiet_load(stream: IO[bytes], **kwargs: Any) -> Any:
+def _quiet_load(stream: IO[bytes] | str, **kwargs: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of damaged files; that they are is said by an error
         return torch.load(stream, map_location="cpu", **kwargs)
@@ -74,8 +91,9 @@ def object_names() -> Names:
     from torch import _utils
 
     names = plain_names()
-    for name in ("_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_parameter"):
+    for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor", "_rebuild_parameter"):
         names["torch._utils", name] = getattr(_utils, name)
+    names["torch.storage", "UntypedStorage"] = torch.UntypedStorage  # of dtypes younger than typed storages
     return names | _numpy_names()
 
 
