@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides tensors of the model and optimizer: iteration, arguments, schedules; as plain data."""
+"""What a checkpoint holds besides tensors: iteration, arguments, schedules; as plain data."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.tools.edit_plan import Kept, Operation, edited_paths, plan_edit
 from megatron_fsdp.checkpoint.tools.kinds import MANIFEST
-from megatron_fsdp.checkpoint.tools.new_folder import new_folder
 from megatron_fsdp.checkpoint.tools.nesting import nested_paths
+from megatron_fsdp.checkpoint.tools.new_folder import new_folder
 from megatron_fsdp.checkpoint.tools.pieces import whole
 from megatron_fsdp.checkpoint.tools.stream_write import ObjectSource, TensorSource, write_folder
 from megatron_fsdp.errors import CheckpointError
@@ -81,7 +81,9 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
         renamed=sum(entry.key != entry.source for entry in kept),
         cast=sum(entry.dtype != dtypes[entry.source] for entry in kept),
         copied_files=tuple(path.name for path in copied),
-        dropped_files=tuple(path.name for path in others if path not in copied and path.name not in (METADATA, MANIFEST)),
+        dropped_files=tuple(
+            path.name for path in others if path not in copied and path.name not in (METADATA, MANIFEST)
+        ),
     )
 
 

@@ -19,12 +19,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing to do to all keys that contain a match of a regular expression.
+    r"""One thing to do to all keys that contain a match of a regular expression.
 
     Attributes:
         kind: `remove`, `rename` or `cast`.
         pattern: What to look for in keys.
-        argument: The replacement (with `\\1` or `\\g<name>` for groups), or the name of a dtype.
+        argument: The replacement (with `\1` or `\g<name>` for groups), or the name of a dtype.
         text: As the user gave it, for messages.
     """
 
@@ -173,7 +173,9 @@ def edited_path(path: KeyPath, entry: Kept) -> KeyPath:
     """The path of a renamed key: parts at both ends that the renaming left stay parts, what lies between is one."""
     if entry.key == entry.source:
         return path
-    rest, front, back = entry.key, [], []
+    rest = entry.key
+    front: list[str | int] = []
+    back: list[str | int] = []
     parts = list(path)
     while len(parts) > 1 and rest.startswith(f"{parts[0]}."):
         rest = rest[len(f"{parts[0]}.") :]

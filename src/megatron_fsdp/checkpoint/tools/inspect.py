@@ -97,7 +97,9 @@ class Inspection:
         }
 
 
-def inspect_folder(folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False) -> Inspection:
+def inspect_folder(
+    folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False
+) -> Inspection:
     """Describe an open checkpoint.
 
     Args:

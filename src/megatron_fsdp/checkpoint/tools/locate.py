@@ -53,7 +53,9 @@ def locate(path: str | Path) -> Path:
         return path
     found = path / tracked(path)
     if not found.is_dir():
-        raise CheckpointError(f"{path / TRACKER} names {found.name}, which is not there; give the folder of one checkpoint")
+        raise CheckpointError(
+            f"{path / TRACKER} names {found.name}, which is not there; give the folder of one checkpoint"
+        )
     return found
 
 

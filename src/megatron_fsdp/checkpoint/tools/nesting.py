@@ -62,7 +62,9 @@ class Structure:
             for _, literal in keys:
                 hash(ast.literal_eval(literal))
         except (OSError, ValueError, KeyError, TypeError, SyntaxError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); remove it if the shape of the state is unimportant") from error
+            raise CheckpointError(
+                f"{path} is damaged ({error}); remove it if the shape of the state is unimportant"
+            ) from error
         return cls(keys, empty)
 
 
@@ -105,7 +107,9 @@ def flattened(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], dic
     try:
         leaves, paths = flatten_state_dict(dict(state))
     except ValueError as error:
-        raise CheckpointError(f"{where}: two of its entries would be stored under one key ({error}); rename one") from error
+        raise CheckpointError(
+            f"{where}: two of its entries would be stored under one key ({error}); rename one"
+        ) from error
     keys: list[tuple[KeyPath, str]] = []
     empty: list[tuple[KeyPath, str]] = []
     notes: list[str] = []
@@ -138,7 +142,7 @@ def _containers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, bool, Any,
 
 
 def _is_walked(values: Sequence[Any]) -> bool:
-    """torch's rule: a list is walked into where it holds tensors, dicts or lists of such."""
+    """The rule of torch: a list is walked into where it holds tensors, dicts or lists of such."""
     return any(
         isinstance(value, torch.Tensor | Mapping) or (isinstance(value, list) and _is_walked(value)) for value in values
     )
@@ -170,7 +174,9 @@ def _set(root: _Plain, path: KeyPath, value: Any, *, keep: bool = False) -> None
     here: Any = root
     for part, following in zip(path, [*path[1:], None], strict=True):
         if type(here) is not (_Sparse if isinstance(part, int) else _Plain):
-            raise CheckpointError(f"the metadata contradict themselves about what {'.'.join(map(str, path))} is part of")
+            raise CheckpointError(
+                f"the metadata contradict themselves about what {'.'.join(map(str, path))} is part of"
+            )
         if following is None:
             if keep and part in here:
                 return
@@ -185,7 +191,7 @@ class _Plain(dict[Any, Any]):
     """A dict that paths lead into; told from dicts that are leaves."""
 
 
-class _Sparse(dict[int, Any]):
+class _Sparse(dict[Any, Any]):
     """A list that is being filled, by index."""
 
 

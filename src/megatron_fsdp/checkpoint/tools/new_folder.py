@@ -28,7 +28,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"{temporary} cannot be made ({error.strerror}); give another place to write to") from error
+        raise CheckpointError(
+            f"{temporary} cannot be made ({error.strerror}); give another place to write to"
+        ) from error
     try:
         yield temporary
         _publish(temporary, target)

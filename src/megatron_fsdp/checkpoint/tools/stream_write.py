@@ -1,4 +1,4 @@
-"""Write a folder for `torch.distributed.checkpoint`, with manifest, from a stream of chunks; one is in memory at a time.
+"""Write a folder for torch.distributed.checkpoint, with manifest, from a stream of chunks: one is in memory at a time.
 
 (torch's own FileSystemWriter keeps every tensor of a file until the file is finished.)
 """

@@ -130,7 +130,7 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
         chunk_bytes: Larger tensors are cut into chunks of rows of about this size.
 
     Raises:
-        CheckpointError: The file is damaged, asks for code, or holds no dict; or the folder is not empty or not writable.
+        CheckpointError: The file is damaged, asks for code or holds no dict; the folder is not empty or not writable.
     """
     state = load_object_file(source)
     if not isinstance(state, Mapping):
