@@ -1,40 +1,36 @@
-"""Which folder is meant: one checkpoint, or the root above several."""
+"""Which folder is meant: one checkpoint, or the folder of a run above several."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.run_folder import POINTER, RELEASE, RunFolder, is_whole, iteration_of
 from megatron_fsdp.errors import CheckpointError
-
-TRACKER = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_(\d+)")
-_RELEASE = "release"
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One folder below a root.
+    """One folder of a run.
 
     Attributes:
         name: Of the folder.
         iteration: Its number; None for `release`.
         nbytes: Of all its files.
-        is_latest: Whether the tracker file names it.
-        is_finished: Whether it has a `.metadata`.
+        is_latest: Whether it is what loading the latest one takes.
+        is_whole: Whether it was finished.
     """
 
     name: str
     iteration: int | None
     nbytes: int
     is_latest: bool
-    is_finished: bool
+    is_whole: bool
 
 
 def open_checkpoint(path: str | Path) -> CheckpointFolder:
-    """Open a checkpoint, or the latest of a root.
+    """Open a checkpoint, or the latest of a run.
 
     Raises:
         CheckpointError: There is none, or it is incomplete or damaged.
@@ -43,55 +39,38 @@ def open_checkpoint(path: str | Path) -> CheckpointFolder:
 
 
 def locate(path: str | Path) -> Path:
-    """The folder of one checkpoint: `path` itself, or what its tracker file names.
+    """The folder of one checkpoint: `path` itself, or the latest one where it is the folder of a run.
 
     Raises:
-        CheckpointError: The tracker file is damaged or names a folder that is not there.
+        CheckpointError: The pointer of the run is damaged or names what is not there.
     """
     path = Path(path)
-    if (path / METADATA).exists() or not (path / TRACKER).is_file():
+    run = RunFolder(path)
+    if is_whole(path) or not path.is_dir() or not ((path / POINTER).exists() or run.iterations()):
         return path
-    found = path / tracked(path)
-    if not found.is_dir():
-        raise CheckpointError(
-            f"{path / TRACKER} names {found.name}, which is not there; give the folder of one checkpoint"
-        )
-    return found
-
-
-def tracked(root: Path) -> str:
-    """The name of the folder that the tracker file of a root stands for.
-
-    Raises:
-        CheckpointError: It holds neither a number nor `release`.
-    """
-    with (root / TRACKER).open("rb") as stream:
-        text = stream.read(64).decode("ascii", "replace").strip()
-    if text == _RELEASE:
-        return _RELEASE
-    if not text.isdecimal():
-        raise CheckpointError(f"{root / TRACKER} holds {text!r} where a number or `release` should stand")
-    return f"iter_{int(text):07d}"
+    return run.resolve()
 
 
 def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
-    """The checkpoints of a root, oldest first, `release` before all.
+    """The checkpoints of a run, oldest first, `release` before all; unfinished ones too.
 
     Raises:
-        CheckpointError: It is not a folder, holds none, or its tracker file is damaged.
+        CheckpointError: It is not the folder of a run, holds no checkpoints, or its pointer is damaged.
     """
     root = Path(root)
     if not root.is_dir():
-        raise CheckpointError(f"{root} is not a folder; give the folder that holds the iter_* folders")
-    latest = tracked(root) if (root / TRACKER).is_file() else None
-    found = []
-    for child in root.iterdir():
-        matched = _ITERATION.fullmatch(child.name)
-        if child.is_dir() and (matched or child.name == _RELEASE):
-            number = int(matched.group(1)) if matched else None
-            nbytes = sum(file.stat().st_size for file in child.rglob("*") if file.is_file())
-            finished = (child / METADATA).is_file()
-            found.append(ListedCheckpoint(child.name, number, nbytes, child.name == latest, finished))
-    if not found:
-        raise CheckpointError(f"{root} holds no checkpoints (iter_* folders, or release)")
+        raise CheckpointError(f"{root} is not a folder; give the folder of a run, with iter_* folders in it")
+    children = [path for path in root.iterdir() if path.name == RELEASE or iteration_of(path.name) is not None]
+    if not children:
+        raise CheckpointError(f"{root} holds no checkpoints (iter_* folders, or {RELEASE}); give the folder of a run")
+    run = RunFolder(root)
+    latest = run.latest() if (root / POINTER).exists() or run.iterations() else None
+    found = [
+        ListedCheckpoint(path.name, iteration_of(path.name), _nbytes(path), path == latest, is_whole(path))
+        for path in children
+    ]
     return sorted(found, key=lambda item: -1 if item.iteration is None else item.iteration)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

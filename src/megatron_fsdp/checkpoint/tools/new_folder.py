@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_fsdp.checkpoint.file_ops import FileOps
 from megatron_fsdp.errors import CheckpointError
 
 
@@ -61,18 +61,9 @@ def new_file(target: Path) -> Iterator[Path]:
 def _publish(temporary: Path, target: Path) -> None:
     try:
         temporary.rename(target)  # over an empty folder too
-        _sync_folder(target.parent)
+        FileOps().sync_folder(target.absolute().parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be made ({error.strerror}); what was written is removed") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming last over a loss of power."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _beside(target: Path) -> Path:
