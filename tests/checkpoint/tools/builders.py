@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import itertools
 import json
 import pickle
 import warnings
@@ -68,8 +69,8 @@ def grid(shape: tuple[int, int], rows: Sequence[int], columns: Sequence[int]) ->
     row_edges, column_edges = [0, *rows, shape[0]], [0, *columns, shape[1]]
     return [
         Box((top, left), (bottom - top, right - left))
-        for top, bottom in zip(row_edges[:-1], row_edges[1:], strict=True)
-        for left, right in zip(column_edges[:-1], column_edges[1:], strict=True)
+        for top, bottom in itertools.pairwise(row_edges)
+        for left, right in itertools.pairwise(column_edges)
     ]
 
 
@@ -127,7 +128,9 @@ def save_fsdp_dtensor(path: Path) -> CheckpointFolder:
     state = {
         "model": {f"module.{key}": value for key, value in weight.items()},
         "optimizer": {
-            "state": {f"module.{key}": {"exp_avg": value * 2, "step": torch.tensor(3.0)} for key, value in weight.items()},
+            "state": {
+                f"module.{key}": {"exp_avg": value * 2, "step": torch.tensor(3.0)} for key, value in weight.items()
+            },
             "param_to_group_meta": {f"module.{key}": {"lr": 0.1, "betas": (0.9, 0.95)} for key in weight},
         },
         "args": COMMON["args"],

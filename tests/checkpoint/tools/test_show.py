@@ -35,7 +35,13 @@ def test_parts_are_what_python_makes_of_them(words: list[int | tuple[int | None,
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("1,2,3", "has 3 dimensions"), ("x", "cannot take 'x'"), ("0:4:2", "steps"), ("4", "no index 4"), (",", "cannot take")],
+    [
+        ("1,2,3", "has 3 dimensions"),
+        ("x", "cannot take 'x'"),
+        ("0:4:2", "steps"),
+        ("4", "no index 4"),
+        (",", "cannot take"),
+    ],
 )
 def test_parts_that_do_not_fit_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name
 from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
 from megatron_fsdp.checkpoint.tools.compare_values import Tolerance, ValueDifference, compare_piece, merge
 from megatron_fsdp.checkpoint.tools.inspect import compiled, natural_order
-from megatron_fsdp.checkpoint.tools.pieces import inside, meet
+from megatron_fsdp.checkpoint.tools.pieces import Piece, meet
 
 Entry = TensorEntry | ObjectEntry | None
 
@@ -137,20 +138,35 @@ def tensor_difference(
     Raises:
         CheckpointError: Bytes are damaged.
     """
-    found: ValueDifference | None = None
     equal_boxes = {right.box: j for j, right in enumerate(b.tensors[key].chunks)}
+    found: ValueDifference | None = None
     for i, left in enumerate(a.tensors[key].chunks):
         if left.box in equal_boxes:  # no other can share anything with it
             overlaps = [(equal_boxes[left.box], meet(left.box, left.box))]
         else:
             overlaps = [(j, meet(left.box, right.box)) for j, right in enumerate(b.tensors[key].chunks)]
         shared = [(j, box) for j, box in overlaps if box is not None]
-        if not shared:
-            continue
-        here = a.read_chunk(key, i)
-        for j, box in shared:
-            there = b.read_chunk(key, j)[inside(b.tensors[key].chunks[j].box, box)]
-            found = merge(found, compare_piece(here[inside(left.box, box)], there, box, tolerance))
+        found = merge(found, _chunk_difference(a, b, key, i, shared, tolerance))
+    return found
+
+
+def _chunk_difference(
+    a: CheckpointFolder,
+    b: CheckpointFolder,
+    key: str,
+    number: int,
+    shared: Sequence[tuple[int, Box]],
+    tolerance: Tolerance,
+) -> ValueDifference | None:
+    """One chunk of A against those of B that it shares the boxes with."""
+    if not shared:
+        return None
+    here = Piece(a.tensors[key].chunks[number].box, a.read_chunk(key, number))
+    found: ValueDifference | None = None
+    for j, box in shared:
+        there = Piece(b.tensors[key].chunks[j].box, b.read_chunk(key, j))
+        found = merge(found, compare_piece(here.part(box), there.part(box), box, tolerance))
+        del there  # before the next one is read
     return found
 
 

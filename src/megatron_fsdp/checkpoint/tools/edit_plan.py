@@ -80,9 +80,18 @@ def dtype_named(name: str, text: str) -> torch.dtype:
         ConfigurationError: There is none of this name.
     """
     found = getattr(torch, name.removeprefix("torch."), None)
-    if isinstance(found, torch.dtype):
+    if isinstance(found, torch.dtype) and _can_hold_values(found):
         return found
     raise ConfigurationError(f"--op {text!r}: {name!r} is no dtype of torch; give one such as float32 or bfloat16")
+
+
+def _can_hold_values(dtype: torch.dtype) -> bool:
+    """Some dtypes are mere names."""
+    try:
+        torch.zeros(1).to(dtype)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def plan_edit(dtypes: Mapping[str, torch.dtype | None], operations: Sequence[Operation]) -> list[Kept]:

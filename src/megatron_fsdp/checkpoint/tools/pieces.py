@@ -23,6 +23,10 @@ class Piece:
     box: Box
     values: torch.Tensor
 
+    def part(self, box: Box) -> torch.Tensor:
+        """The values of a box inside of this one."""
+        return self.values[inside(self.box, box)]
+
 
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is all of a tensor."""
