@@ -12,7 +12,7 @@ import torch
 
 from megatron_fsdp.checkpoint.restricted_pickle import Opaque
 
-_AS_IT_IS = (type(None), bool, int, float, str, bytes, bytearray, torch.Tensor, torch.dtype, torch.device, torch.Size)
+_AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype, torch.device, torch.Size})
 
 
 def plain(value: Any, key: str, notes: list[str]) -> Any:
@@ -26,7 +26,7 @@ def plain(value: Any, key: str, notes: list[str]) -> Any:
     Returns:
         The object, copied where something changed.
     """
-    if isinstance(value, _AS_IT_IS):
+    if type(value) in _AS_IT_IS or isinstance(value, torch.Tensor):  # NumPy's float64 is a float, and not the same
         return value
     if isinstance(value, Mapping):
         changed = {plain(k, key, notes): plain(inner, f"{key}.{k}", notes) for k, inner in value.items()}
