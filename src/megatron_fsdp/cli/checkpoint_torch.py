@@ -33,6 +33,13 @@ def add_parser(subparsers: Any) -> None:
     )
     back.add_argument("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)")
     back.add_argument("output_dir", metavar="DIR", type=Path, help="the checkpoint; must not exist, or be empty")
+    back.add_argument(
+        "--nesting",
+        choices=("torch", "own"),
+        default="torch",
+        help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's training "
+        "writes them, with lists in one piece",
+    )
     back.set_defaults(run=run_from_torch)
 
 
@@ -52,7 +59,7 @@ def run_from_torch(args: argparse.Namespace) -> int:
     Raises:
         CheckpointError: The file cannot be read, or the folder not be written.
     """
-    _write(args.output_dir, from_torch_save(args.file, args.output_dir))
+    _write(args.output_dir, from_torch_save(args.file, args.output_dir, nesting=args.nesting))
     return EXIT_SAME
 
 

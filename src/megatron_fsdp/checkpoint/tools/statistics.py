@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)

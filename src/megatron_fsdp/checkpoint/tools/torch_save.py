@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.objects import load_object_file
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
-from megatron_fsdp.checkpoint.tools.nesting import Structure, flattened, nested_paths, unflattened
+from megatron_fsdp.checkpoint.tools.nesting import KeyPath, Structure, flattened, nested_paths, unflattened
 from megatron_fsdp.checkpoint.tools.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.tools.pieces import inside, pieces, whole
 from megatron_fsdp.checkpoint.tools.plain_objects import plain
 from megatron_fsdp.checkpoint.tools.stream_write import CHUNK_BYTES, ObjectSource, TensorSource, row_boxes, write_folder
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 MEMORY_BYTES = 256 << 20
 """State dicts up to this size are put together in memory, larger ones in a temporary file beside the result."""
@@ -111,14 +112,19 @@ def _stretch(total: int, memory_bytes: int, place: Path) -> mmap.mmap:
     if total <= memory_bytes:
         return mmap.mmap(-1, max(total, 1))
     with tempfile.TemporaryFile(dir=place) as file:
-        os.posix_fallocate(file.fileno(), 0, total)  # a full disk is an error here, and not a signal later
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, total)  # a full disk is an error here, and not a signal later
+        else:
+            file.truncate(total)
         return mmap.mmap(file.fileno(), total)
 
 
 # ---- one file to a folder ----------------------------------------------------------------------------------------
 
 
-def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTES) -> RepackReport:
+def from_torch_save(
+    source: Path, target: Path, *, nesting: str = "torch", chunk_bytes: int = CHUNK_BYTES
+) -> RepackReport:
     """Write the state dict of a `torch.save` file as a checkpoint folder for `torch.distributed.checkpoint.load`.
 
     The file is mapped, not read whole, and nothing in it is run. Tensors that share memory in the file are each written
@@ -127,6 +133,8 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
     Args:
         source: A dict, saved in the zip format that torch writes since 1.6.
         target: Absent or empty; it appears whole or not at all.
+        nesting: `torch`: keys as torch.distributed.checkpoint.save gives them; `own`: as this library's own
+            checkpoints have them, with lists, and dicts that have other keys than text, stored in one piece.
         chunk_bytes: Larger tensors are cut into chunks of rows of about this size.
 
     Raises:
@@ -135,7 +143,7 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
     state = load_object_file(source)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
-    leaves, paths, structure, notes = flattened(state, str(source))
+    leaves, paths, structure, notes = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes += _tied(tensors)
     with new_folder(target) as temporary:
@@ -143,6 +151,20 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
         structure.write(temporary)
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
+
+
+def _flattened(
+    state: Mapping[Any, Any], where: str, nesting: str
+) -> tuple[dict[str, Any], Mapping[str, KeyPath], Structure, list[str]]:
+    if nesting == "torch":
+        return flattened(state, where)
+    if nesting != "own":
+        raise ConfigurationError(f"nesting={nesting!r}: give 'torch' or 'own'")
+    odd = [key for key in state if not isinstance(key, str)]
+    if odd:
+        raise CheckpointError(f"{where} has the key {odd[0]!r}, which is no text; use the nesting of torch")
+    leaves, paths = flatten(state)
+    return leaves, dict(paths), Structure(), []
 
 
 def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[TensorSource | ObjectSource]:
