@@ -215,6 +215,20 @@ def test_both_programs_start(tmp_path: Path) -> None:
         assert (process.wait(60), errors) == (0, "")
 
 
+def test_errors_of_the_system_are_one_line(mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
+
+    def refuse(*_args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(CheckpointFolder, "read_span", refuse)
+    assert mfsdp("inspect", tmp_path / "a", "--stats") == (
+        2,
+        "",
+        "error: PermissionError: [Errno 13] Permission denied\n",
+    )
+
+
 def test_sizes_have_units() -> None:
     assert [output.in_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 30, 2 << 40)] == [
         "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 GiB", "2.00 TiB",

@@ -27,4 +27,7 @@ def run_guarded(parser: Parser, argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, RecursionError, MemoryError) as error:
+        write_error(f"{type(error).__name__}: {error}")
+        return EXIT_ERROR
     return status

@@ -102,6 +102,7 @@ def test_statistics_of_chunks_are_those_of_the_whole() -> None:
     assert (found.non_finite, found.zeros) == (2, int((values == 0).sum()))
     assert statistics_of([torch.full((2,), math.nan)]).minimum is None
     assert statistics_of([torch.tensor([3 + 4j, 0j])]).norm == 5.0
+    assert statistics_of([torch.tensor([1e300, -1e300], dtype=torch.float64)]).norm is None
     assert statistics_of([torch.tensor([True, False])]).mean == 0.5
 
 

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
+from megatron_fsdp.checkpoint.tools.edit import edit
+from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
 from megatron_fsdp.checkpoint.tools.nesting import Structure, flattened, unflattened
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.errors import CheckpointError
@@ -233,6 +235,15 @@ def test_a_damaged_structure_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"structure\.json is damaged"):
             to_torch_save(CheckpointFolder(tmp_path / "dcp"), tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_editing_keeps_the_shape_of_the_state_while_keys_stay(tmp_path: Path) -> None:
+    torch.save({"s": {0: torch.ones(1), 1: torch.zeros(1)}}, tmp_path / "in.pt")
+    from_torch_save(tmp_path / "in.pt", tmp_path / "dcp")
+    for name, operation, keys in (("cast", "cast . float64", [0, 1]), ("removed", "remove 1", ["0"])):
+        edit(CheckpointFolder(tmp_path / "dcp"), tmp_path / name, [parse_operation(operation)])
+        to_torch_save(CheckpointFolder(tmp_path / name), tmp_path / f"{name}.pt")
+        assert list(torch.load(tmp_path / f"{name}.pt", weights_only=True)["s"]) == keys
 
 
 # ---- with ranks --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.tools.edit_plan import Kept, Operation, edited_paths, plan_edit
 from megatron_fsdp.checkpoint.tools.kinds import MANIFEST
-from megatron_fsdp.checkpoint.tools.nesting import nested_paths
+from megatron_fsdp.checkpoint.tools.nesting import STRUCTURE_FILE, nested_paths
 from megatron_fsdp.checkpoint.tools.new_folder import new_folder
 from megatron_fsdp.checkpoint.tools.pieces import whole
 from megatron_fsdp.checkpoint.tools.stream_write import ObjectSource, TensorSource, write_folder
@@ -66,7 +66,9 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
     nested = nested_paths(folder)
     paths = None if nested is None else edited_paths(nested, kept)
     others = sorted(path for path in folder.path.iterdir() if path.name not in folder.files)
-    copied = [path for path in others if _comes_along(path)]
+    has_same_keys = len(kept) == len(dtypes) and all(entry.key == entry.source for entry in kept)
+    stale = _STALE if has_same_keys else _STALE | {STRUCTURE_FILE}
+    copied = [path for path in others if _comes_along(path, stale)]
     with new_folder(target) as temporary:
         write_folder(temporary, _sources(folder, kept), paths)
         for path in copied:
@@ -87,8 +89,8 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
     )
 
 
-def _comes_along(path: Path) -> bool:
-    return not path.is_symlink() and path.name not in _STALE and path.suffix not in (".distcp", ".tmp")
+def _comes_along(path: Path, stale: Collection[str]) -> bool:
+    return not path.is_symlink() and path.name not in stale and path.suffix not in (".distcp", ".tmp")
 
 
 def _sources(folder: CheckpointFolder, kept: Sequence[Kept]) -> Iterator[TensorSource | ObjectSource]:

@@ -19,7 +19,8 @@ class TensorStatistics:
         minimum: Of the finite elements; None where there are none.
         maximum: As minimum.
         mean: As minimum.
-        norm: Square root of the sum of squares of the finite elements, computed in float64.
+        norm: Square root of the sum of squares of the finite elements, computed in float64; None where that is not
+            enough for it. The mean likewise.
         non_finite: Elements that are infinite or not a number.
         zeros: Elements that are zero.
     """
@@ -27,7 +28,7 @@ class TensorStatistics:
     minimum: float | None
     maximum: float | None
     mean: float | None
-    norm: float
+    norm: float | None
     non_finite: int
     zeros: int
 
@@ -50,7 +51,12 @@ def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:
                 finite_count += finite.numel()
     if not finite_count:
         return TensorStatistics(None, None, None, 0.0, non_finite, zeros)
-    return TensorStatistics(low, high, total / finite_count, math.sqrt(squares), non_finite, zeros)
+    mean, norm = _if_finite(total / finite_count), _if_finite(math.sqrt(squares))
+    return TensorStatistics(low, high, mean, norm, non_finite, zeros)
+
+
+def _if_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
+from megatron_fsdp.checkpoint.file_ops import FileOps
 from megatron_fsdp.checkpoint.sealing import Seal, manifest_of
 from megatron_fsdp.errors import CheckpointError
 
@@ -138,7 +139,7 @@ def write_folder(
                 described[source.key] = _write_tensor(files, source, seal)
         files.close()
         metadata = Metadata(described, planner_data=None if paths is None else dict(paths))
-        (folder / manifest.FILE_NAME).write_text(manifest_of(metadata, [seal]).to_json(), encoding="utf-8")
+        FileOps().write_file(folder / manifest.FILE_NAME, manifest_of(metadata, [seal]).to_json())
         FileSystemWriter(folder).finish(metadata, [files.results])
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
