@@ -174,11 +174,13 @@ def test_only_the_first_rank_works(mfsdp: Mfsdp, tmp_path: Path, monkeypatch: py
     assert mfsdp("edit", tmp_path / "a", tmp_path / "b", "--op", "rename w v")[0] == 0
 
 
-def test_keys_cannot_command_the_terminal(mfsdp: Mfsdp, tmp_path: Path) -> None:
-    builders.save({"w\x1b[2J": torch.zeros(2)}, tmp_path / "a")
-    _, out, _ = mfsdp("inspect", tmp_path / "a")
-    assert "\x1b" not in out
-    assert "w\\x1b[2J" in out
+def test_text_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.write_line("w\x1b[2J\u202e\udc80")
+    output.write_table(["key"], [["\x07k\r"]])
+    output.write_error("\x9bx")
+    told = capsys.readouterr()
+    assert told.out == "w\\x1b[2J\\u202e\\udc80\nkey\n\\x07k\\r\n"
+    assert told.err == "error: \\x9bx\n"
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
