@@ -1,0 +1,1 @@
+"""The `mfsdp` command: argument parsing only."""
