@@ -1,0 +1,193 @@
+"""What a checkpoint consists of, as plain data, checked against itself. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive bytes of one file of the folder.
+
+    Attributes:
+        file: Name inside the folder.
+        offset: First byte.
+        length: In bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """A box of a tensor, and where its bytes are.
+
+    Attributes:
+        box: In global coordinates.
+        span: Bytes of one `torch.save`.
+        transforms: Names of torch's stream extensions that the bytes went through.
+    """
+
+    box: Box
+    span: Span
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One global tensor.
+
+    Attributes:
+        key: Its name.
+        shape: Global.
+        dtype: Of the elements.
+        chunks: Boxes that cover it, none twice.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[ChunkEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One object that is no tensor.
+
+    Attributes:
+        key: Its name.
+        span: Bytes of one `torch.save`.
+    """
+
+    key: str
+    span: Span
+    transforms: tuple[str, ...] = ()
+
+
+def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    """The tensors and objects that metadata describe, in the order of their names.
+
+    Args:
+        metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
+        where: Names the checkpoint in messages.
+
+    Raises:
+        CheckpointError: Something is not what it should be: names the key.
+    """
+    described: Any = getattr(metadata, "state_dict_metadata", None)
+    storage: Any = getattr(metadata, "storage_data", None)
+    if not (isinstance(described, dict) and isinstance(storage, dict)):
+        raise CheckpointError(f"{where} is not the metadata of torch.distributed.checkpoint; give a folder it wrote")
+    tensors, objects = {}, {}
+    for key in sorted(described, key=str):
+        found = described[key]
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where} has a key that is not text: {key!r}")
+        if isinstance(found, TensorStorageMetadata):
+            tensors[key] = _tensor_entry(key, found, storage, where)
+        elif isinstance(found, BytesStorageMetadata):
+            objects[key] = ObjectEntry(key, *_span(storage, MetadataIndex(key), where))
+        else:
+            raise CheckpointError(f"{where}: {key} is neither a tensor nor an object but {type(found).__name__}")
+    return tensors, objects
+
+
+def _tensor_entry(
+    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str
+) -> TensorEntry:
+    shape, dtype = _sizes(found.size, key, where), getattr(found.properties, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{where}: {key} has no dtype")
+    chunks = []
+    for chunk in found.chunks:
+        box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
+        chunks.append(ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where)))
+    problem = cover_problem(shape, [chunk.box for chunk in chunks])
+    if problem is not None:
+        raise CheckpointError(f"{where}: {key} of shape {shape} {problem}")
+    return TensorEntry(key, shape, dtype, tuple(chunks))
+
+
+def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:
+    if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
+        return tuple(value)
+    raise CheckpointError(f"{where}: {key} has {value!r} where lengths should stand")
+
+
+def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str) -> tuple[Span, tuple[str, ...]]:
+    found = storage.get(index)
+    if found is None and not any(index.offset or ()):
+        found = storage.get(MetadataIndex(index.fqn))  # some writers leave out the offsets of whole tensors
+    if found is None:
+        raise CheckpointError(
+            f"{where}: {index.fqn} is listed but nothing says where its bytes are (at {index.offset})"
+        )
+    name = getattr(found, "relative_path", None)
+    numbers = (getattr(found, "offset", None), getattr(found, "length", None))
+    if not is_plain_name(name):
+        raise CheckpointError(f"{where}: {index.fqn} points to {name!r}, which is not a file of the folder; refused")
+    offset, length = _sizes(numbers, index.fqn, where)
+    transforms = getattr(found, "transform_descriptors", None) or ()
+    return Span(str(name), offset, length), tuple(str(transform) for transform in transforms)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it names a file of a folder, and nothing outside of it."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and len(path.parts) == 1 and name not in (".", "..")
+
+
+def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with boxes that should hold each element of a tensor once, in words; None if nothing is."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or any(
+            offset + length > total for offset, length, total in zip(box.offsets, box.lengths, shape, strict=True)
+        ):
+            return f"has a chunk outside of it, at {box.offsets} with lengths {box.lengths}"
+    filled = [box for box in boxes if box.numel]
+    total = sum(box.numel for box in filled)
+    if total != math.prod(shape):
+        state = "is incomplete" if total < math.prod(shape) else "has elements more than once"
+        return f"{state}: its chunks hold {total} elements of {math.prod(shape)}"
+    return _overlap(filled)
+
+
+def _overlap(boxes: Sequence[Box]) -> str | None:
+    """Sweep along the first dimension: only boxes that share rows are compared."""
+    if not boxes or not boxes[0].offsets:
+        return "has elements more than once" if len(boxes) > 1 else None
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets):
+        open_boxes = [other for other in open_boxes if other.offsets[0] + other.lengths[0] > box.offsets[0]]
+        if any(_meet(box, other) for other in open_boxes):
+            return f"has elements more than once, at {box.offsets}"
+        open_boxes.append(box)
+    return None
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return all(i < j + m and j < i + n for i, n, j, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
