@@ -16,7 +16,8 @@ from megatron_fsdp.checkpoint.convert.entries import Entry, Move
 from megatron_fsdp.checkpoint.convert.legacy import Cells, read_true_box
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.objects import Opaque, load_object
+from megatron_fsdp.checkpoint.objects import load_object
+from megatron_fsdp.checkpoint.restricted_pickle import Opaque
 from megatron_fsdp.errors import CheckpointError
 
 _COMMON_KEY = f"{COMMON}/shard_0_1"
@@ -72,7 +73,7 @@ class TorchDistSource:
 def without_opaque(value: Any) -> Any:
     """A copy in which text stands for objects of classes that are not here, so that anyone can read it."""
     if isinstance(value, Opaque):
-        return str(value)
+        return f"{value.qualified_name}({', '.join(map(str, value.arguments))})"
     if isinstance(value, argparse.Namespace):
         return argparse.Namespace(**{name: without_opaque(inner) for name, inner in vars(value).items()})
     if isinstance(value, Mapping):
