@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from tests.support.torch_dist.common import (
     classes_of_megatron,
     common_state,
@@ -75,7 +75,7 @@ def write_torch_dist(folder: Path, truth: Truth, options: WriteOptions | None = 
         if options.generation == 3:
             state["common_state/shard_0_1"] = [common]
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
+        save_alone(state, checkpoint_id=folder, planner=planner)
         if options.generation < 3:
             torch.save(common, folder / "common.pt")
         _rewrite_metadata(folder, tensors, options.generation, classes)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_fsdp.checkpoint.convert.entries import Move, Value
+from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.ranks import world_size_of
 from megatron_fsdp.errors import CheckpointError
 
@@ -75,15 +76,13 @@ def write_moves(
     Raises:
         CheckpointError: Reading or writing failed on some rank; the same on every rank.
     """
-    alone = world_size_of(group) == 1
+    writer = _StreamingWriter(folder, sum(move.nbytes for move in moves), progress)
+    planner = _MovePlanner(moves, values, read)
     try:
-        dcp.save(
-            {},
-            storage_writer=_StreamingWriter(folder, sum(move.nbytes for move in moves), progress),
-            planner=_MovePlanner(moves, values, read),
-            process_group=None if alone else group,
-            no_dist=alone,
-        )
+        if world_size_of(group) == 1:
+            save_alone({}, storage_writer=writer, planner=planner)
+        else:
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         failures = error.failures.items()
         met = "; ".join(f"rank {rank}: {type(problem[0]).__name__}: {problem[0]}" for rank, problem in failures)

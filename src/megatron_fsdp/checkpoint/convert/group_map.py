@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_fsdp.checkpoint.convert.entries import listed
+from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -101,7 +101,7 @@ def _merge(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def _write(merged: Mapping[str, int], folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not an empty folder; give another one")
-    dcp.save(dict(merged), checkpoint_id=folder, no_dist=True)
+    save_alone(merged, checkpoint_id=folder)
 
 
 def export_group_map_json(folder: str | Path, out: str | Path | None = None, model_prefix: str = "model.module") -> Path:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.common_state import CommonState
 from megatron_fsdp.checkpoint.convert.entries import Entry, Move
 from megatron_fsdp.checkpoint.convert.legacy import Cells, read_true_box
+from megatron_fsdp.checkpoint.convert.partial import read_box_sparingly
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.objects import load_object
@@ -62,11 +63,11 @@ class TorchDistSource:
         if move.source in self.cells:
 
             def stored(offsets: Any, lengths: Any) -> Tensor:
-                return self.folder.read_box(move.source, tuple(offsets), tuple(lengths))
+                return read_box_sparingly(self.folder, move.source, tuple(offsets), tuple(lengths))
 
             found = read_true_box(self.cells[move.source], stored, move.offsets, move.lengths)
         else:
-            found = self.folder.read_box(move.source, move.offsets, move.lengths)
+            found = read_box_sparingly(self.folder, move.source, move.offsets, move.lengths)
         return found.reshape(move.shape)
 
 

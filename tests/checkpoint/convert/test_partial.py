@@ -1,0 +1,116 @@
+"""Parts of chunks: read alone where their elements lie in order, and right in any case."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fsdp.checkpoint.convert.partial import read_box_sparingly
+from megatron_fsdp.checkpoint.convert.save_alone import save_alone
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.errors import CheckpointError
+from tests.support.torch_dist.layout import plain
+from tests.support.torch_dist.write import chunked
+
+STACK = torch.arange(3 * 4 * 6, dtype=torch.float32).reshape(3, 4, 6)
+TENSORS = {
+    "stack": STACK,
+    "bfloat16": STACK.bfloat16(),
+    "transposed": STACK.transpose(0, 1).contiguous().transpose(0, 1),
+    "bytes": torch.arange(24, dtype=torch.uint8).reshape(3, 4, 2),
+    "flag": torch.arange(24).reshape(3, 4, 2) % 2 == 0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
+    path = tmp_path_factory.mktemp("partial")
+    cut = {f"{key}_cut": chunked(plain(tensor, (1, 2, 2))) for key, tensor in TENSORS.items()}
+    save_alone({**TENSORS, **cut, "scalar": torch.tensor(3.0)}, checkpoint_id=path)
+    return CheckpointFolder(path)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(TENSORS)), st.booleans(), st.data())
+def test_any_box_of_any_chunks_is_the_tensors(folder: CheckpointFolder, key: str, cut: bool, data: st.DataObject) -> None:
+    tensor = TENSORS[key]
+    offsets = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
+    lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(tensor.shape, offsets, strict=True)]
+    wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    found = read_box_sparingly(folder, f"{key}_cut" if cut else key, offsets, lengths)
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, wanted)
+
+
+def test_one_layer_of_a_stack_is_read_without_the_others(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointFolder, "read_chunk", lambda *_: pytest.fail("a whole chunk was read"))
+    for key in ("stack", "bfloat16", "bytes", "flag"):
+        found = read_box_sparingly(folder, key, (1, 2, 0), (1, 2, TENSORS[key].shape[2]))
+        assert torch.equal(found, TENSORS[key][1:2, 2:4])
+        assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_a_tensor_whose_elements_lie_in_another_order_is_read_whole(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[str] = []
+    read = CheckpointFolder.read_chunk
+
+    def counted(self: CheckpointFolder, key: str, index: int) -> Tensor:
+        whole.append(key)
+        return read(self, key, index)
+
+    monkeypatch.setattr(CheckpointFolder, "read_chunk", counted)
+    found = read_box_sparingly(folder, "transposed", (1, 0, 0), (1, 4, 6))
+    assert torch.equal(found, STACK[1:2])
+    assert whole == ["transposed"]
+
+
+def test_scalars_and_boxes_without_elements(folder: CheckpointFolder) -> None:
+    assert read_box_sparingly(folder, "scalar", (), ()).item() == 3.0
+    assert read_box_sparingly(folder, "stack", (1, 0, 0), (0, 4, 6)).shape == (0, 4, 6)
+
+
+def test_a_box_outside_of_the_tensor_is_refused(folder: CheckpointFolder) -> None:
+    with pytest.raises(CheckpointError, match=r"stack of shape \(3, 4, 6\) has no box"):
+        read_box_sparingly(folder, "stack", (2, 0, 0), (2, 4, 6))
+    with pytest.raises(CheckpointError, match="has no tensor nothing"):
+        read_box_sparingly(folder, "nothing", (), ())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
+    """A folder with one tensor, the bytes of its file, and where its elements begin in it."""
+    path = tmp_path_factory.mktemp("alone")
+    save_alone({"stack": STACK}, checkpoint_id=path)
+    (file,) = path.glob("*.distcp")
+    raw = file.read_bytes()
+    return file, raw, raw.index(STACK.numpy().tobytes())
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, int], data: st.DataObject) -> None:
+    file, raw, elements = alone
+    places = [*range(elements), *range(elements + STACK.nbytes, len(raw))]
+    damaged = bytearray(raw)
+    damaged[data.draw(st.sampled_from(places))] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(damaged)
+    try:
+        found = read_box_sparingly(CheckpointFolder(file.parent), "stack", (1, 0, 0), (1, 4, 6))
+    except CheckpointError as error:
+        assert "stack" in str(error)
+    else:
+        assert torch.equal(found, STACK[1:2])
+
+
+def test_an_archive_of_nothing_is_refused(alone: tuple[Path, bytes, int]) -> None:
+    file, raw, _ = alone
+    file.write_bytes(bytes(len(raw)))
+    with pytest.raises(CheckpointError, match="stack"):
+        read_box_sparingly(CheckpointFolder(file.parent), "stack", (1, 0, 0), (1, 4, 6))
