@@ -20,7 +20,7 @@ class NormedLinear(nn.Module):
             self.layer_norm_weight = nn.Parameter(torch.ones(inputs))
         names = ("weight_w", "weight_v") if split else ("weight",)
         for name in names:
-            setattr(self, name, nn.Parameter(torch.empty(outputs // len(names), inputs)))
+            setattr(self, name, nn.Parameter(torch.zeros(outputs // len(names), inputs)))
         self._names = names
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ class Experts(nn.Module):
         for expert in range(spec.experts):
             for half in halves:
                 self.linear_fc1.register_parameter(
-                    f"weight{expert}{half}", nn.Parameter(torch.empty(rows, spec.hidden))
+                    f"weight{expert}{half}", nn.Parameter(torch.zeros(rows, spec.hidden))
                 )
-            self.linear_fc2.register_parameter(f"weight{expert}", nn.Parameter(torch.empty(spec.hidden, spec.ffn)))
+            self.linear_fc2.register_parameter(f"weight{expert}", nn.Parameter(torch.zeros(spec.hidden, spec.ffn)))
         self._halves, self._gated = halves, spec.swiglu
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
