@@ -1,0 +1,114 @@
+"""The manifest of a checkpoint: what it holds and a checksum of each thing, in JSON that a person can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp.checkpoint import checksum
+from megatron_fsdp.errors import CheckpointError
+
+FILE_NAME = "manifest.json"
+VERSION = 1
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TensorSeal:
+    """What a tensor has to be.
+
+    Attributes:
+        shape: Global.
+        dtype: Such as "torch.float32".
+        checksum: Of the global tensor, 16 hexadecimal digits (`checksum.py`); no cut and no number of ranks changes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint holds.
+
+    Attributes:
+        tensors: By key.
+        objects: SHA-256 of the bytes of each object, by key.
+        facts: Versions and sizes, for people.
+        version: Of this format.
+        checksum_name: Which checksum tensors have.
+    """
+
+    tensors: Mapping[str, TensorSeal]
+    objects: Mapping[str, str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+    checksum_name: str = checksum.NAME
+
+    def to_json(self) -> str:
+        """As text; keys sorted, so that equal contents give equal text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a folder; None where there is none, as in checkpoints of other programs.
+
+        Raises:
+            CheckpointError: It is damaged, or of a newer version of this library.
+        """
+        path = folder / FILE_NAME
+        if not path.exists():
+            return None
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any manifest needs; refused")
+            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Manifest:
+        """The manifest in a text.
+
+        Args:
+            text: As `to_json` gives it.
+            where: Names the file in messages.
+
+        Raises:
+            CheckpointError: It is damaged, or of a newer version.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{where} is damaged: {str(error)[:200]}") from error
+        version = found.get("version") if isinstance(found, dict) else None
+        if type(version) is int and version > VERSION:
+            raise CheckpointError(
+                f"{where} is of version {version}, and this library reads up to version {VERSION}; update the library"
+            )
+        try:
+            tensors = {key: _tensor_seal(value) for key, value in found["tensors"].items()}
+            objects = {key: _text(value) for key, value in found["objects"].items()}
+            facts, name = dict(found["facts"]), _text(found["checksum_name"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+        if type(version) is not int or version < 1:
+            raise CheckpointError(f"{where} is damaged: version {version!r}")
+        return cls(tensors, objects, facts, version, name)
+
+
+def _tensor_seal(value: Any) -> TensorSeal:
+    shape = value["shape"]
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"shape {str(shape)[:100]}")
+    return TensorSeal(tuple(shape), _text(value["dtype"]), _text(value["checksum"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:100]} where text should stand")
+    return value

@@ -1,0 +1,174 @@
+"""Write a state with torch.distributed.checkpoint, and seal it: a checksum of every global tensor as it is written.
+
+Each rank sums over the chunks that it writes; the sums travel with the results that torch gathers anyway, and the rank
+that writes the metadata adds them up and writes the manifest. No collective is added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_fsdp.checkpoint import manifest
+from megatron_fsdp.checkpoint.checksum import checksum_box, combine
+from megatron_fsdp.checkpoint.flat_state import flatten
+from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
+from megatron_fsdp.checkpoint.objects import load_object_bytes
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.package_info import __version__
+
+_SEAL = MetadataIndex("\0seal")
+
+
+@dataclass
+class Seal:
+    """What one rank has written.
+
+    Attributes:
+        tensors: Sum over the chunks of each tensor.
+        objects: SHA-256 of each object.
+    """
+
+    tensors: dict[str, int] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+
+
+class SealingPlanner(DefaultSavePlanner):
+    """torch's planner over a flat state, noting checksums of what it hands to the writer."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.seal = Seal()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten by the rule of `flat_state`."""
+        leaves, paths = flatten(state_dict)
+        self.mappings = dict(paths)
+        super().set_up_planner(leaves, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank holds, and how its keys nest."""
+        plan = super().create_local_plan()
+        self.plan = SavePlan(plan.items, plan.storage_data, self.mappings)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """torch's, with the nesting of every rank's keys."""
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of one item.
+
+        Raises:
+            ConfigurationError: An object that could not be read again without running code from the checkpoint.
+        """
+        data, key = super().resolve_data(write_item), write_item.index.fqn
+        if isinstance(data, io.BytesIO):
+            raw = data.getvalue()
+            _require_readable(raw, key)
+            self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
+        else:
+            described = write_item.tensor_data
+            assert described is not None, "torch describes every tensor that it writes"
+            part = checksum_box(data, described.chunk.offsets, described.size)
+            self.seal.tensors[key] = combine((self.seal.tensors.get(key, 0), part))
+        return data
+
+
+class SealingWriter(FileSystemWriter):
+    """torch's writer, which also writes the manifest, last but for the metadata."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, and add its sums to the results."""
+        assert isinstance(planner, SealingPlanner), "made together by write_state"
+        results = super().write_data(plan, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank: the manifest, then the metadata, whose presence says that all is there."""
+        seals = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
+        written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
+        text = manifest_of(metadata, seals).to_json()
+        with (Path(self.path) / manifest.FILE_NAME).open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        super().finish(metadata, written)
+
+
+def manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
+    """The manifest of what ranks have written."""
+    tensors = {}
+    for key, found in metadata.state_dict_metadata.items():
+        if isinstance(found, TensorStorageMetadata):
+            total = combine(seal.tensors.get(key, 0) for seal in seals)
+            tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
+    objects = {key: digest for seal in seals for key, digest in seal.objects.items()}
+    facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
+    return Manifest(tensors, objects, facts)
+
+
+def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write a nested state into a folder, with its manifest; collective.
+
+    Args:
+        state: Nested dicts; tensors, DTensors (each rank its part) and objects that `objects.load_object` can read.
+        folder: The same for every rank.
+        group: The ranks; None: all.
+
+    Raises:
+        CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
+    """
+    alone = not dist.is_initialized()
+    try:
+        save(
+            dict(state),
+            storage_writer=SealingWriter(folder),
+            planner=SealingPlanner(),
+            process_group=group,
+            no_dist=alone,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
+
+
+def failures_in_words(error: CheckpointException) -> str:
+    """What ranks met, the same text on each."""
+    ranks = sorted(error.failures)
+    told = [f"rank {rank}: {type(error.failures[rank][0]).__name__}: {error.failures[rank][0]}" for rank in ranks]
+    return "; ".join(told)
+
+
+def _require_readable(raw: bytes, key: str) -> None:
+    try:
+        load_object_bytes(raw, key)
+    except CheckpointError as error:
+        raise ConfigurationError(
+            f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, dicts, tensors "
+            "or NumPy arrays instead"
+        ) from error
