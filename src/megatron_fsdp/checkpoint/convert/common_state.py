@@ -67,22 +67,23 @@ class CommonState:
             return steps.pop()
         return None if steps else self.common_step
 
-    def output_tree(self, weights_only: bool) -> dict[str, Any]:
+    def output_tree(self, weights_only: bool, members: Mapping[int, Sequence[str]]) -> dict[str, Any]:
         """The nested dict to write, parameter groups included.
 
         Args:
             weights_only: Leave out what belongs to the optimizer, its schedule and the random generators.
+            members: Names of the parameters of each group, where they are known.
         """
         tree = {key: value for key, value in self.tree.items() if key != "optimizer"}
         if weights_only:
             tree = {key: value for key, value in tree.items() if key in _KEPT_WITH_WEIGHTS}
         tree.setdefault("checkpoint_version", _DEFAULT_VERSION)
-        optimizer: dict[str, Any] = {}
         if self.groups and not weights_only:
-            optimizer["param_groups"] = [dict(group) for group in self.groups]
+            groups = [{"params": list(members.get(i, ())), **group} for i, group in enumerate(self.groups)]
+            tree["optimizer"] = {"param_groups": groups}
             scaler = _find(self.tree.get("optimizer"), "grad_scaler")
-            optimizer |= {} if scaler is None else {"grad_scaler": scaler}
-        return {**tree, "optimizer": optimizer} if optimizer else tree
+            tree |= {} if scaler is None else {"grad_scaler": scaler}
+        return tree
 
 
 def _collect(tree: Any, groups: list[Mapping[str, Any]], steps: list[float]) -> None:

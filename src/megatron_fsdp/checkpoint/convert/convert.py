@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,10 +17,9 @@ from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of, world_size_of
+from megatron_fsdp.checkpoint.ranks import gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
 
-_Result = TypeVar("_Result")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -106,14 +104,14 @@ def convert(
     source, target = Path(source), Path(target)
     options, steps = options or ConvertOptions(), steps or Steps()
     doing = f"converting {source}"
-    opened, plan = _together(lambda: _prepare(source, target, options, steps, group), doing, group)
+    opened, plan = together(doing, lambda: _prepare(source, target, options, steps, group), group)
     ranks = world_size_of(group)
     if steps.dry_run:
         return ConversionReport(plan, written=False, verified=False, ranks=ranks)
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         _write_all(opened, plan, temporary, steps, progress, group)
-        _together(lambda: _publish(temporary, target, opened, steps) if rank_of(group) == 0 else None, doing, group)
+        together(doing, lambda: _publish(temporary, target, opened, steps) if rank_of(group) == 0 else None, group)
     except BaseException:
         # Every rank has left the folder: errors above are raised on all of them together.
         if rank_of(group) == 0:
@@ -165,7 +163,7 @@ def _write_all(
         targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
         return found + (differing_keys(output, targets) if rank == 0 else [])
 
-    found = _together(compare, f"verifying {temporary}", group)
+    found = together(f"verifying {temporary}", compare, group)
     differing = sorted(line for lines in gather_objects(found, group) for line in lines)
     if differing:
         raise ConversionMismatchError(
@@ -197,15 +195,3 @@ def _tracked_as(target: Path, opened: TorchDistSource) -> str:
             f"--write-tracker points Megatron to the folder by the iteration, so {target} has to be named {name}"
         )
     return str(iteration)
-
-
-def _together(work: Callable[[], _Result], doing: str, group: dist.ProcessGroup | None) -> _Result:
-    """Do something on each rank; what fails on one fails on all."""
-    result: _Result | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as problem:  # noqa: BLE001  # told to every rank, and raised there; the others would wait forever
-        error = problem
-    raise_together(error, doing, group)
-    return result  # type: ignore[return-value]  # set, since nothing failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import io
 import os
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.convert.entries import Move, Value
 from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.ranks import world_size_of
+from megatron_fsdp.checkpoint.sealing import _SEAL, Seal, SealingWriter, failures_in_words
 from megatron_fsdp.errors import CheckpointError
 
 ReadMove = Callable[[Move], Tensor]
@@ -84,9 +86,7 @@ def write_moves(
         else:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        failures = error.failures.items()
-        met = "; ".join(f"rank {rank}: {type(problem[0]).__name__}: {problem[0]}" for rank, problem in failures)
-        raise CheckpointError(f"writing {folder} failed ({met})") from error
+        raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
 
 
 class _MovePlanner(DefaultSavePlanner):
@@ -94,6 +94,7 @@ class _MovePlanner(DefaultSavePlanner):
 
     def __init__(self, moves: Sequence[Move], values: Sequence[Value], read: ReadMove) -> None:
         super().__init__()
+        self.seal = Seal()
         self._moves = {move.target: move for move in moves}
         self._values = {value.target: value for value in values}
         self._read = read
@@ -121,9 +122,13 @@ class _MovePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         target = write_item.index.fqn
-        if target in self._moves:
-            return self._read(self._moves[target])
-        return self.transform_object(write_item, self._values[target].value)
+        value = self._read(self._moves[target]) if target in self._moves else self._values[target].value
+        data = self.transform_object(write_item, value)
+        if isinstance(data, Tensor):
+            self.seal.tensors[target] = checksum_box(data, (0,) * data.ndim, data.shape)
+        else:
+            self.seal.objects[target] = hashlib.sha256(data.getbuffer()).hexdigest()
+        return data
 
 
 def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperties) -> WriteItem:
@@ -132,8 +137,8 @@ def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperti
     return WriteItem(MetadataIndex(target, origin), WriteItemType.TENSOR, tensor_data=data)
 
 
-class _StreamingWriter(FileSystemWriter):
-    """DCP's files, one item at a time: torch's own writer keeps every tensor of a file until the file is whole."""
+class _StreamingWriter(SealingWriter):
+    """DCP's files and our manifest, one item at a time: torch's own writer keeps every tensor until a file is whole."""
 
     def __init__(self, folder: Path, total_bytes: int, progress: Progress | None) -> None:
         super().__init__(folder, overwrite=False)
@@ -141,6 +146,8 @@ class _StreamingWriter(FileSystemWriter):
         self._progress = progress
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, if it has anything to write, and hand over its checksums."""
+        assert isinstance(planner, _MovePlanner), "made together by write_moves"
         results: list[WriteResult] = []
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
@@ -149,7 +156,7 @@ class _StreamingWriter(FileSystemWriter):
                 stream.flush()
                 os.fsync(stream.fileno())
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])
         return future
 
     def _write_all(self, stream: Any, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

@@ -99,13 +99,13 @@ def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
         moves += [_move(chosen, piece, prefixes.of_weight(piece.name)) for piece in found]
         for piece in found:
             parameters.setdefault(piece.parameter, []).append(piece)
-    if options.weights_only:
-        assignment, values = Assignment({}), []
-    else:
+    assignment, values = Assignment({}), list[Value]()
+    if not options.weights_only:
         moves += _state_moves(sorted_in, gating, prefixes, options)
         assignment = _assign(sorted_in, parameters, source.common, options)
         values = _group_values(parameters, assignment, sorted_in, source.common, prefixes, options)
-    values += flatten(source.common.output_tree(options.weights_only))
+    members = _members(parameters, assignment)
+    values += flatten(source.common.output_tree(options.weights_only, members))
     object_values, object_dropped, object_notes = _objects(source, options)
     values += object_values
     _refuse_duplicates([move.target for move in moves] + [value.target for value in values])
@@ -214,10 +214,8 @@ def _group_values(
     optimised = _optimised(found, options)
     for name, cut in parameters.items():
         group = assignment.group_of.get(name)
-        # A live model may have the two halves as one parameter or as two; either finds its group.
-        spellings = dict.fromkeys([name, *(piece.name for piece in cut)])
         if group is not None:
-            for spelling in spellings:
+            for spelling in _spellings(name, cut):
                 path = prefixes.of_group(spelling)
                 values += [Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])]
         step = common.step_of(group) if name in optimised and "step" not in found.states else None
@@ -225,6 +223,18 @@ def _group_values(
             paths = [prefixes.of_state(piece.name, "step") for piece in cut]
             values += [Value(key_of(path), path, torch.tensor(step)) for path in paths]
     return values
+
+
+def _members(parameters: Mapping[str, Sequence[Piece]], assignment: Assignment) -> dict[int, list[str]]:
+    members: dict[int, list[str]] = {}
+    for name, group in assignment.group_of.items():
+        members.setdefault(group, []).extend(f"module.{spelling}" for spelling in _spellings(name, parameters[name]))
+    return members
+
+
+def _spellings(name: str, cut: Sequence[Piece]) -> list[str]:
+    """A live model may have two halves as one parameter or as two; either finds its group."""
+    return list(dict.fromkeys([name, *(piece.name for piece in cut)]))
 
 
 def _is_known_object(key: str) -> bool:
