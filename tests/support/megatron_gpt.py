@@ -98,23 +98,38 @@ class MegatronLayer(nn.Module):
         return x + self.mlp(self.pre_mlp_layernorm(x) if self._normed else x)
 
 
+class Embedding(nn.Module):
+    def __init__(self, spec: GptSpec) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(spec.vocabulary, spec.hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.word_embeddings(tokens)
+
+
+class Decoder(nn.Module):
+    def __init__(self, spec: GptSpec, split: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MegatronLayer(spec, split) for _ in range(spec.layers))
+        self.final_layernorm = nn.RMSNorm(spec.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.final_layernorm(x)
+
+
 class MegatronGpt(nn.Module):
     """int64 tokens (samples, tokens) -> logits."""
 
     def __init__(self, spec: GptSpec, split: bool = True) -> None:
         super().__init__()
-        self.embedding = nn.Module()
-        self.embedding.word_embeddings = nn.Embedding(spec.vocabulary, spec.hidden)
-        self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList(MegatronLayer(spec, split) for _ in range(spec.layers))
-        self.decoder.final_layernorm = nn.RMSNorm(spec.hidden)
+        self.embedding = Embedding(spec)
+        self.decoder = Decoder(spec, split)
         self.output_layer = NormedLinear(spec.hidden, spec.vocabulary, norm=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding.word_embeddings(tokens)
-        for layer in self.decoder.layers:
-            x = layer(x)
-        return self.output_layer(self.decoder.final_layernorm(x))
+        return self.output_layer(self.decoder(self.embedding(tokens)))
 
 
 def activate(x: Tensor, gated: bool) -> Tensor:

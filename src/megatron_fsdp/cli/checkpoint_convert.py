@@ -1,7 +1,7 @@
 """`mfsdp checkpoint convert`, and the same under the reference tool's name: arguments in, an exit status out.
 
-Runs in one process, or on every rank that torchrun starts; needs no GPU. Exit status 0: converted; 1: the output that was
-read back differs from the source; 2: refused or failed.
+Runs in one process, or on every rank that torchrun starts; needs no GPU. Exit status 0: converted; 1: the output that
+was read back differs from the source; 2: refused or failed.
 """
 
 from __future__ import annotations
@@ -81,16 +81,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor")
     scope = parser.add_mutually_exclusive_group()
     scope.add_argument("--swiglu", metavar="auto|all|none|MODULE,...", default=None,
-                       help="which MLPs are gated, so that fc1 is split into gate (_w) and up (_v); alone it means all; "
-                       "auto (the default) goes by the checkpoint's arguments and shapes")  # fmt: skip
+                       help="which MLPs are gated, so that fc1 becomes a gate (_w) and an up (_v) half; alone it means "
+                       "all; auto (the default) goes by the checkpoint's arguments and shapes")  # fmt: skip
     scope.add_argument("--swiglu-modules", metavar="MODULE,...", help="the same as --swiglu MODULE,...")
     parser.add_argument("--param-to-param-group-map-json", metavar="MAP", type=Path,
-                        help="which parameter group each parameter belongs to, from print-torch-dcp-in-json")  # fmt: skip
+                        help="parameter group of each parameter, from print-torch-dcp-in-json")  # fmt: skip
     parser.add_argument("--groups", choices=["infer", "map", "none"],
                         help="where parameter groups come from: map where one is given, else infer")  # fmt: skip
     parser.add_argument("--masters", choices=[FP32, MODEL], default=FP32,
                         help="write the fp32 master weights (default), or the model's rounded ones")  # fmt: skip
-    parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and random generators behind")
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave optimizer state and random generators behind"
+    )
     parser.add_argument("--model-prefix", "--output-model-weight-prefix", metavar="P", default="model.module")
     parser.add_argument("--optimizer-prefix", "--output-optimizer-state-prefix", metavar="P",
                         help="default: optimizer.state and one module. for each wrapper of the run")  # fmt: skip
@@ -186,4 +188,4 @@ def _fail(error: Exception, status: int) -> int:
 
 def _is_first() -> bool:
     """Whether this process is the one that talks; known before and after there is a process group."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank_of() == 0 if dist.is_initialized() else int(os.environ.get("RANK", "0")) == 0

@@ -146,7 +146,9 @@ def test_a_target_in_use_is_refused_and_left_alone(tmp_path: Path, what: str) ->
     else:
         (tmp_path / "out.tmp").mkdir()
     before = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="left from a conversion" if what == "left over" else "is not an empty folder"):
+    with pytest.raises(
+        CheckpointError, match="left from a conversion" if what == "left over" else "is not an empty folder"
+    ):
         convert(source, target)
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == before
 

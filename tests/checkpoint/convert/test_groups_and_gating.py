@@ -32,12 +32,15 @@ BOTH = {f"{FC1}.weight", f"{FC1}.bias"}
         (WITH_TOWER, "all", None, None),
         ({f"{FC1}.weight": (2, 24, 8)}, "all", None, {f"{FC1}.weight"}),
         ({f"{FC1}.weight": (2, 24, 8)}, "auto", True, {f"{FC1}.weight"}),
-        ({f"language.{k}": v for k, v in GATED.items()} | WITH_TOWER, "language", None, {f"language.{k}" for k in BOTH}),
+        (
+            {f"language.{k}": v for k, v in GATED.items()} | WITH_TOWER,
+            "language",
+            None,
+            {f"language.{k}" for k in BOTH},
+        ),
     ],
 )
-def test_gating(
-    shapes: dict[str, tuple[int, ...]], scope: str, said: bool | None, expected: set[str] | None
-) -> None:
+def test_gating(shapes: dict[str, tuple[int, ...]], scope: str, said: bool | None, expected: set[str] | None) -> None:
     if expected is None:
         with pytest.raises(CheckpointError, match=rf"asks to halve {TOWER}.*it is not gated; use --swiglu auto"):
             decide_gating(shapes, scope, said)

@@ -1,4 +1,4 @@
-"""A converted checkpoint loads into a sharded model and optimizer, bit for bit, and training goes on as if nothing was."""
+"""A converted checkpoint loads into a sharded model and optimizer, bit for bit, and training goes on as before."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ def groups_from(folder: CheckpointFolder, named: dict[str, nn.Parameter]) -> lis
     ]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, spec: GptSpec, rank: int = 0, ranks: int = 1) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, spec: GptSpec, rank: int = 0, ranks: int = 1
+) -> list[float]:
     losses = []
     for step in range(3):
         loss = loss_of(model, tokens(spec, step).chunk(ranks)[rank])
@@ -119,7 +121,9 @@ def plain_run(truth: Truth) -> list[float]:
     return train(model, optimizer, truth.spec)
 
 
-def read_and_train(path: str, spec: GptSpec) -> tuple[str, dict[str, Tensor], dict[str, dict[str, Tensor]], list[float]]:
+def read_and_train(
+    path: str, spec: GptSpec
+) -> tuple[str, dict[str, Tensor], dict[str, dict[str, Tensor]], list[float]]:
     """As `load_and_train`, by this library's own loader, strictly, into a fresh optimizer with other options."""
     bare = MegatronGpt(spec)
     decayed = [p for p in bare.parameters() if p.ndim > 1]

@@ -1,4 +1,4 @@
-"""Every kind of model, grid of chunks, optimizer layout and generation: the output is the truth, element for element."""
+"""Every kind of model, grid of chunks, optimizer layout and generation: the output is the truth, bit for bit."""
 
 from pathlib import Path
 from typing import Any

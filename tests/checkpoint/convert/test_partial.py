@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(TENSORS)), st.booleans(), st.data())
-def test_any_box_of_any_chunks_is_the_tensors(folder: CheckpointFolder, key: str, cut: bool, data: st.DataObject) -> None:
+def test_any_box_of_any_chunks_is_the_tensors(
+    folder: CheckpointFolder, key: str, cut: bool, data: st.DataObject
+) -> None:
     tensor = TENSORS[key]
     offsets = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
     lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(tensor.shape, offsets, strict=True)]
@@ -101,12 +103,12 @@ def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, in
     damaged = bytearray(raw)
     damaged[data.draw(st.sampled_from(places))] ^= data.draw(st.integers(1, 255))
     file.write_bytes(damaged)
+    found, refused = None, ""
     try:
         found = read_box_sparingly(CheckpointFolder(file.parent), "stack", (1, 0, 0), (1, 4, 6))
     except CheckpointError as error:
-        assert "stack" in str(error)
-    else:
-        assert torch.equal(found, STACK[1:2])
+        refused = str(error)
+    assert "stack" in refused if found is None else torch.equal(found, STACK[1:2])
 
 
 def test_an_archive_of_nothing_is_refused(alone: tuple[Path, bytes, int]) -> None:

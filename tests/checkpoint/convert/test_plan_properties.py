@@ -74,7 +74,9 @@ def test_moves_of_any_model_pick_out_the_truth(spec: GptSpec, says_swiglu: bool,
 def test_moves_cover_every_element_of_what_they_read_once(spec: GptSpec, singleton: bool) -> None:
     truth = make_truth(spec)
     plan = plan_of(truth, ConvertOptions(masters="model"), says_swiglu=True, singleton=singleton)
-    counts = {key: torch.zeros(t.shape) for key, t in stored_tensors(truth, singleton).items() if "fp32_param" not in key}
+    counts = {
+        key: torch.zeros(t.shape) for key, t in stored_tensors(truth, singleton).items() if "fp32_param" not in key
+    }
     for move in plan.moves:
         part = counts[move.source]
         for axis, (start, length) in enumerate(zip(move.offsets, move.lengths, strict=True)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.support.torch_dist.gpt import GptSpec, buffers_of, parameter_shapes
 
@@ -23,7 +24,7 @@ def classes_of_megatron() -> Iterator[Mapping[str, Any]]:
     """Classes that pickle under Megatron's names; inside the block the modules exist, so that they can be written."""
     made: dict[str, Any] = {
         "AttnBackend": enum.Enum("AttnBackend", {"flash": 1, "auto": 5}, module="megatron.core.transformer.enums"),
-        "MCoreMetadata": type("MCoreMetadata", (torch.distributed.checkpoint.Metadata,), {"__module__": STRATEGIES}),
+        "MCoreMetadata": type("MCoreMetadata", (Metadata,), {"__module__": STRATEGIES}),
     }
     names = {"megatron"}
     for thing in made.values():

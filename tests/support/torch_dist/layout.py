@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ def flattened_cells(tensor: Tensor, grid: tuple[int, ...], dp: int) -> Stored:
     boxes = [
         Box((*cell, start), (*(1 for _ in cell), stop - start))
         for cell in product(*(range(parts) for parts in grid))
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in pairwise(cuts)
     ]
     return Stored(stored, tuple(boxes), shape)
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from megatron_fsdp.errors import CheckpointError
 
-_KEPT_WITH_WEIGHTS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far", "content_metadata")
+_KEPT_WITH_WEIGHTS = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+)
 _DEFAULT_VERSION = 3.0
 BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
 """What checkpoints call the optimizer layouts that follow communication buckets."""

@@ -126,9 +126,9 @@ def _prepare(
     opened = TorchDistSource.open(source)
     plan = make_plan(opened.content, options)
     if rank_of(group) == 0 and not steps.dry_run:
-        _require_free(target)
         if steps.write_tracker:
             _tracked_as(target, opened)
+        _require_free(target)
     return opened, plan
 
 
@@ -137,8 +137,9 @@ def _require_free(target: Path) -> None:
         raise CheckpointError(f"{target} exists and is not an empty folder; give another one, or empty it")
     temporary = target.with_name(f"{target.name}.tmp")
     if temporary.exists():
-        raise CheckpointError(f"{temporary} is left from a conversion that was interrupted, or is still running; remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+        raise CheckpointError(
+            f"{temporary} is left from a conversion that was interrupted, or is still running; remove it"
+        )
 
 
 def _write_all(

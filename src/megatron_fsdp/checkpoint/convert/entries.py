@@ -13,7 +13,7 @@ PathParts = tuple[str | int, ...]
 """Where a value stands in the nested dict that a loader asks for; DCP joins it with dots to a key."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of the source, in its true shape (which old files do not store; see `legacy.py`)."""
 
@@ -22,7 +22,7 @@ class Entry:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """A box of a source tensor that becomes a whole tensor of the output: a view, no arithmetic.
 
@@ -50,7 +50,7 @@ class Move:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Value:
     """Something small that is written as it is: an object, or a tensor without a source box.
 
@@ -65,7 +65,7 @@ class Value:
     value: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """A key of the source that is not in the output, and why."""
 

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -84,7 +83,7 @@ def write_moves(
         if world_size_of(group) == 1:
             save_alone({}, storage_writer=writer, planner=planner)
         else:
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+            save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
 
@@ -95,13 +94,14 @@ class _MovePlanner(DefaultSavePlanner):
     def __init__(self, moves: Sequence[Move], values: Sequence[Value], read: ReadMove) -> None:
         super().__init__()
         self.seal = Seal()
+        self._saved: dict[int, tuple[bytes, str]] = {}
         self._moves = {move.target: move for move in moves}
         self._values = {value.target: value for value in values}
         self._read = read
 
     def set_up_planner(
         self,
-        state_dict: STATE_DICT_TYPE,
+        state_dict: dict[str, Any],
         storage_meta: StorageMeta | None = None,  # noqa: ARG002  # torch's signature
         is_coordinator: bool = False,
     ) -> None:
@@ -122,13 +122,26 @@ class _MovePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         target = write_item.index.fqn
-        value = self._read(self._moves[target]) if target in self._moves else self._values[target].value
-        data = self.transform_object(write_item, value)
+        data = self._read(self._moves[target]) if target in self._moves else self._values[target].value
         if isinstance(data, Tensor):
             self.seal.tensors[target] = checksum_box(data, (0,) * data.ndim, data.shape)
-        else:
-            self.seal.objects[target] = hashlib.sha256(data.getbuffer()).hexdigest()
-        return data
+            return data
+        raw, self.seal.objects[target] = self._serialised(data)
+        return io.BytesIO(raw)
+
+    def _serialised(self, value: object) -> tuple[bytes, str]:
+        """Bytes and their hash. Parameters of a group share its values: each is serialised once."""
+        if id(value) not in self._saved:  # ids stay valid: the plan holds the values
+            raw = saved_bytes(value)
+            self._saved[id(value)] = raw, hashlib.sha256(raw).hexdigest()
+        return self._saved[id(value)]
+
+
+def saved_bytes(value: object) -> bytes:
+    """What `torch.save` makes of an object."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperties) -> WriteItem:

@@ -44,7 +44,9 @@ def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | 
     named = [] if scope in (AUTO, ALL, NONE) else [part for part in scope.split(",") if part]
     for part in named:
         if not any(_holds(module, part) for module in modules):
-            raise CheckpointError(f"--swiglu names {part!r}, which is part of no MLP's name; there are {sorted(modules)}")
+            raise CheckpointError(
+                f"--swiglu names {part!r}, which is part of no MLP's name; there are {sorted(modules)}"
+            )
     gated = frozenset(key for key in shapes if is_fc1(key) and answers[key.rpartition(".")[0]][0])
     return Gating(gated, {m: f"{'gated' if yes else 'not gated'} ({why})" for m, (yes, why) in answers.items()})
 

@@ -104,7 +104,9 @@ def _write(merged: Mapping[str, int], folder: Path) -> None:
     save_alone(merged, checkpoint_id=folder)
 
 
-def export_group_map_json(folder: str | Path, out: str | Path | None = None, model_prefix: str = "model.module") -> Path:
+def export_group_map_json(
+    folder: str | Path, out: str | Path | None = None, model_prefix: str = "model.module"
+) -> Path:
     """Write the map of a DCP folder as a JSON file.
 
     Args:
@@ -159,13 +161,13 @@ def read_group_map_json(path: str | Path) -> dict[str, int]:
 
 
 def _checked(found: Mapping[str, Any], where: str) -> dict[str, int]:
-    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    values: dict[str, Any] = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
     wrong = [f"{n}: {v!r}" for n, v in values.items() if not isinstance(v, int) or isinstance(v, bool) or v < 0]
     if wrong:
         raise CheckpointError(
             f"{where} is not a map of parameter groups, whose values count from 0: {listed(wrong, 3)}"
         )
-    return dict(values)
+    return values
 
 
 def _unwrapped(name: str) -> str:

@@ -1,7 +1,7 @@
 """Which parameter group a parameter belongs to: from a map, or by Megatron's default rule. Pure.
 
-A `torch_dist` checkpoint keeps the groups without their members. The map is what a training run dumped; the rule is what
-Megatron groups by unless told otherwise, and it is only used where exactly one group fits each parameter.
+A `torch_dist` checkpoint keeps the groups without their members. The map is what a training run dumped; the rule
+is what Megatron groups by unless told otherwise, and it is only used where exactly one group fits each parameter.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
     if len(fitting) != 1:
         count = "no parameter group fits" if not fitting else f"the parameter groups {fitting} all fit"
         raise CheckpointError(
-            f"{count} {parameter.name} by Megatron's default rule (1-d tensors and biases do not decay, experts apart); "
-            "give --param-to-param-group-map-json FILE, dumped by the run, or --groups none"
+            f"{count} {parameter.name} by Megatron's default rule (1-d tensors and biases do not decay, experts "
+            "apart); give --param-to-param-group-map-json FILE, dumped by the run, or --groups none"
         )
     return fitting[0]

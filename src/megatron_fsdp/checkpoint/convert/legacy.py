@@ -84,9 +84,7 @@ class Cells:
         ]
         for cell in product(*touched):
             first = [max(o, c * b) for o, c, b in zip(offsets, cell, self.block, strict=True)]
-            last = [
-                min(o + n, (c + 1) * b) for o, n, c, b in zip(offsets, lengths, cell, self.block, strict=True)
-            ]
+            last = [min(o + n, (c + 1) * b) for o, n, c, b in zip(offsets, lengths, cell, self.block, strict=True)]
             yield from self._runs_in(cell, first, last, offsets)
 
     def _runs_in(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 from megatron_fsdp.errors import CheckpointError
 
@@ -172,7 +172,7 @@ def _stacked_layers(components: Sequence[str]) -> list[int]:
     """Where a `layers` stands without an index."""
     return [
         place
-        for place, (this, following) in enumerate(zip(components, components[1:], strict=False))
+        for place, (this, following) in enumerate(pairwise(components))
         if this == "layers" and not following.isdigit()
     ]
 

@@ -20,7 +20,7 @@ class ConvertOptions:
 
     Attributes:
         swiglu: Which fc1 hold two halves: "auto", "all", "none", or modules separated by commas.
-        groups: Where parameter groups come from: "infer", "map", "none"; None: "map" where a map is given, else "infer".
+        groups: Where parameter groups come from: "infer", "map", "none"; None: "map" where one is given, else "infer".
         param_to_group: The map, name -> index of its group.
         masters: Weights from "fp32" master weights where the checkpoint has them, or from the "model".
         weights_only: Leave optimizer state, schedule and random generators behind.
@@ -51,7 +51,9 @@ class ConvertOptions:
         if self.groups == MAP and self.param_to_group is None:
             raise ConfigurationError("--groups map needs --param-to-param-group-map-json FILE")
         if self.groups in (INFER, NO_GROUPS) and self.param_to_group is not None:
-            raise ConfigurationError(f"--groups {self.groups} does not use the map that is given; leave one of them out")
+            raise ConfigurationError(
+                f"--groups {self.groups} does not use the map that is given; leave one of them out"
+            )
         for name in ("model_prefix", "optimizer_prefix", "group_prefix"):
             prefix = getattr(self, name)
             if prefix is not None and (not prefix.strip(".") or prefix != prefix.strip(".") or ".." in prefix):
@@ -73,7 +75,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, options: ConvertOptions, is_fp32: bool) -> Prefixes:
-        """Decide: adapter, MegatronFSDP and, in half precision, one more wrapper each add `module.` to optimizer names."""
+        """Decide: adapter, MegatronFSDP and, in half precision, one more wrapper put `module.` before optimizer names."""
         state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
         follows = _META + state.removeprefix(_STATE) if state.startswith(_STATE) else _META
         return cls(options.model_prefix, state, options.group_prefix or follows)

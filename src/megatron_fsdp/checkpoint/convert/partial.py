@@ -1,8 +1,8 @@
 """Read part of a chunk without the rest of it.
 
 A chunk is one `torch.save` of a tensor: an uncompressed zip archive with a small pickle (dtype, shape, strides) and the
-elements. Where the elements lie in order, and what is wanted of them is one stretch, only that stretch is read. A chunk may
-be a whole stack of layers, and what is wanted one of them.
+elements. Where the elements lie in order, and what is wanted of them is one stretch, only that stretch is read. A chunk
+may be a whole stack of layers, and what is wanted one of them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _read_stretch(path: Path, entry: TensorEntry, chunk: ChunkEntry, start: int,
     size, where = entry.dtype.itemsize, f"{entry.key} in {path}"
     try:
         with path.open("rb") as file:
-            data = _place_of_data(_Window(file, chunk.span.offset, chunk.span.length), entry.dtype, chunk.box.lengths, where)
+            data = _place_of_data(
+                _Window(file, chunk.span.offset, chunk.span.length), entry.dtype, chunk.box.lengths, where
+            )
             if data is None:
                 return None
             raw = bytearray(numel * size)
@@ -178,7 +180,9 @@ class _GeometryUnpickler(RestrictedUnpickler):
         return key, dtype
 
 
-def _geometry(storage: tuple[str, Any], start: int, size: Sequence[int], stride: Sequence[int], *_: object) -> _Geometry:
+def _geometry(
+    storage: tuple[str, Any], start: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> _Geometry:
     key, dtype = storage
     in_order, step = True, 1
     for length, found in zip(reversed(size), reversed(stride), strict=True):

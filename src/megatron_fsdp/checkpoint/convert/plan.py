@@ -148,13 +148,13 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
     unknown += [entry.key for _, key, entry in states if key not in result.weights]
     if unknown:
         raise CheckpointError(
-            f"the checkpoint holds keys that this converter does not know: {listed(sorted(unknown), 30)}; they are neither "
-            "parameters nor optimizer state of any, and guessing would lose them"
+            f"the checkpoint holds keys that this converter does not know: {listed(sorted(unknown), 30)}; they are "
+            "neither parameters nor optimizer state of any, and guessing would lose them"
         )
     if (result.buckets or source.common.is_bucket_space) and not options.weights_only:
         raise CheckpointError(
-            "the optimizer state is laid out by communication buckets (dp_reshardable), which do not say whose state it "
-            "is; save again with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
+            "the optimizer state is laid out by communication buckets (dp_reshardable), which do not say whose state "
+            "it is; save again with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
         )
     for slot, key, entry in states:
         _require_same_shape(entry, result.weights[key])
@@ -165,7 +165,9 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
 def _require_same_shape(state: Entry, weight: Entry) -> None:
     scalar_shape = weight.shape[: leading_axes(weight.key)]
     if state.shape not in (weight.shape, scalar_shape):
-        raise CheckpointError(f"{state.key} has shape {state.shape}, but {weight.key} has {weight.shape}; they belong together")
+        raise CheckpointError(
+            f"{state.key} has shape {state.shape}, but {weight.key} has {weight.shape}; they belong together"
+        )
 
 
 def _move(entry: Entry, piece: Piece, path: PathParts) -> Move:
@@ -217,7 +219,9 @@ def _group_values(
         if group is not None:
             for spelling in _spellings(name, cut):
                 path = prefixes.of_group(spelling)
-                values += [Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])]
+                values += [
+                    Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])
+                ]
         step = common.step_of(group) if name in optimised and "step" not in found.states else None
         if step is not None:
             paths = [prefixes.of_state(piece.name, "step") for piece in cut]
@@ -286,6 +290,9 @@ def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iter
         yield "weights are the model's, rounded; the fp32 master weights are left behind (--masters model)"
     elif _MASTER not in found.states and not common.is_fp32:
         yield "the checkpoint holds no fp32 master weights; weights are the model's"
+    lacking = sorted(found.with_state() - found.states.get(_MASTER, {}).keys()) if _MASTER in found.states else []
+    if lacking and options.masters == FP32:
+        yield f"no fp32 master weights of {listed(lacking)}; these are the model's"
     has_step = "step" in found.states or any(common.step_of(index) is not None for index in range(len(common.groups)))
     if found.states and not has_step:
         yield "the checkpoint does not say how many steps the optimizer has made; none are written"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:
@@ -18,4 +18,4 @@ def save_alone(state: Mapping[str, Any], **options: Any) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.save(dict(state), no_dist=True, **options)
+        save(dict(state), no_dist=True, **options)

@@ -122,7 +122,9 @@ def _only(content: Any) -> Any:
 def _find_cells(folder: CheckpointFolder) -> dict[str, Cells]:
     told = getattr(folder.metadata, "mcore_data", None) or {}
     if not isinstance(told, Mapping):
-        raise CheckpointError(f"{folder.path}: mcore_data is a {type(told).__name__}, not a dict; the metadata is damaged")
+        raise CheckpointError(
+            f"{folder.path}: mcore_data is a {type(told).__name__}, not a dict; the metadata is damaged"
+        )
     found: dict[str, Cells] = {}
     for key, entry in folder.tensors.items():
         about = told.get(key)

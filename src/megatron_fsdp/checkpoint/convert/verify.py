@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.entries import Move, Value, listed
-from megatron_fsdp.checkpoint.convert.execute import ReadMove
+from megatron_fsdp.checkpoint.convert.execute import ReadMove, saved_bytes
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 
 
 def content_hash(tensor: Tensor) -> str:
     """SHA-256 of a tensor's elements, in order."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str]:
@@ -48,7 +47,7 @@ def _is_same(output: CheckpointFolder, move: Move, read: ReadMove) -> bool:
 def _is_same_value(output: CheckpointFolder, value: Value) -> bool:
     if isinstance(value.value, Tensor):
         found = output.read_tensor(value.target) if value.target in output.tensors else None
-        return found is not None and found.dtype == value.value.dtype and content_hash(found) == content_hash(value.value)
-    stream = io.BytesIO()
-    torch.save(value.value, stream)
-    return value.target in output.objects and output.read_bytes(value.target) == stream.getvalue()
+        return (
+            found is not None and found.dtype == value.value.dtype and content_hash(found) == content_hash(value.value)
+        )
+    return value.target in output.objects and output.read_bytes(value.target) == saved_bytes(value.value)
