@@ -75,7 +75,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, options: ConvertOptions, is_fp32: bool) -> Prefixes:
-        """Decide: adapter, MegatronFSDP and, in half precision, one more wrapper put `module.` before optimizer names."""
+        """Decide: the adapter, MegatronFSDP and, in half precision, one more put `module.` before optimizer names."""
         state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
         follows = _META + state.removeprefix(_STATE) if state.startswith(_STATE) else _META
         return cls(options.model_prefix, state, options.group_prefix or follows)
