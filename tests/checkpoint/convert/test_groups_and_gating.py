@@ -127,6 +127,7 @@ def test_a_map_that_names_more_is_noted() -> None:
         ({"groups": "map"}, "needs --param-to-param-group-map-json"),
         ({"groups": "none", "param_to_group": {}}, "leave one of them out"),
         ({"masters": "fp16"}, "use fp32 or model"),
+        ({"swiglu": ""}, "use auto, all, none"),
         ({"model_prefix": "model."}, "names joined by single dots"),
         ({"optimizer_prefix": ""}, "names joined by single dots"),
     ],
@@ -154,5 +155,7 @@ def test_names_of_objects_and_wrapped_parameters() -> None:
 def test_shapes_that_lack_the_axes_of_their_name_are_refused() -> None:
     with pytest.raises(CheckpointError, match="needs 2 leading axes"):
         list(pieces("decoder.layers.mlp.experts.experts.linear_fc2.weight", (4,), gated=False))
+    with pytest.raises(CheckpointError, match="too many layers and experts"):
+        list(pieces("decoder.layers.mlp.linear_fc2.weight", (10**12, 0), gated=False))
     with pytest.raises(CheckpointError, match="3 rows, which do not divide"):
         list(pieces("decoder.layers.0.mlp.linear_fc1.weight", (3, 2), gated=True))

@@ -10,6 +10,7 @@ stacked axis, `experts.experts` is an axis of experts, and a gated `linear_fc1` 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(?!\d+\.)(.+\.(?:weight|bias))((?:_[wv])?)")
 _NUMBERED_EXPERT = re.compile(r"(.*\.experts)\.(?:experts\.)?(\d+)\.(.+\.(?:weight|bias))((?:_[wv])?)")
 _FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")
+_MAX_PARTS = 1_000_000
 _NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
 
 
@@ -122,6 +124,8 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
             f"{model_key} of shape {tuple(shape)} needs {leading} leading axes for layers and experts"
             f"{' and rows to halve' if gated else ''}; the checkpoint is not laid out as torch_dist is"
         )
+    if math.prod(shape[:leading]) > _MAX_PARTS:
+        raise CheckpointError(f"{model_key} of shape {tuple(shape)} has too many layers and experts to be true")
     inner = tuple(shape[leading:])
     if gated and inner[0] % 2:
         raise CheckpointError(f"{model_key} has {inner[0]} rows, which do not divide into a gate and an up projection")

@@ -46,6 +46,10 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         if self.groups not in (None, INFER, MAP, NO_GROUPS):
             raise ConfigurationError(f"--groups is {self.groups!r}; use infer, map or none")
+        if not all(self.swiglu.split(",")):
+            raise ConfigurationError(
+                f"--swiglu is {self.swiglu!r}; use auto, all, none, or modules separated by commas"
+            )
         if self.masters not in (FP32, MODEL):
             raise ConfigurationError(f"--masters is {self.masters!r}; use fp32 or model")
         if self.groups == MAP and self.param_to_group is None:
