@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.convert import Steps, convert
+from megatron_fsdp.checkpoint.convert.convert import convert
 from megatron_fsdp.checkpoint.convert.options import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
@@ -35,12 +35,12 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
-@pytest.mark.parametrize("written", [(1, 2), (2, 1), (3, 2), (3, 1)], ids=lambda w: f"G{w[0]}-tp{w[1]}")
+@pytest.mark.parametrize("written", [(1, 2), (2, 1), (3, 2)], ids=lambda w: f"G{w[0]}-tp{w[1]}")
 def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
     tmp_path: Path, model: str, written: tuple[int, int]
 ) -> None:
     truth = make_truth(MODELS[model])
-    options = WriteOptions(generation=written[0], tp=written[1], dp=3)
+    options = WriteOptions(generation=written[0], tp=written[1])
     report = convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
     assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth))
     assert report.written
@@ -144,13 +144,6 @@ def test_prefixes_may_be_chosen(tmp_path: Path) -> None:
     assert "model.output_layer.weight" in folder.tensors
     assert "optimizer.state.output_layer.weight.exp_avg" in folder.tensors
     assert "groups.of.output_layer.weight.lr" in folder.objects
-
-
-def test_verification_passes_for_every_generation(tmp_path: Path) -> None:
-    for generation in (1, 2, 3):
-        source = tmp_path / f"G{generation}" / "iter_0000007"
-        write_torch_dist(source, make_truth(MODELS["homogeneous_moe"]), WriteOptions(generation=generation, tp=2))
-        assert convert(source, tmp_path / f"out{generation}", steps=Steps(verify=True)).verified
 
 
 def test_unknown_keys_are_an_error_that_lists_them(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
 from megatron_fsdp.checkpoint.entries import ChunkEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.restricted_pickle import Names, RestrictedUnpickler, plain_names
@@ -30,46 +31,58 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 _MAX_PICKLE_BYTES = 1 << 20
 
 
-def read_box_sparingly(folder: CheckpointFolder, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """A box of a tensor, as `CheckpointFolder.read_box`, holding hardly more than the box.
+class SparingReader:
+    """Reads boxes as `CheckpointFolder.read_box` does, holding hardly more than the box.
 
     Args:
         folder: Open.
-        key: Of the tensor.
-        offsets: First index along each dimension.
-        lengths: Along each dimension.
-
-    Raises:
-        CheckpointError: As of `read_box`.
     """
-    entry = folder.tensors.get(key)
-    if entry is None or not _is_inside(entry, offsets, lengths):
-        return folder.read_box(key, offsets, lengths)  # says what is wrong
-    result: Tensor | None = None
-    for chunk in entry.chunks:
-        shared = _shared(chunk.box, offsets, lengths)
-        if shared is None:
-            continue
-        values = _read_part(folder, entry, chunk, shared)
-        if shared.lengths == tuple(lengths):
-            return values
-        result = torch.empty(tuple(lengths), dtype=entry.dtype) if result is None else result
-        _part(result, [a - b for a, b in zip(shared.offsets, offsets, strict=True)], shared.lengths).copy_(values)
-        del values
-    return torch.empty(tuple(lengths), dtype=entry.dtype) if result is None else result
 
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._folder = folder
+        self._indices: dict[str, ChunkIndex] = {}
 
-def _read_part(folder: CheckpointFolder, entry: TensorEntry, chunk: ChunkEntry, wanted: Box) -> Tensor:
-    """The elements of a box inside a chunk."""
-    inside = Box(tuple(a - b for a, b in zip(wanted.offsets, chunk.box.offsets, strict=True)), wanted.lengths)
-    stretch = None
-    if wanted.lengths != chunk.box.lengths and not chunk.transforms:
-        stretch = _stretch_of(chunk.box.lengths, inside)
-    if stretch is not None:
-        found = _read_stretch(folder.path / chunk.span.file, entry, chunk, *stretch)
-        if found is not None:
-            return found.reshape(wanted.lengths)
-    return _part(folder.read_chunk(entry.key, entry.chunks.index(chunk)), inside.offsets, inside.lengths)
+    def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """A box of a tensor.
+
+        Args:
+            key: Of the tensor.
+            offsets: First index along each dimension.
+            lengths: Along each dimension.
+
+        Raises:
+            CheckpointError: As of `CheckpointFolder.read_box`.
+        """
+        entry = self._folder.tensors.get(key)
+        if entry is None or not _is_inside(entry, offsets, lengths):
+            return self._folder.read_box(key, offsets, lengths)  # says what is wrong
+        result: Tensor | None = None
+        for index, shared in self._index_of(entry).meeting(offsets, lengths):
+            values = self._read_part(entry, index, shared)
+            if shared.lengths == tuple(lengths):
+                return values
+            result = torch.empty(tuple(lengths), dtype=entry.dtype) if result is None else result
+            _part(result, [a - b for a, b in zip(shared.offsets, offsets, strict=True)], shared.lengths).copy_(values)
+            del values
+        return torch.empty(tuple(lengths), dtype=entry.dtype) if result is None else result
+
+    def _index_of(self, entry: TensorEntry) -> ChunkIndex:
+        if entry.key not in self._indices:
+            self._indices[entry.key] = ChunkIndex([chunk.box for chunk in entry.chunks])
+        return self._indices[entry.key]
+
+    def _read_part(self, entry: TensorEntry, index: int, wanted: Box) -> Tensor:
+        """The elements of a box inside a chunk."""
+        chunk = entry.chunks[index]
+        inside = Box(tuple(a - b for a, b in zip(wanted.offsets, chunk.box.offsets, strict=True)), wanted.lengths)
+        stretch = None
+        if wanted.lengths != chunk.box.lengths and not chunk.transforms:
+            stretch = _stretch_of(chunk.box.lengths, inside)
+        if stretch is not None:
+            found = _read_stretch(self._folder.path / chunk.span.file, entry, chunk, *stretch)
+            if found is not None:
+                return found.reshape(wanted.lengths)
+        return _part(self._folder.read_chunk(entry.key, index), inside.offsets, inside.lengths)
 
 
 def _stretch_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
@@ -225,14 +238,6 @@ def _is_inside(entry: TensorEntry, offsets: Sequence[int], lengths: Sequence[int
         first >= 0 and length >= 0 and first + length <= size
         for first, length, size in zip(offsets, lengths, entry.shape, strict=True)
     )
-
-
-def _shared(chunk: Box, offsets: Sequence[int], lengths: Sequence[int]) -> Box | None:
-    first = [max(a, b) for a, b in zip(chunk.offsets, offsets, strict=True)]
-    last = [min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)]
-    if any(b <= a for a, b in zip(first, last, strict=True)):
-        return None
-    return Box(tuple(first), tuple(b - a for a, b in zip(first, last, strict=True)))
 
 
 def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

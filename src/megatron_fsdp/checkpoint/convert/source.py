@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.common_state import CommonState
 from megatron_fsdp.checkpoint.convert.entries import Entry, Move
 from megatron_fsdp.checkpoint.convert.legacy import Cells, read_true_box
-from megatron_fsdp.checkpoint.convert.partial import read_box_sparingly
+from megatron_fsdp.checkpoint.convert.partial import SparingReader
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.objects import load_object
@@ -30,12 +30,14 @@ class TorchDistSource:
     """An opened checkpoint.
 
     Attributes:
-        folder: Reads it.
+        folder: Its metadata and objects.
+        reader: Reads its tensors.
         content: What a plan is made from.
         cells: Key -> how it was cut, for tensors that are stored as flattened cells.
     """
 
     folder: CheckpointFolder
+    reader: SparingReader
     content: Source
     cells: Mapping[str, Cells]
 
@@ -56,18 +58,18 @@ class TorchDistSource:
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
         common = CommonState.of(without_opaque(_read_common(folder, path)))
-        return cls(folder, Source(entries, list(folder.objects), common, objects), cells)
+        return cls(folder, SparingReader(folder), Source(entries, list(folder.objects), common, objects), cells)
 
     def read(self, move: Move) -> Tensor:
         """The elements of a move, in its shape, contiguous."""
         if move.source in self.cells:
 
             def stored(offsets: Any, lengths: Any) -> Tensor:
-                return read_box_sparingly(self.folder, move.source, tuple(offsets), tuple(lengths))
+                return self.reader.read_box(move.source, offsets, lengths)
 
             found = read_true_box(self.cells[move.source], stored, move.offsets, move.lengths)
         else:
-            found = read_box_sparingly(self.folder, move.source, move.offsets, move.lengths)
+            found = self.reader.read_box(move.source, move.offsets, move.lengths)
         return found.reshape(move.shape)
 
 
