@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint.convert.convert import convert
+from megatron_fsdp.checkpoint.checkpointer import load_checkpoint
+from megatron_fsdp.checkpoint.convert.convert import Steps, convert
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.loading import read_checkpoint
 from tests.conftest import RunRanks
 from tests.support.megatron_gpt import MegatronGpt, MegatronLayer, loss_of
 from tests.support.parity import assert_equal_tensors
@@ -130,7 +130,7 @@ def read_and_train(
     kept = [p for p in bare.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": part} for part in (decayed, kept) if part], lr=1.0, weight_decay=1.0)
     model, optimizer = fully_shard(bare, optimizer, fsdp_unit_modules=[MegatronLayer])
-    report = read_checkpoint(path, model, optimizer)
+    report = load_checkpoint(model, optimizer, path, verify=True)
     live = {name.removeprefix("module."): param for name, param in model.named_parameters()}
     weights = {name.removeprefix("module."): tensor for name, tensor in model.full_parameters().items()}
     whole = {slot: whole_state(model, live, slot, optimizer) for slot in SLOTS}
@@ -147,10 +147,10 @@ def test_a_converted_checkpoint_loads_strictly_and_trains_on(
 ) -> None:
     truth = make_truth(SPECS[name])
     options = WriteOptions(tp=2, generation=ranks)  # all three generations
-    converted = tmp_path / "fsdp"
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), converted)
+    source, run = write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "run"
+    convert(source, run / "iter_0000007", steps=Steps(write_tracker=True))
     plain = plain_run(truth)
-    for report, weights, states, losses in run_ranks(ranks, read_and_train, str(converted), truth.spec):
+    for report, weights, states, losses in run_ranks(ranks, read_and_train, str(run), truth.spec):
         assert "0 missing, 0 unexpected, 0 of another shape" in report
         assert_equal_tensors(weights, split_halves(truth.masters, truth.spec.swiglu))
         for slot in SLOTS:

@@ -43,6 +43,19 @@ def test_state_of_another_shape_than_its_weight(tmp_path: Path) -> None:
     assert f"{key} has shape (2, 8, 4), but {PROJECTION} has (2, 8, 8)" in message
 
 
+def test_masters_of_another_shape_than_their_weight(tmp_path: Path) -> None:
+    key = "optimizer.state.fp32_param.output_layer.weight"
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: whole(torch.tensor(1.0))})))
+    assert f"{key} has shape (), but output_layer.weight has (20, 8)" in message
+
+
+def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: Path) -> None:
+    written = changed(lambda tensors: tensors.update({"optimizer.new_kind.w": whole(torch.zeros(3))}))
+    assert "does not know: optimizer.new_kind.w" in refused(tmp_path, written)
+    report = convert(tmp_path / "iter_0000007", tmp_path / "out", ConvertOptions(weights_only=True))
+    assert [item.why for item in report.plan.dropped if item.key == "optimizer.new_kind.w"] == ["--weights-only"]
+
+
 def test_a_layer_that_is_there_twice(tmp_path: Path) -> None:
     twice = "decoder.layers.1.self_attention.linear_proj.weight"
     message = refused(tmp_path, changed(lambda tensors: tensors.update({twice: whole(torch.zeros(8, 8))})))

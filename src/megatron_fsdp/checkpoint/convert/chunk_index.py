@@ -14,8 +14,8 @@ _MAX_AXES = 2  # layers and experts
 class ChunkIndex:
     """The boxes of one tensor's chunks, by where they lie along its first axes.
 
-    Only axes along which all boxes have the same length, and begin at multiples of it, are used; the others do not
-    narrow the search.
+    Only axes along which all boxes have the same length are used (so they begin at multiples of it, since they cover
+    the tensor); the others do not narrow the search.
 
     Args:
         boxes: Of the chunks; those without elements are never found.
@@ -27,7 +27,7 @@ class ChunkIndex:
         self._steps: list[int] = []
         for axis in range(min(_MAX_AXES, len(filled[0][1].offsets)) if filled else 0):
             step = filled[0][1].lengths[axis]
-            if any(box.lengths[axis] != step or box.offsets[axis] % step for _, box in filled):
+            if any(box.lengths[axis] != step for _, box in filled):
                 break
             self._steps.append(step)
         self._cells: dict[tuple[int, ...], list[int]] = defaultdict(list)

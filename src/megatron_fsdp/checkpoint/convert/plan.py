@@ -138,6 +138,8 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
         elif is_bucket_space(entry.key):
             result.buckets = True
             result.dropped.append(Dropped(entry.key, "optimizer state by buckets"))
+        elif name is None and options.weights_only and entry.key.startswith(("optimizer.", "chained_")):
+            result.dropped.append(Dropped(entry.key, "--weights-only"))
         elif name is None:
             unknown.append(entry.key)
         elif name.slot is None:
@@ -157,14 +159,14 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
             "it is; save again with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
         )
     for slot, key, entry in states:
-        _require_same_shape(entry, result.weights[key])
+        _require_same_shape(entry, result.weights[key], may_be_scalar=slot != _MASTER)
         result.states.setdefault(slot, {})[key] = entry
     return result
 
 
-def _require_same_shape(state: Entry, weight: Entry) -> None:
+def _require_same_shape(state: Entry, weight: Entry, may_be_scalar: bool) -> None:
     scalar_shape = weight.shape[: leading_axes(weight.key)]
-    if state.shape not in (weight.shape, scalar_shape):
+    if state.shape != weight.shape and not (may_be_scalar and state.shape == scalar_shape):
         raise CheckpointError(
             f"{state.key} has shape {state.shape}, but {weight.key} has {weight.shape}; they belong together"
         )
