@@ -22,7 +22,7 @@ from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Co
 from megatron_fsdp.checkpoint.convert.gating import ALL, AUTO, NONE
 from megatron_fsdp.checkpoint.convert.group_map import read_group_map_json
 from megatron_fsdp.checkpoint.convert.options import FP32, MODEL, ConvertOptions
-from megatron_fsdp.checkpoint.ranks import rank_of
+from megatron_fsdp.checkpoint.ranks import rank_of, together
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 
 NAME, REFERENCE_NAME = "convert", "convert-torch-dist-to-fsdp-dtensor"
@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
     """
     started_here = False
     try:
-        options, steps = _options(args), Steps(args.dry_run, args.verify, args.write_tracker)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
             started_here = True
+        options = together("reading the arguments", lambda: _options(args))
+        steps = Steps(args.dry_run, args.verify, args.write_tracker)
         show = None if args.json or rank_of() != 0 else _Progress()
         report = convert(args.source, args.target, options, steps, show)
     except ConversionMismatchError as error:

@@ -87,6 +87,7 @@ def test_inference_refuses_groups_that_do_not_fit_one_to_one() -> None:
     [
         lambda name: f"model.module.{name}",
         lambda name: f"module.module.{name}",
+        lambda name: f"{name}_w" if "linear_fc1.weight" in name else name,
         lambda name: name.replace(".transformer_layer.", ".mtp_model_layer."),
         lambda name: name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         lambda name: name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -112,6 +113,13 @@ def test_a_map_that_lacks_a_parameter_or_names_a_group_too_many_is_refused() -> 
         assign(parameters(spec), param_groups(spec), "map", short)
     with pytest.raises(CheckpointError, match=r"\(it has 2\): output_layer\.weight -> 2"):
         assign(parameters(spec), param_groups(spec), "map", group_map(spec) | {"output_layer.weight": 2})
+
+
+def test_a_map_that_puts_two_halves_into_different_groups_is_refused() -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    apart = group_map(GptSpec()) | {f"{name}_w": 0, f"{name}_v": 1}
+    with pytest.raises(CheckpointError, match=rf"different groups under several names: {name}_v"):
+        assign(parameters(GptSpec()), param_groups(GptSpec()), "map", apart)
 
 
 def test_a_map_that_names_more_is_noted() -> None:

@@ -12,6 +12,7 @@ from megatron_fsdp.checkpoint.convert.options import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.parity import assert_equal_tensors
+from tests.support.torch_dist.common import group_map
 from tests.support.torch_dist.expected import expected_tensors, split_halves
 from tests.support.torch_dist.gpt import GptSpec, make_truth
 from tests.support.torch_dist.write import WriteOptions, write_torch_dist
@@ -61,6 +62,15 @@ def test_layers_and_experts_that_keep_their_index_convert_to_the_same(tmp_path: 
     options = WriteOptions(singleton=True, one_chunk=True)
     convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
     assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth))
+
+
+def test_halves_that_are_apart_in_the_source_have_the_group_of_their_parameter(tmp_path: Path) -> None:
+    truth = make_truth(MODELS["homogeneous_moe"])
+    source = write_torch_dist(tmp_path / "iter_0000007", truth, WriteOptions(singleton=True))
+    convert(source, tmp_path / "out", ConvertOptions(param_to_group=group_map(truth.spec)))
+    folder = CheckpointFolder(tmp_path / "out")
+    name = "optimizer.param_to_group_meta.module.module.module.decoder.layers.1.mlp.experts.linear_fc1.weight3"
+    assert all(folder.read_object(f"{name}{half}.is_expert_parallel") for half in ("", "_w", "_v"))
 
 
 @pytest.mark.parametrize("kind", ["none", "dp_reshardable"])

@@ -86,7 +86,10 @@ def _from_map(parameters: Sequence[Parameter], count: int, written_map: Mapping[
     outside = [f"{name} -> {index}" for name, index in written_map.items() if not 0 <= index < count]
     if outside:
         raise CheckpointError(f"the map names groups that the checkpoint lacks (it has {count}): {listed(outside)}")
-    by_name = {canonical_name(name): index for name, index in written_map.items()}
+    by_name: dict[str, int] = {}
+    apart = [name for name, i in written_map.items() if by_name.setdefault(canonical_name(name), i) != i]
+    if apart:
+        raise CheckpointError(f"the map puts one parameter into different groups under several names: {listed(apart)}")
     aliases = {_renamed(name): name for name in by_name}
     origin = {p.name: aliases.get(canonical_name(p.name), canonical_name(p.name)) for p in parameters}
     found = {name: by_name[key] for name, key in origin.items() if key in by_name}

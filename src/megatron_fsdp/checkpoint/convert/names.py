@@ -24,6 +24,7 @@ _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(?!\d+\.)(.+\.(?:weight|bias))((?:_[wv])?)")
 _NUMBERED_EXPERT = re.compile(r"(.*\.experts)\.(?:experts\.)?(\d+)\.(.+\.(?:weight|bias))((?:_[wv])?)")
 _FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")
+_HALF = re.compile(r"(\blinear_fc1\.(?:weight|bias)\d*)_[wv]$")
 _MAX_PARTS = 1_000_000
 _NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
 
@@ -130,13 +131,13 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
     if gated and inner[0] % 2:
         raise CheckpointError(f"{model_key} has {inner[0]} rows, which do not divide into a gate and an up projection")
     for index in product(*(range(size) for size in shape[:leading])):
-        parameter = _spell(model_key, index, rename_mtp)
+        name = _spell(model_key, index, rename_mtp)
         for suffix, first, rows in _halves(inner, gated):
             start = (first, *(0 for _ in inner[1:])) if inner else ()
             size = (rows, *inner[1:]) if inner else ()
             yield Piece(
-                parameter,
-                parameter + suffix,
+                _HALF.sub(r"\1", name),
+                name + suffix,
                 offsets=(*index, *start),
                 lengths=(*(1 for _ in index), *size),
                 shape=size,
@@ -148,11 +149,11 @@ def canonical_name(name: str) -> str:
     """A parameter's name without what depends on wrappers and on how a live model spells it.
 
     Maps from parameters to groups are written by live models, whose experts may be a list of modules and whose
-    multi-token prediction layers have another name than in files.
+    multi-token prediction layers have another name than in files, and which may hold the halves of an fc1 apart.
     """
     while name.startswith(("module.", "model.")):
         name = name.partition(".")[2]
-    name = name.replace(".mtp_model_layer.", ".transformer_layer.")
+    name = _HALF.sub(r"\1", name.replace(".mtp_model_layer.", ".transformer_layer."))
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(.+\.(?:weight|bias))$", r".experts.\2\1", name)
 
 
