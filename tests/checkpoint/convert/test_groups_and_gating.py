@@ -167,3 +167,9 @@ def test_shapes_that_lack_the_axes_of_their_name_are_refused() -> None:
         list(pieces("decoder.layers.mlp.linear_fc2.weight", (10**12, 0), gated=False))
     with pytest.raises(CheckpointError, match="3 rows, which do not divide"):
         list(pieces("decoder.layers.0.mlp.linear_fc1.weight", (3, 2), gated=True))
+
+
+def test_biases_of_routers_need_no_group_even_where_they_have_state() -> None:
+    bias = Parameter("decoder.layers.0.mlp.router.expert_bias", 1, has_state=True)
+    written = group_map(GptSpec())
+    assert assign([*parameters(GptSpec()), bias], param_groups(GptSpec()), "map", written).group_of == written

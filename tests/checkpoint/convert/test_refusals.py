@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from megatron_fsdp.checkpoint.convert.convert import convert
 from megatron_fsdp.checkpoint.convert.legacy import Cells
 from megatron_fsdp.checkpoint.convert.options import ConvertOptions
+from megatron_fsdp.checkpoint.convert.plan import make_plan
+from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.torch_dist.gpt import GptSpec, make_truth
@@ -149,3 +152,16 @@ def test_a_gradient_scaler_comes_over(tmp_path: Path) -> None:
     source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
     convert(source, tmp_path / "out")
     assert CheckpointFolder(tmp_path / "out").read_object("grad_scaler.scale") == 65536.0
+
+
+def test_random_generators_of_several_data_parallel_ranks_are_left_behind(tmp_path: Path) -> None:
+    content = TorchDistSource.open(write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))).content
+    key = "rng_state/shard_0.0_1.1"
+    assert [value for value in make_plan(content, ConvertOptions()).values if value.target.startswith("rng_state")]
+    several = replace(content, objects={**content.objects, key: [*content.objects[key]] * 2})
+    plan = make_plan(several, ConvertOptions())
+    assert not [value for value in plan.values if value.target.startswith("rng_state")]
+    assert [item.why for item in plan.dropped if item.key == key] == [
+        "states of several data-parallel ranks; the ranks of the new run are others"
+    ]
+    assert "random generators are left behind: load with --no-load-rng" in plan.notes
