@@ -173,3 +173,11 @@ def test_biases_of_routers_need_no_group_even_where_they_have_state() -> None:
     bias = Parameter("decoder.layers.0.mlp.router.expert_bias", 1, has_state=True)
     written = group_map(GptSpec())
     assert assign([*parameters(GptSpec()), bias], param_groups(GptSpec()), "map", written).group_of == written
+
+
+@pytest.mark.parametrize("how", ["map", "infer"])
+def test_parameters_without_state_need_no_group(how: str) -> None:
+    frozen = Parameter("vision_model.conv1.weight", 4, has_state=False)
+    written = group_map(GptSpec()) if how == "map" else None
+    found = assign([*parameters(GptSpec()), frozen], param_groups(GptSpec()), how, written).group_of
+    assert found == group_map(GptSpec())
