@@ -11,12 +11,15 @@ from types import ModuleType
 from typing import Any
 
 from megatron_fsdp.cli import (
+    checkpoint_convert,
     checkpoint_diff,
     checkpoint_edit,
     checkpoint_inspect,
     checkpoint_list,
+    checkpoint_map,
     checkpoint_show,
     checkpoint_torch,
+    checkpoint_verify,
 )
 from megatron_fsdp.cli.guard import run_guarded
 from megatron_fsdp.cli.parser import Parser
@@ -29,12 +32,15 @@ _MODULES: tuple[ModuleType, ...] = (
     checkpoint_list,
     checkpoint_show,
     checkpoint_diff,
+    checkpoint_verify,
     checkpoint_edit,
     checkpoint_torch,
+    checkpoint_map,
+    checkpoint_convert,
 )
 """Each has `add_parser(subparsers)` and, unless its parsers set `run` themselves, `run(args) -> int`."""
 
-_ON_ALL_RANKS: tuple[ModuleType, ...] = ()
+_ON_ALL_RANKS: tuple[ModuleType, ...] = (checkpoint_convert,)
 """Of them, those whose work is shared out over the ranks of torchrun; the others work on the first rank alone."""
 
 
