@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
+
+Result = TypeVar("Result")
 
 
 def raise_together(error: BaseException | None, doing: str, group: dist.ProcessGroup | None = None) -> None:
@@ -19,13 +22,40 @@ def raise_together(error: BaseException | None, doing: str, group: dist.ProcessG
 
     Raises:
         CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
+        Exception: `error` itself, if it is of this library and every rank has met the same.
     """
     told = None if error is None else f"{type(error).__name__}: {error}"
     everyone = gather_objects(told, group)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
-    if failed:
-        alone = len(everyone) == 1
-        raise CheckpointError(f"{doing} failed ({told if alone else '; '.join(failed)})") from error
+    if not failed:
+        return
+    if isinstance(error, MegatronFSDPError) and all(text == told for text in everyone):
+        raise error
+    raise CheckpointError(f"{doing} failed ({told if len(everyone) == 1 else '; '.join(failed)})") from error
+
+
+def together(doing: str, act: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Do something on every rank, and go on only if all of them could; one small collective.
+
+    Args:
+        doing: As for `raise_together`.
+        act: What to do; makes no collective that could be missed by a rank that failed.
+        group: The ranks.
+
+    Returns:
+        What `act` returned here.
+
+    Raises:
+        CheckpointError: As `raise_together`.
+    """
+    error: Exception | None = None
+    result: Result | None = None
+    try:
+        result = act()
+    except Exception as met:  # noqa: BLE001 - the other ranks have to hear of it
+        error = met
+    raise_together(error, doing, group)
+    return cast(Result, result)
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

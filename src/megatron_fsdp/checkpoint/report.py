@@ -20,6 +20,7 @@ class LoadReport:
         unexpected: Keys that the checkpoint has and the live objects do not.
         reshaped: Keys whose shapes differ, with the shape in the checkpoint and the one wanted; they are not loaded.
         notes: What was done besides, in words, one line each.
+        iteration: Number of the training step that the checkpoint was saved after; None where it does not say.
     """
 
     loaded: tuple[str, ...] = ()
@@ -27,6 +28,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    iteration: int | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -63,7 +63,8 @@ class SealingPlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Flatten by the rule of `flat_state`."""
-        leaves, self.mappings = flatten(state_dict)
+        leaves, paths = flatten(state_dict)
+        self.mappings = dict(paths)
         super().set_up_planner(leaves, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -145,7 +146,7 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
     """
     alone = not dist.is_initialized()
     try:
-        dcp.save(
+        save(
             dict(state),
             storage_writer=SealingWriter(folder),
             planner=SealingPlanner(),

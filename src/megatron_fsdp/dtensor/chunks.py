@@ -108,6 +108,26 @@ class _ShardReader:
         return _ShardReader, (self._chunks, None)
 
 
+def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let a copy of a local tensor answer for its own elements what the original answers for its own.
+
+    Args:
+        source: With or without a description.
+        target: A copy of the same shape.
+
+    Raises:
+        ConfigurationError: The description comes from another library and would hand out the elements of the original.
+    """
+    described = vars(source).get("__get_tensor_shard__")
+    if isinstance(described, _ShardReader):
+        _attach(target, described._chunks)
+    elif described is not None:
+        raise ConfigurationError(
+            "a local tensor carries chunk functions of another library, which would hand out its own elements and not "
+            "those of a copy; save it in the foreground"
+        )
+
+
 def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
     """Attach the description of a DTensor's local elements to its local tensor.
 
@@ -123,7 +143,11 @@ def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box])
         chunks = LocalChunks.in_frame(local, frame_or_boxes)
     else:
         chunks = LocalChunks.of(local, tensor.shape, frame_or_boxes)
+    _attach(local, chunks)
+    return tensor
+
+
+def _attach(local: torch.Tensor, chunks: LocalChunks) -> None:
     local.__create_chunk_list__ = chunks.chunk_list  # type: ignore[attr-defined]
     local.__create_write_items__ = chunks.write_items  # type: ignore[attr-defined]
     local.__get_tensor_shard__ = _ShardReader(chunks, local)  # type: ignore[attr-defined]
-    return tensor

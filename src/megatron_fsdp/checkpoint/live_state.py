@@ -1,0 +1,103 @@
+"""The state of a training job as nested dicts, under the names that checkpoints use.
+
+model.module.<parameter or buffer>                     DTensors and tensors, the live ones
+optimizer.state.module.<parameter>.<slot>              the same
+optimizer.param_groups                                 options of the groups, with the names of their parameters
+rng_state.(<stage>, <tensor rank>).<data rank>.states  random states
+iteration                                              steps done
+<anything else>                                        what the caller adds: a schedule, a data position, an average
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint import optimizer_state, rng
+from megatron_fsdp.errors import ConfigurationError
+
+MODEL, OPTIMIZER, ITERATION = "model", "optimizer", "iteration"
+RESERVED = frozenset({MODEL, OPTIMIZER, ITERATION, rng.SECTION})
+
+_WRAPPERS = re.compile(r"^(module\.)+")
+
+
+class Stateful(Protocol):
+    """What can be put into a checkpoint next to model and optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state; tensors in it are loaded in place."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state over."""
+
+
+Extras = Mapping[str, Stateful]
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    iteration: int,
+    extra: Extras | None = None,
+    with_rng: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Everything that belongs into a checkpoint; nothing is copied but the random states.
+
+    Args:
+        model: Sharded or not.
+        optimizer: Of its parameters; None: not saved.
+        iteration: Steps done.
+        extra: More to save, by name.
+        with_rng: Whether to save the random states of this rank.
+        group: The ranks that save.
+
+    Raises:
+        ConfigurationError: A name of `extra` is taken or has a dot, or the optimizer is not that of the model.
+    """
+    check_names(extra)
+    state: dict[str, Any] = {MODEL: model_section(model), ITERATION: iteration}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer_state.collect(optimizer, model)
+    if with_rng:
+        state |= rng.collect(rng.logical_rank_of(model, group), device_of(model))
+    state |= {name: value.state_dict() for name, value in (extra or {}).items()}
+    return state
+
+
+def model_section(model: nn.Module) -> dict[str, Any]:
+    """The model's state, with one `module.` before each name, whether a wrapper puts it there or not."""
+    found = model.state_dict()
+    if all(key.startswith("module.") for key in found):
+        return dict(found)
+    return {f"module.{key}": value for key, value in found.items()}
+
+
+def bare(name: str) -> str:
+    """A name without what wrappers put before it: any number of `module.`."""
+    return _WRAPPERS.sub("", name)
+
+
+def check_names(extra: Extras | None) -> None:
+    """Refuse names that would be mistaken for others.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for name in extra or {}:
+        if name in RESERVED or not name or "." in name:
+            raise ConfigurationError(
+                f"extra has {name!r}; give names without dots other than {', '.join(sorted(RESERVED))}"
+            )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the parameters are."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))

@@ -1,0 +1,178 @@
+"""Load a checkpoint into a live model, optimizer and whatever else was saved with them, on any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+from megatron_fsdp.checkpoint import optimizer_state, rng
+from megatron_fsdp.checkpoint.flat_state import unflatten
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, bare, check_names, device_of
+from megatron_fsdp.checkpoint.matching import (
+    ExtraMatch,
+    Match,
+    asked_sections,
+    match_extra,
+    match_model,
+    note_left_out,
+)
+from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
+from megatron_fsdp.checkpoint.stored_optimizer import OptimizerMatch, match_optimizer, with_step
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that is settled before the first tensor is read."""
+
+    folder: CheckpointFolder
+    match: Match
+    module_objects: Mapping[str, str]
+    names: list[list[str]]
+    optimizer: OptimizerMatch | None
+    options: list[dict[str, Any]]
+    extras: tuple[ExtraMatch, ...]
+    iteration: int | None
+
+
+def read_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Extras | None = None,
+    with_rng: bool = True,
+    strict: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load one checkpoint folder; collective.
+
+    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
+    number of ranks, strategy and mesh may have written it; each rank reads what it needs.
+
+    Args:
+        folder: With `.metadata` in it.
+        model: Sharded or not; its tensors are written in place.
+        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
+        extra: More to load, by the names under which it was saved.
+        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
+        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
+            fits and reports the rest.
+        group: The ranks; None: all.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
+            same on every rank. Nothing was changed, unless the message says otherwise.
+        ConfigurationError: The arguments do not belong together.
+    """
+    doing = f"loading {folder}"
+    plan = together(doing, lambda: _plan(Path(folder), model, optimizer, extra or {}), group)
+    report = plan.match.report(plan.iteration)
+    together(doing, lambda: report.require_complete(str(folder)) if strict else None, group)
+    objects = together(doing, lambda: {key: plan.folder.read_object(key) for key in plan.match.objects}, group)
+    together(f"{doing}, of which a part is in memory now: load a whole one before going on", lambda: _read(plan), group)
+    together(f"{doing}, whose weights are in memory now", lambda: _install(plan, objects, model, optimizer), group)
+    if not with_rng:
+        return report
+    note = together(doing, lambda: _restore_rng(plan.folder, model, group), group)
+    return replace(report, notes=(*report.notes, note))
+
+
+def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
+    check_names(extra)
+    opened, match = CheckpointFolder(folder), Match()
+    module_objects = match_model(match, opened, model)
+    names: list[list[str]] = []
+    found, options = None, []
+    if optimizer is not None:
+        names = [[bare(name) for name in group] for group in optimizer_state.named_parameters_of(optimizer, model)]
+        found = match_optimizer(match, opened, names, optimizer)
+        try:
+            options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
+        except ConfigurationError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+    extras = tuple(match_extra(match, opened, name, target) for name, target in extra.items())
+    note_left_out(match, opened, asked_sections(optimizer), extra)
+    _note_dtypes(match, opened)
+    return _Plan(opened, match, module_objects, names, found, options, extras, _iteration(opened))
+
+
+def _iteration(folder: CheckpointFolder) -> int | None:
+    found = folder.read_object(ITERATION) if ITERATION in folder.objects else None
+    return found if type(found) is int else None
+
+
+def _note_dtypes(match: Match, folder: CheckpointFolder) -> None:
+    cast = [key for key, target in match.tensors.items() if folder.tensors[key].dtype != target.dtype]
+    if cast:
+        first = cast[0]
+        match.notes.append(
+            f"{len(cast)} tensors were cast, as {first} from {folder.tensors[first].dtype} to "
+            f"{match.tensors[first].dtype}"
+        )
+
+
+def _read(plan: _Plan) -> None:
+    """Each rank reads the chunks that it holds a part of; no communication."""
+    reader, planner = SafeReader(plan.folder), SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = plan.folder.metadata
+    with torch.no_grad():
+        planner.state_dict = dict(plan.match.tensors)
+        local = create_default_local_load_plan(planner.state_dict, metadata, True)
+        reader.set_up_storage_reader(metadata, False)
+        reader.read_data(local, planner).wait()
+
+
+def _install(
+    plan: _Plan, objects: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    install_weights = getattr(model, "install_optimized_model_weights", None)
+    if install_weights is not None:
+        install_weights()
+    for name, key in plan.module_objects.items():
+        owner = getattr(model, "module", model) if install_weights is not None else model
+        owner.get_submodule(name.rpartition(".")[0]).set_extra_state(objects[key])
+    if optimizer is not None and plan.optimizer is not None:
+        state: dict[str, dict[str, Any]] = {}
+        for name, slots in plan.optimizer.tensors.items():
+            state.setdefault(name, {}).update(slots)
+        for name, keys in plan.optimizer.objects.items():
+            state.setdefault(name, {}).update({slot: objects[key] for slot, key in keys.items()})
+        with_step(plan.optimizer, state)
+        nested = {
+            name: unflatten(slots, {key: tuple(key.split(".")) for key in slots}) for name, slots in state.items()
+        }
+        rest = {name: objects[key] for name, key in plan.optimizer.rest.items()}
+        optimizer_state.install(optimizer, plan.names, nested, plan.options, rest)
+    for extra in plan.extras:
+        if extra.root_key is not None:
+            extra.target.load_state_dict(objects[extra.root_key])
+            continue
+        leaves: dict[str, Any] = {}
+        paths = {".".join(path): path for path in [*extra.tensors, *extra.objects]}
+        leaves |= {".".join(path): tensor for path, tensor in extra.tensors.items()}
+        leaves |= {".".join(path): objects[key] for path, key in extra.objects.items()}
+        extra.target.load_state_dict(unflatten(leaves, paths))
+
+
+def _restore_rng(folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None) -> str:
+    keys = [key for key in folder.objects if key.startswith(f"{rng.SECTION}.")]
+    if f"{rng.SECTION}.topology" not in keys:
+        return "random states: none that this library has saved, so the streams go on as they are"
+    place = rng.logical_rank_of(model, group)
+    same = folder.read_object(f"{rng.SECTION}.topology") == [place.tensor_size, place.data_size]
+    wanted = [key for key in keys if not same or key.endswith((".topology", f".{place.key}.states"))]
+    return rng.restore({key: folder.read_object(key) for key in wanted}, place, device_of(model))

@@ -1,0 +1,165 @@
+"""Optimizer state by the names of parameters, so that it survives another order, grouping or number of ranks.
+
+torch keys optimizer state by the position of parameters in the groups. In a checkpoint it stands under names:
+`optimizer.state.<parameter>.<slot>`, and the options of the groups once, with the names of their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import ConfigurationError
+
+GROUPS = "param_groups"
+STATE = "state"
+META = "param_to_group_meta"
+
+
+def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each group, in order.
+
+    Raises:
+        ConfigurationError: A parameter is none of the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = []
+    for position, group in enumerate(optimizer.param_groups):
+        unknown = [index for index, param in enumerate(group["params"]) if id(param) not in names]
+        if unknown:
+            raise ConfigurationError(
+                f"parameter {unknown[0]} of param_groups[{position}] is not a parameter of the model, so its state has "
+                "no name in a checkpoint; give the model that the optimizer was built on"
+            )
+        found.append([names[id(param)] for param in group["params"]])
+    return found
+
+
+def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The optimizer's section of a checkpoint; tensors are the live ones.
+
+    Raises:
+        ConfigurationError: As of `named_parameters_of`.
+    """
+    names = named_parameters_of(optimizer, model)
+    by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
+    flat = [name for group in names for name in group]
+    state = {flat[index]: slots for index, slots in by_index[STATE].items() if slots and isinstance(index, int)}
+    options = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": names[position]}
+        for position, group in enumerate(by_index[GROUPS])
+    ]
+    rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
+    return {STATE: state, GROUPS: options, **rest}
+
+
+def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised state tensor for a parameter.
+
+    Args:
+        param: The parameter.
+        slot: Name of the state; "step" is never sharded.
+        shape: Global.
+        dtype: Of the elements.
+
+    Returns:
+        Cut as the parameter where it has its shape, else whole.
+    """
+    if isinstance(param, DTensor) and slot != "step" and tuple(shape) == tuple(param.shape):
+        if isinstance(param, UnevenDTensor):
+            local = torch.empty_like(param._local_tensor, dtype=dtype, requires_grad=False)
+            return UnevenDTensor.wrap(local, param.shard_frame)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    device = torch.device("cpu") if slot == "step" else param.device
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
+    """Options of each parameter's group by the parameter's name, out of what `collect` stored.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups if isinstance(groups, list) else [None]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise ConfigurationError("the stored param_groups are not a list of dicts with the names of parameters")
+        options = {key: value for key, value in group.items() if key != "params"}
+        found.update({str(name): options for name in group["params"]})
+    return found
+
+
+def merged_options(
+    names: Sequence[Sequence[str]], live: Sequence[Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The options that each live group takes over.
+
+    Args:
+        names: Of the parameters of each live group.
+        live: The live groups; options that they do not have are not taken over.
+        stored: Options by parameter.
+
+    Raises:
+        ConfigurationError: Parameters of one live group had different options.
+    """
+    merged = []
+    for position, (params, group) in enumerate(zip(names, live, strict=True)):
+        wanted: dict[str, Any] = {}
+        for key in group.keys() - {"params"}:
+            found = [(name, stored[name][key]) for name in params if name in stored and key in stored[name]]
+            if not found:
+                continue
+            first, value = found[0]
+            other = next((name for name, found_value in found if not _same(found_value, value)), None)
+            if other is not None:
+                raise ConfigurationError(
+                    f"param_groups[{position}] holds {first} and {other}, which had different {key} when they were "
+                    f"saved ({value!r} and {stored[other][key]!r}); group parameters as they were then"
+                )
+            wanted[key] = tuple(value) if isinstance(group[key], tuple) and isinstance(value, list) else value
+        merged.append(wanted)
+    return merged
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return (list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b)
+
+
+def install(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    state: Mapping[str, Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]],
+    rest: Mapping[str, Any],
+) -> None:
+    """Give an optimizer its state by its own `load_state_dict`, with the hooks that it has.
+
+    Args:
+        optimizer: Changed in place.
+        names: Of the parameters of each group.
+        state: Slots by name of the parameter.
+        options: Of each group; those left out stay.
+        rest: What else its state dict has.
+    """
+    positions = dict(_positions(names))
+    groups = []
+    for group, params, wanted in zip(optimizer.param_groups, names, options, strict=True):
+        own = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**own, **wanted, "params": [positions[name] for name in params]})
+    by_index = {positions[name]: dict(slots) for name, slots in state.items()}
+    optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
+
+
+def _positions(names: Sequence[Sequence[str]]) -> Iterator[tuple[str, int]]:
+    position = 0
+    for group in names:
+        for name in group:
+            yield name, position
+            position += 1

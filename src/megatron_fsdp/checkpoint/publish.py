@@ -1,0 +1,185 @@
+"""Make a written folder a checkpoint that readers see, in steps of which each leaves a whole one (docs/saving.md).
+
+One process does this. Whatever the moment it is killed at, `RunFolder` finds the checkpoint from before or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.retention import to_prune
+from megatron_fsdp.checkpoint.run_folder import (
+    MARK_OF_WHOLE,
+    POINTER,
+    Hidden,
+    Purpose,
+    RunFolder,
+    hidden_name,
+    is_whole,
+)
+from megatron_fsdp.errors import CheckpointError
+
+
+class Publisher:
+    """Writes to the folder of a run.
+
+    Attributes:
+        folder: The folder of the run.
+    """
+
+    def __init__(self, folder: RunFolder, ops: FileOps) -> None:
+        self.folder = folder
+        self._ops = ops
+
+    def begin(self, iteration: int, overwrite: bool) -> Path:
+        """Clear what killed runs have left, and make an empty hidden folder to write a checkpoint into.
+
+        Raises:
+            CheckpointError: The iteration exists, and is not to be overwritten.
+            OSError: The folder cannot be made.
+        """
+        root = self.folder.root
+        self._ops.make_root(root)
+        never_pointed_to = self._clear_leftovers()
+        target = self.folder.path_of(iteration)
+        is_taken = target.exists() or self.folder.find(iteration) is not None
+        if is_taken and not overwrite and iteration not in never_pointed_to:
+            state = "exists" if self.folder.find(iteration) else f"exists, without a {MARK_OF_WHOLE}"
+            raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
+        staging = root / hidden_name(target.name, Purpose.PARTIAL)
+        self._ops.make_folder(staging)
+        return staging
+
+    def publish(self, staging: Path, iteration: int, keep_last: int | None) -> None:
+        """Give a written folder its name, let the pointer name it, and delete what is not kept.
+
+        An error before the pointer has moved undoes all of it. Afterwards it is a warning, but for the last step that
+        makes the move survive a power failure.
+
+        Args:
+            staging: What `begin` has made, with its files forced to the disk.
+            iteration: The one to publish.
+            keep_last: How many to keep; None: all.
+
+        Raises:
+            CheckpointError: The folder is not whole.
+            OSError: As the file system says.
+        """
+        if not is_whole(staging):
+            raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
+        for folder in _folders_bottom_up(staging):
+            self._ops.sync_folder(folder)
+        root = self.folder.root
+        pointer = root / hidden_name(POINTER, Purpose.PARTIAL)
+        target = self.folder.path_of(iteration)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._ops.remove_file, pointer)
+            self._ops.write_file(pointer, str(iteration))
+            if target.exists():
+                aside = root / hidden_name(target.name, Purpose.REPLACED)
+                self._ops.rename(target, aside)
+                undo.callback(self._ops.rename, aside, target)
+            self._ops.rename(staging, target)
+            undo.callback(self._ops.rename, target, staging)
+            self._ops.sync_folder(root)
+            self._ops.replace(pointer, root / POINTER)
+            undo.pop_all()
+        self._ops.sync_folder(root)
+        self._clear_replaced(iteration)
+        for old in to_prune(self.folder.iterations(), iteration, keep_last):
+            self.discard(self.folder.path_of(old))
+
+    def discard(self, path: Path) -> None:
+        """Delete a folder that may be gone already, under a hidden name, so that no reader sees half of it.
+
+        What cannot be deleted is warned about.
+        """
+        hidden = Hidden.parse(path)
+        with self._warning_of(f"{path} could not be deleted"):
+            if hidden is None or hidden.purpose is not Purpose.DISCARDED:
+                if not path.exists():
+                    return
+                name = path.name if hidden is None else hidden.name
+                renamed = self.folder.root / hidden_name(name, Purpose.DISCARDED)
+                self._ops.rename(path, renamed)
+                path = renamed
+            self._ops.remove_tree(path)
+
+    def _clear_leftovers(self) -> set[int]:
+        """Remove what killed processes have left.
+
+        Returns:
+            Iterations that were given their name by a process that was killed before it could move the pointer. Who
+            resumes from the pointer comes to them again; they may be replaced unasked.
+        """
+        never_pointed_to: set[int] = set()
+        for entry in self.folder.hidden():
+            if entry.purpose is Purpose.DISCARDED:
+                self.discard(entry.path)
+            elif entry.is_ours:  # of a save in progress
+                continue
+            elif entry.name == POINTER:
+                never_pointed_to |= self._clear_pointer(entry)
+            elif entry.purpose is Purpose.PARTIAL:
+                self.discard(entry.path)
+            else:
+                self._restore_or_discard(entry)
+        return never_pointed_to
+
+    def _clear_pointer(self, entry: Hidden) -> set[int]:
+        """Remove the unused pointer of a killed process, unless it tells of a checkpoint that was never pointed to."""
+        iteration = _number_in(entry.path)
+        if iteration is not None and self.folder.path_of(iteration).exists() and not self._is_pointed_to(iteration):
+            return {iteration}
+        with self._warning_of(f"{entry.path} could not be deleted"):
+            self._ops.remove_file(entry.path)
+        return set()
+
+    def _is_pointed_to(self, iteration: int) -> bool:
+        try:
+            return self.folder.pointed() == iteration
+        except CheckpointError:  # says nonsense, and is about to be replaced
+            return False
+
+    def _restore_or_discard(self, entry: Hidden) -> None:
+        """Give a checkpoint that was about to be replaced its name back, where no other one has taken it."""
+        published = self.folder.root / entry.name
+        if not published.exists():
+            with self._warning_of(f"{entry.path} could not be renamed to {published.name}"):
+                self._ops.rename(entry.path, published)
+        elif is_whole(published):
+            self.discard(entry.path)
+
+    def _clear_replaced(self, iteration: int) -> None:
+        """Remove what the iteration was before, and pointers that tell it was never pointed to."""
+        name = self.folder.path_of(iteration).name
+        for entry in self.folder.hidden():
+            if entry.purpose is Purpose.REPLACED and entry.name == name:
+                self.discard(entry.path)
+            elif entry.name == POINTER and _number_in(entry.path) == iteration:
+                with self._warning_of(f"{entry.path} could not be deleted"):
+                    self._ops.remove_file(entry.path)
+
+    @contextlib.contextmanager
+    def _warning_of(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            warnings.warn(f"{what} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=3)
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return int(content) if content.isdigit() and len(content) < 19 else None
+
+
+def _folders_bottom_up(path: Path) -> list[Path]:
+    return [Path(folder) for folder, _, _ in os.walk(path, topdown=False)]

@@ -1,0 +1,142 @@
+"""Random states of every rank in a checkpoint, by logical rank.
+
+A logical rank is a rank's place as the model sees it: its index along tensor parallelism and along data parallelism
+(all other mesh dimensions, flattened). With as many of both as when it was saved, each logical rank gets back the
+very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank is then seeded
+from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the same checkpoint
+on the same new ranks gives the same numbers again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint.ranks import rank_of, world_size_of
+from megatron_fsdp.errors import CheckpointError
+
+SECTION = "rng_state"
+
+
+@dataclass(frozen=True)
+class LogicalRank:
+    """A rank's place.
+
+    Attributes:
+        tensor: Index along tensor parallelism.
+        tensor_size: Ranks along it.
+        data: Index among the rest.
+        data_size: How many they are.
+    """
+
+    tensor: int
+    tensor_size: int
+    data: int
+    data_size: int
+
+    @property
+    def key(self) -> str:
+        """As a checkpoint names it; pipeline stage 0, tensor index, data index."""
+        return f"(0, {self.tensor}).{self.data}"
+
+
+def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> LogicalRank:
+    """This rank's place.
+
+    Args:
+        model: Sharded, or not: then all ranks of the group are data-parallel.
+        group: The ranks that save together.
+    """
+    rank, size = rank_of(group), world_size_of(group)
+    index = getattr(model, "dist_index", None)
+    mesh, tp_dim = getattr(index, "device_mesh", None), getattr(index, "tp_dim", None)
+    coordinate = mesh.get_coordinate() if mesh is not None and tp_dim is not None else None
+    if mesh is None or coordinate is None or mesh.size() != size:
+        return LogicalRank(0, 1, rank, size)
+    names = mesh.mesh_dim_names or ()
+    data = 0
+    for name, place, length in zip(names, coordinate, mesh.shape, strict=True):
+        if name != tp_dim:
+            data = data * length + place
+    dim = names.index(tp_dim)
+    return LogicalRank(coordinate[dim], mesh.shape[dim], data, size // mesh.shape[dim])
+
+
+def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
+    """This rank's random states, as the section of a checkpoint."""
+    states: dict[str, Any] = {"random_rng_state": random.getstate(), "torch_rng_state": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")  # where nobody imported it, nobody drew from it
+    if numpy is not None:
+        states["np_rng_state"] = numpy.random.get_state()
+    if device.type != "cpu":
+        states["accelerator_rng_state"] = torch.get_device_module(device.type).get_rng_state(device)
+    outer, inner = place.key.split(".")
+    return {SECTION: {outer: {inner: {"states": [states]}}, "topology": [place.tensor_size, place.data_size]}}
+
+
+def restore(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> str:
+    """Bring back this rank's random states.
+
+    Args:
+        found: Objects of the section by key.
+        place: Of this rank now.
+        device: Whose accelerator stream to set.
+
+    Returns:
+        What was done, for the report.
+
+    Raises:
+        CheckpointError: The states are not of the kind that `collect` writes; nothing was set then.
+    """
+    topology = found.get(f"{SECTION}.topology")
+    if topology == [place.tensor_size, place.data_size]:
+        states = _states_of(found.get(f"{SECTION}.{place.key}.states"), place.key)
+        _set(states, device)
+        return "random states: restored for every logical rank"
+    seed = _seed(found, place)
+    random.seed(seed)
+    torch.manual_seed(seed)  # accelerators too
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    return (
+        f"random states: saved with (tensor, data) ranks {topology}, now ({place.tensor_size}, {place.data_size}), so "
+        "every rank was seeded anew from the saved states and its logical rank"
+    )
+
+
+def _states_of(found: Any, key: str) -> Mapping[str, Any]:
+    states = found[0] if isinstance(found, list) and found else None
+    if not isinstance(states, Mapping) or not isinstance(states.get("torch_rng_state"), torch.Tensor):
+        raise CheckpointError(f"the random states of logical rank {key} are missing or damaged; load with rng=False")
+    return states
+
+
+def _set(states: Mapping[str, Any], device: torch.device) -> None:
+    try:
+        torch.set_rng_state(states["torch_rng_state"])
+        random.setstate(states["random_rng_state"])
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "np_rng_state" in states:
+            numpy.random.set_state(states["np_rng_state"])
+        if device.type != "cpu" and "accelerator_rng_state" in states:
+            torch.get_device_module(device.type).set_rng_state(states["accelerator_rng_state"], device)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the saved random states cannot be set ({error}); load with rng=False") from error
+
+
+def _seed(found: Mapping[str, Any], place: LogicalRank) -> int:
+    """63 bits from all saved torch streams and this rank's place."""
+    digest = hashlib.sha256(f"{place.tensor}/{place.tensor_size} {place.data}/{place.data_size}".encode())
+    for key in sorted(found):
+        if key.endswith(".states"):
+            digest.update(_states_of(found[key], key)["torch_rng_state"].numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

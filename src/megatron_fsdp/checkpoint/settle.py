@@ -1,0 +1,76 @@
+"""Steps that all ranks take together: what rank 0 decides, and errors that are everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of, world_size_of
+from megatron_fsdp.errors import CheckpointError
+
+Answer = TypeVar("Answer")
+
+SaveErrors = (Exception, CheckpointException)
+"""What a save may raise; torch's own exception of checkpoints is no `Exception`."""
+
+
+def decided_by_first(decide: Callable[[], Answer], doing: str, group: dist.ProcessGroup | None = None) -> Answer:
+    """What rank 0 finds or does, on all ranks; one broadcast.
+
+    Args:
+        decide: Called on rank 0 only; what it returns is pickled.
+        doing: What is being done, for the message.
+        group: The ranks; None: all, or this process alone.
+
+    Raises:
+        CheckpointError: Rank 0 has met an error; the same on every rank.
+    """
+    answer: Any = None
+    problem: str | None = None
+    cause: Exception | None = None
+    if rank_of(group) == 0:
+        try:
+            answer = decide()
+        except CheckpointError as error:
+            problem, cause = str(error), error
+        except Exception as error:  # noqa: BLE001  told to the others, then raised
+            problem, cause = f"{doing} failed ({type(error).__name__}: {error})", error
+    if world_size_of(group) > 1:
+        told = [answer, problem]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        answer, problem = told
+    if problem is not None:
+        raise CheckpointError(problem) from cause
+    return answer
+
+
+def raise_settled(error: BaseException | None, doing: str, group: dist.ProcessGroup | None = None) -> None:
+    """`raise_together`, which says once what all ranks say alike.
+
+    Args:
+        error: What this rank met; None if all went well.
+        doing: What was being done, for the message.
+        group: The ranks; None: all, or this process alone.
+
+    Raises:
+        CheckpointError: A rank has met an error; the same message on every rank.
+    """
+    if isinstance(error, CheckpointException):
+        error = _in_short(error, doing)
+    everyone = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
+    if all(told is None for told in everyone):
+        return
+    if isinstance(error, CheckpointError) and len(set(everyone)) == 1:
+        raise error
+    raise_together(error, doing, group)
+
+
+def _in_short(error: CheckpointException, doing: str) -> CheckpointError:
+    """The report of torch on all ranks without the tracebacks, which are different on every machine."""
+    failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(error.failures.items())]
+    made = CheckpointError(f"{doing} failed ({'; '.join(failed)})")
+    made.__cause__ = error
+    return made

@@ -1,0 +1,395 @@
+"""The folder of a run: what is found, what is refused, what is kept, and ranks that meet different things."""
+
+import errno
+import resource
+import signal
+import warnings
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.retention import to_prune
+from megatron_fsdp.checkpoint.run_folder import POINTER, folder_name, iteration_of
+from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.conftest import RunRanks
+
+
+def fill(folder: Path) -> None:
+    (folder / ".metadata").write_text("whole")
+
+
+def write_each(store: CheckpointStore, *iterations: int) -> None:
+    for iteration in iterations:
+        store.write(iteration, fill)
+
+
+# ---- finding --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_laid_out_as_megatron_does(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "runs" / "a")
+    assert store.latest() is None
+    assert store.iterations() == []
+    assert store.write(10, fill) == tmp_path / "runs" / "a" / "iter_0000010"
+    write_each(store, 12_345_678)
+    assert sorted(path.name for path in store.root.iterdir()) == ["iter_0000010", "iter_12345678", POINTER]
+    assert (store.root / POINTER).read_text() == "12345678"
+    assert store.iterations() == [10, 12_345_678]
+    assert store.latest() == store.resolve() == store.resolve(12_345_678) == store.root / "iter_12345678"
+    assert store.resolve(10) == store.path_of(10) == store.root / "iter_0000010"
+
+
+def test_what_does_not_count(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10)
+    for name in ("iter_20", "iter_0000030", "iter_00000040", "iter_0000050x", ".iter_0000060.partial-1-1", "release"):
+        (tmp_path / name).mkdir()
+    for name in ("iter_20", "iter_00000040", "iter_0000050x", ".iter_0000060.partial-1-1"):
+        fill(tmp_path / name)
+    assert store.iterations() == [10]
+    with pytest.raises(CheckpointError, match=r"iter_0000030 is not whole: it has no \.metadata; whole ones .*: 10"):
+        store.resolve(30)
+    with pytest.raises(CheckpointError, match=r"iter_0000020 does not exist; whole ones .*: 10"):
+        store.resolve(20)
+
+
+def test_release_and_hand_written_pointers(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10, 20)
+    (tmp_path / POINTER).write_text("  10\n")
+    assert store.latest() == store.path_of(10)
+    (tmp_path / POINTER).write_text("release\n")
+    with pytest.raises(CheckpointError, match=r"says release, but there is no whole .* 10, 20; ask for one"):
+        store.latest()
+    (tmp_path / "release").mkdir()
+    fill(tmp_path / "release")
+    assert store.latest() == store.resolve() == tmp_path / "release"
+
+
+def test_without_a_pointer_the_newest_is_the_latest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10, 20)
+    (tmp_path / POINTER).unlink()
+    assert store.latest() == store.path_of(20)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"ten", b"-5", b"1_000", b"10 20", b"\xff\xfe\x00", "\u0661\u0662".encode(), b"9" * 5000]
+)
+def test_garbage_in_the_pointer_is_named(tmp_path: Path, content: bytes) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10)
+    (tmp_path / POINTER).write_bytes(content)
+    for look in (store.latest, store.resolve):
+        with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt says b.* whole ones .*: 10"):
+            look()
+    assert store.resolve(10) == store.path_of(10)
+    write_each(store, 20)
+    assert store.latest() == store.path_of(20)
+
+
+def test_wrong_folders_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere, which does not exist; give the folder of"):
+        CheckpointStore(tmp_path / "nowhere").resolve()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in \S+; give the folder of a run"):
+        CheckpointStore(tmp_path).resolve()
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10)
+    with pytest.raises(CheckpointError, match=r"iter_0000010 is a checkpoint; give the folder of the run, \S+, and"):
+        CheckpointStore(store.path_of(10)).latest()
+    (tmp_path / "plain").mkdir()
+    fill(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="plain is a checkpoint, and not the folder of a run"):
+        CheckpointStore(tmp_path / "plain").resolve(10)
+    with pytest.raises(CheckpointError, match="is a file; give the folder of a run"):
+        CheckpointStore(tmp_path / POINTER).latest()
+    (tmp_path / POINTER).write_text("30")
+    with pytest.raises(CheckpointError, match=r"says 30, but there is no whole checkpoint of that name; .*: 10; ask"):
+        store.latest()
+
+
+@pytest.mark.parametrize("iteration", [-1, 1.0, True, "10", None, 10**18])
+def test_what_is_no_iteration_is_refused(tmp_path: Path, iteration: object) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"iteration=.*give a whole number from 0"):
+        store.write(iteration, fill)  # type: ignore[arg-type]
+    if iteration is not None:
+        with pytest.raises(ConfigurationError, match="give a whole number from 0"):
+            store.resolve(iteration)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.5, True, "2"])
+def test_what_is_no_number_to_keep_is_refused(tmp_path: Path, keep_last: object) -> None:
+    with pytest.raises(ConfigurationError, match="give a whole number from 1, or None"):
+        CheckpointStore(tmp_path, keep_last=keep_last)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_names_and_iterations_are_one_to_one(iteration: int) -> None:
+    assert iteration_of(folder_name(iteration)) == iteration
+
+
+# ---- keeping --------------------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 30)), st.integers(0, 30), st.integers(1, 5))
+def test_pruning_keeps_the_newest_up_to_the_pointer_and_all_beyond(there: set[int], pointed: int, keep: int) -> None:
+    gone = to_prune(there, pointed, keep)
+    kept = (there | {pointed}) - set(gone)
+    assert pointed in kept
+    assert {iteration for iteration in there if iteration > pointed} <= kept
+    assert (
+        sorted(iteration for iteration in kept if iteration <= pointed)
+        == sorted(iteration for iteration in there | {pointed} if iteration <= pointed)[-keep:]
+    )
+    assert to_prune(there, pointed, None) == []
+
+
+def test_old_checkpoints_go_and_those_of_a_later_time_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    (tmp_path / "iter_0000001").mkdir()  # not whole: not ours to delete
+    write_each(store, 10, 20, 30, 40)
+    assert store.iterations() == [30, 40]
+    write_each(store, 35, 36)
+    assert store.iterations() == [35, 36, 40]
+    assert store.latest() == store.path_of(36)
+    assert (tmp_path / "iter_0000001").is_dir()
+
+
+class CannotRemove(FileOps):
+    def remove_tree(self, path: Path) -> None:
+        raise PermissionError(errno.EACCES, f"not allowed to remove {path.name}")
+
+
+def test_what_cannot_be_deleted_is_a_warning_and_is_deleted_later(tmp_path: Path) -> None:
+    stubborn = CheckpointStore(tmp_path, keep_last=1, ops=CannotRemove())
+    write_each(stubborn, 10)
+    with pytest.warns(RuntimeWarning, match="iter_0000010 could not be deleted .PermissionError"):
+        stubborn.write(20, fill)
+    assert stubborn.iterations() == [20]
+    assert len(list(tmp_path.iterdir())) == 3
+    write_each(CheckpointStore(tmp_path, keep_last=1), 30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000030", POINTER]
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_iteration_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10, 20)
+    called: list[Path] = []
+    for iteration in (10, 20):
+        with pytest.raises(CheckpointError, match="exists; pass overwrite=True to replace it, or save another"):
+            store.write(iteration, called.append)
+    (tmp_path / "iter_0000030").mkdir()
+    with pytest.raises(CheckpointError, match=r"iter_0000030 exists, without a \.metadata; pass overwrite=True"):
+        store.write(30, called.append)
+    assert called == []
+    assert store.latest() == store.path_of(20)
+    store.write(10, lambda folder: (folder / ".metadata").write_text("again"), overwrite=True)
+    assert (store.resolve() / ".metadata").read_text() == "again"
+    assert store.latest() == store.path_of(10)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_holds_no_metadata_is_not_published(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10)
+    with pytest.raises(CheckpointError, match=r"the writer has left no \.metadata in"):
+        store.write(20, lambda folder: (folder / "data").write_text("x"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, raised: type[BaseException]) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10)
+
+    def interrupted(folder: Path) -> None:
+        fill(folder)
+        raise raised("enough")
+
+    with pytest.raises(KeyboardInterrupt if raised is KeyboardInterrupt else CheckpointError, match="enough"):
+        store.write(20, interrupted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
+
+
+def test_a_save_in_progress_is_not_cleared_away_by_another_one(tmp_path: Path) -> None:
+    store, other = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+
+    def slow(folder: Path) -> None:
+        write_each(other, 20)
+        fill(folder)
+
+    store.write(10, slow)
+    assert store.iterations() == [10, 20]
+
+
+def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for root in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(CheckpointError, match=r"saving .*iter_0000010 failed \((FileExists|NotADirectory)Error"):
+            CheckpointStore(root).write(10, fill)
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def save_too_much(connection: Connection, root: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
+    store = CheckpointStore(root)
+    state = {"weight": torch.zeros(100_000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves without a process group
+        try:
+            store.write(20, lambda folder: dcp.save(state, checkpoint_id=folder))
+        except CheckpointError as error:
+            connection.send(str(error))
+        else:
+            connection.send("saved")
+
+
+def test_a_file_system_that_takes_no_more_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write_each(store, 10)
+    context = get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=save_too_much, args=(there, tmp_path), daemon=True)
+    process.start()
+    assert here.poll(60.0)
+    said = here.recv()
+    process.join()
+    assert "saving" in said
+    assert "File too large" in said or "enforce fail" in said or "unexpected pos" in said
+    assert "Traceback" not in said
+    assert store.latest() == store.path_of(10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def message_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def rank_file(folder: Path) -> None:
+    for number in range(2):
+        (folder / f"part{2 * dist.get_rank() + number}").write_text("data")
+    if dist.get_rank() == 1:
+        fill(folder)
+
+
+def full_on_rank_1(folder: Path) -> None:
+    rank_file(folder)
+    if dist.get_rank() == 1:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class NotesWhatItSyncs(FileOps):
+    def __init__(self) -> None:
+        self.synced: list[str] = []
+
+    def sync_file(self, path: Path) -> None:
+        super().sync_file(path)
+        if path.is_file():
+            self.synced.append(path.name)
+
+
+class NothingSyncsOnRank1(FileOps):
+    def sync_file(self, path: Path) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(errno.EIO, f"cannot sync {path.name}")
+        super().sync_file(path)
+
+
+def save_on_ranks(root: Path) -> dict[str, Any]:
+    store = CheckpointStore(root)
+    done: dict[str, Any] = {}
+    ops = NotesWhatItSyncs()
+    CheckpointStore(root, ops=ops).write(10, rank_file)
+    done["synced"] = ops.synced
+    done["files"] = sorted(path.name for path in store.resolve().iterdir())
+    done["full"] = message_of(lambda: store.write(20, full_on_rank_1))
+    done["sync"] = message_of(lambda: CheckpointStore(root, ops=NothingSyncsOnRank1()).write(20, rank_file))
+    done["exists"] = message_of(lambda: store.write(10, rank_file))
+    done["iterations"] = message_of(lambda: store.write(30 + dist.get_rank(), rank_file))
+    in_the_way = root / POINTER if dist.get_rank() == 0 else root
+    done["root"] = message_of(lambda: CheckpointStore(in_the_way).write(20, rank_file))
+    mine = root / f"rank{dist.get_rank()}"
+    done["shared"] = message_of(lambda: CheckpointStore(mine, patience_s=0.2).write(20, rank_file))
+    done["missing"] = message_of(lambda: store.resolve(20))
+    # Rank 1 looks elsewhere, and still hears what rank 0 has found.
+    elsewhere = CheckpointStore(root if dist.get_rank() == 0 else mine)
+    latest = elsewhere.latest()
+    done["latest"] = latest is not None and latest == elsewhere.path_of(10)
+    done["numbers"] = elsewhere.iterations()
+    dist.barrier()
+    done["left"] = sorted(path.name for path in root.iterdir())
+    return done
+
+
+def test_errors_of_any_rank_are_errors_of_all_and_nothing_is_published(run_ranks: RunRanks, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    found = run_ranks(2, save_on_ranks, root)
+    done = found[0]
+    assert done["files"] == [".metadata", "part0", "part1", "part2", "part3"]
+    shares = [each.pop("synced") for each in found]
+    assert sorted(shares[0] + shares[1]) == done["files"]
+    assert all(shares)
+    assert found[0] == found[1]
+    assert done["full"] == (f"saving {root}/iter_0000020 failed (rank 1: OSError: [Errno 28] No space left on device)")
+    assert "failed (rank 1: OSError: [Errno 5] cannot sync" in str(done["sync"])
+    assert "exists; pass overwrite=True" in str(done["exists"])
+    assert done["iterations"] == "ranks save different iterations: 30 on rank 0, 31 on rank 1; give all the same"
+    assert "FileExistsError" in str(done["root"])
+    assert done["shared"] == (
+        f"saving {root}/rank0/iter_0000020 failed: rank(s) 1 do not see the folder that rank 0 has made beside it; "
+        "give a root on a file system that all ranks share"
+    )
+    assert "iter_0000020 does not exist; whole ones" in str(done["missing"])
+    assert done["latest"] is True
+    assert done["numbers"] == [10]
+    assert done["left"] == ["iter_0000010", POINTER, "rank0"]
+
+
+class Unwritable(dcp.FileSystemWriter):
+    def write_data(self, *args: object) -> object:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write_data(*args)  # type: ignore[arg-type]
+
+
+def save_with_torch(root: Path) -> tuple[str, torch.Tensor]:
+    store = CheckpointStore(root)
+    state = {"weight": torch.arange(8.0), f"of rank {dist.get_rank()}": torch.full((3,), float(dist.get_rank()))}
+    store.write(10, lambda folder: dcp.save(state, checkpoint_id=folder))
+    said = message_of(lambda: store.write(20, lambda folder: dcp.save(state, storage_writer=Unwritable(folder))))
+    loaded = {"of rank 1": torch.zeros(3)}
+    dcp.load(loaded, checkpoint_id=store.resolve())
+    return said, loaded["of rank 1"]
+
+
+def test_torchs_own_writer_and_its_errors(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for said, loaded in run_ranks(2, save_with_torch, tmp_path / "run"):
+        assert said == (
+            f"saving {tmp_path}/run/iter_0000020 failed (rank 1: OSError: [Errno 28] No space left on device)"
+        )
+        assert loaded.tolist() == [1.0, 1.0, 1.0]
+    assert CheckpointStore(tmp_path / "run").iterations() == [10]

@@ -1,0 +1,191 @@
+"""Every single step of a save fails or is the last one of its process; what is found afterwards is whole."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
+from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.errors import CheckpointError
+from tests.support.store_faults import (
+    FAULTS,
+    FILES,
+    Fault,
+    FaultyOps,
+    Killed,
+    content_of,
+    new_process,
+    write_content,
+)
+
+
+def save(root: Path, iteration: int, content: str, ops: FileOps, overwrite: bool = False) -> None:
+    CheckpointStore(root, keep_last=2, ops=ops).write(
+        iteration, lambda folder: write_content(folder, content), overwrite=overwrite
+    )
+
+
+def nothing(_root: Path) -> None:
+    pass
+
+
+def two_saves(root: Path) -> None:
+    for iteration in (5, 10):
+        save(root, iteration, f"{iteration} old", FileOps())
+
+
+def killed_runs(root: Path) -> None:
+    """Two saves, and what processes killed in different steps have left."""
+    two_saves(root)
+    for name in (".iter_0000012.partial-1x1-1", ".iter_0000003.discarded-1x1-2", ".iter_0000005.replaced-1x1-3"):
+        (root / name).mkdir()
+        write_content(root / name, "left over")
+    (root / f".{POINTER}.partial-1x1-4").write_text("12")
+    (root / f".{POINTER}.partial-1x1-5").write_text("")
+
+
+def killed_in_replacing(root: Path) -> None:
+    """The checkpoint that the pointer names is on its way out, and the new one is not in its place yet."""
+    two_saves(root)
+    (root / "iter_0000010").rename(root / ".iter_0000010.replaced-1x1-1")
+    (root / ".iter_0000010.partial-1x1-2").mkdir()
+    write_content(root / ".iter_0000010.partial-1x1-2", "10 lost")
+
+
+def killed_before_the_pointer_moved(root: Path) -> None:
+    two_saves(root)
+    (root / "iter_0000020").mkdir()
+    write_content(root / "iter_0000020", "20 never pointed to")
+    (root / f".{POINTER}.partial-1x1-1").write_text("20")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A folder, and the save that is disturbed in it.
+
+    Attributes:
+        prepare: Makes the folder.
+        iteration: Saved then.
+        overwrite: As of `write`.
+        before: Content of the latest checkpoint before; None where there is none.
+        kept: The iterations that are there after a good save.
+    """
+
+    prepare: Callable[[Path], None]
+    iteration: int
+    overwrite: bool
+    before: str | None
+    kept: tuple[int, ...]
+
+
+SCENARIOS = {
+    "first save": Scenario(nothing, 10, False, None, (10,)),
+    "third save, one goes": Scenario(two_saves, 20, False, "10 old", (10, 20)),
+    "replaces the one pointed to": Scenario(two_saves, 10, True, "10 old", (5, 10)),
+    "replaces an older one": Scenario(two_saves, 5, True, "10 old", (5, 10)),
+    "after killed runs": Scenario(killed_runs, 20, False, "10 old", (10, 20)),
+    "after a kill while replacing": Scenario(killed_in_replacing, 20, False, "10 old", (10, 20)),
+    "replaces after a kill while replacing": Scenario(killed_in_replacing, 10, True, "10 old", (5, 10)),
+    "comes again to one never pointed to": Scenario(killed_before_the_pointer_moved, 20, False, "10 old", (10, 20)),
+}
+
+
+def disturbed(root: Path, scenario: Scenario, ops: FileOps) -> str:
+    """Prepare and save; how it ended."""
+    scenario.prepare(root)
+    new_process()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what could not be deleted
+        try:
+            save(root, scenario.iteration, "new", ops, scenario.overwrite)
+        except Killed:
+            return "killed"
+        except CheckpointError as error:
+            return "error" if "No space left on device" in str(error) else str(error)
+        finally:
+            new_process()
+    return "saved"
+
+
+def check_whole(root: Path, scenario: Scenario, ended: str) -> str | None:
+    """What every reader must find; the content of the latest checkpoint."""
+    folder = RunFolder(root)
+    latest = folder.latest()
+    pointed = folder.pointed()
+    for iteration in folder.iterations():
+        content_of(folder.resolve(iteration))
+    if latest is None:
+        assert scenario.before is None
+        assert ended != "saved"
+        return None
+    assert pointed is None or latest == folder.find(int(pointed))
+    found = content_of(latest)
+    assert found in ({"new"} if ended == "saved" else {"new", scenario.before})
+    return found
+
+
+def check_next_save(root: Path, scenario: Scenario, found: str | None) -> None:
+    """A run that goes on from what was found saves the iteration again if it was lost, and then tidies up."""
+    if found != "new":
+        save(root, scenario.iteration, "new", FileOps(), scenario.overwrite)
+    else:
+        save(root, scenario.iteration, "newer", FileOps(), overwrite=True)
+    assert RunFolder(root).hidden() == []
+    assert RunFolder(root).pointed() == scenario.iteration
+    assert RunFolder(root).iterations() == list(scenario.kept)
+    assert content_of(RunFolder(root).resolve()) == ("new" if found != "new" else "newer")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_fault_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, name: str, fault: Fault) -> None:
+    scenario = SCENARIOS[name]
+    clean = FaultyOps()
+    assert disturbed(tmp_path / "clean", scenario, clean) == "saved"
+    assert len(clean.log) >= 12
+    check_next_save(tmp_path / "clean", scenario, check_whole(tmp_path / "clean", scenario, "saved"))
+    for step in range(len(clean.log)):
+        root = tmp_path / f"step{step}"
+        ended = disturbed(root, scenario, FaultyOps(step, fault))
+        assert ended == "killed" if fault.startswith("killed") else ended in ("error", "saved")
+        found = check_whole(root, scenario, ended)
+        check_next_save(root, scenario, found)
+
+
+@pytest.mark.parametrize("name", ["first save", "third save, one goes", "replaces the one pointed to"])
+def test_an_error_publishes_nothing_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    scenario = SCENARIOS[name]
+    clean = FaultyOps()
+    disturbed(tmp_path / "clean", scenario, clean)
+    moved = next(number for number, (step, _) in enumerate(clean.log) if step == "replace")
+    for step in range(moved + 1):
+        root = tmp_path / f"step{step}"
+        scenario.prepare(root)
+        before = everything(root)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(root, scenario.iteration, "new", FaultyOps(step), scenario.overwrite)
+        assert everything(root) == before
+
+
+def everything(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_is_renamed_has_been_forced_to_the_disk(tmp_path: Path) -> None:
+    ops = FaultyOps()
+    root = tmp_path / "run"
+    disturbed(root, SCENARIOS["replaces the one pointed to"], ops)
+    steps = [(name, path.name if path != root else "root") for name, path in ops.log]
+    staging = next(path for name, path in ops.log if name == "make_folder").name
+    into_place = steps.index(("rename", staging))
+    pointer_moves = next(number for number, (name, _) in enumerate(steps) if name == "replace")
+    synced = {path for name, path in steps[:into_place] if name in ("sync_file", "sync_folder")}
+    assert synced == {Path(name).name for name in FILES} | {".metadata", "folder", staging}
+    assert steps[pointer_moves - 1] == ("sync_folder", "root")
+    assert ("write_file", steps[pointer_moves][1]) in steps[:into_place]
+    assert steps[pointer_moves + 1] == ("sync_folder", "root")
+    assert all(name not in ("remove_tree", "remove_file") for name, _ in steps[:pointer_moves])
