@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, entries_of
+from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
-from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, reading
+from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
 from megatron_fsdp.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -29,11 +30,12 @@ class CheckpointFolder:
     """A folder that torch.distributed.checkpoint (or Megatron's torch_dist) wrote.
 
     Opening it reads and checks the metadata only: names, shapes, that chunks cover each tensor once, that every file is
-    there and long enough.
+    there and long enough, that a manifest names the same tensors and objects.
 
     Args:
         path: The folder with `.metadata` in it (an `iter_*` folder, not the one above).
-        check_files: Whether all files have to be there and long enough; else what is missing shows when it is read.
+        check: Whether all files have to be there and long enough, and the manifest, where there is one, to agree with
+            the metadata; else what is wrong shows when it is read.
 
     Attributes:
         path: The folder.
@@ -42,15 +44,16 @@ class CheckpointFolder:
         CheckpointError: It is missing, not a checkpoint, incomplete or damaged; names what.
     """
 
-    def __init__(self, path: str | Path, *, check_files: bool = True) -> None:
+    def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self.metadata: Metadata = read_metadata(self.path)
         where = str(self.path / METADATA)
         tensors, objects = reading(where, lambda: entries_of(self.metadata, where))
         self.tensors: dict[str, TensorEntry] = tensors
         self.objects: dict[str, ObjectEntry] = objects
-        if check_files:
+        if check:
             self.require_files()
+            self.require_manifest()
 
     def spans(self) -> Iterator[tuple[str, Span]]:
         """Every piece of bytes, with the key it belongs to."""
@@ -66,20 +69,20 @@ class CheckpointFolder:
             needed[span.file] = max(needed.get(span.file, 0), span.offset + span.length)
         return needed
 
-    def file_problems(self) -> list[str]:
-        """Files that are missing or too short, one line each."""
-        found = []
+    def file_problems(self) -> dict[str, str]:
+        """What is wrong with files that are missing or too short, by name."""
+        found = {}
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
                 has = path.stat().st_size if path.is_file() else None
-            except OSError as error:
-                found.append(f"{name} cannot be read ({error.strerror})")
+            except (OSError, ValueError) as error:
+                found[name] = f"cannot be read ({_reason(error)})"
                 continue
             if has is None:
-                found.append(f"{name} is missing")
+                found[name] = "is missing"
             elif has < needed:
-                found.append(f"{name} is cut off: {has} bytes of at least {needed}")
+                found[name] = f"is cut off: {has} bytes of at least {needed}"
         return found
 
     def require_files(self) -> None:
@@ -88,10 +91,30 @@ class CheckpointFolder:
         Raises:
             CheckpointError: One is missing or too short.
         """
-        problems = self.file_problems()
+        problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
         if problems:
             raise CheckpointError(
                 f"{self.path} is incomplete: {'; '.join(problems[:8])}; restore the files, or use another checkpoint"
+            )
+
+    def require_manifest(self) -> None:
+        """Check that the manifest, where there is one, is of this checkpoint.
+
+        Raises:
+            CheckpointError: It is damaged, of a newer version, or describes other tensors or objects.
+        """
+        sealed = Manifest.read(self.path)
+        if sealed is None:
+            return
+        here = {key: (entry.shape, str(entry.dtype)) for key, entry in self.tensors.items()}
+        there = {key: (seal.shape, seal.dtype) for key, seal in sealed.tensors.items()}
+        other = {key for key in here.keys() | there.keys() if here.get(key) != there.get(key)}
+        other |= self.objects.keys() ^ sealed.objects.keys()
+        if other:
+            first = ", ".join(printable(key) for key in sorted(other)[:4])
+            raise CheckpointError(
+                f"{self.path}: {METADATA} and {FILE_NAME} describe different checkpoints ({len(other)} entries differ, "
+                f"such as {first}); `mfsdp checkpoint verify` lists them"
             )
 
     # ---- tensors ----------------------------------------------------------------------------------------------------

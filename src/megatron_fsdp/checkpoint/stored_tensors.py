@@ -88,7 +88,7 @@ def tensor_names() -> dict[tuple[str, str], Any]:
     }
     for dtype, name in _dtype_to_storage_type_map().items():
         if not name.startswith("Q"):  # quantized tensors are more than their storage
-            names["torch", name] = names["torch.cuda", name] = StorageKind(dtype)
+            names["torch", name] = StorageKind(dtype)
     return names
 
 
