@@ -30,8 +30,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bits(values: torch.Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() and values.dim() else bytes(
-        values.reshape(-1).view(torch.uint8).tolist()
+    return (
+        values.contiguous().view(torch.uint8).numpy().tobytes()
+        if values.numel() and values.dim()
+        else bytes(values.reshape(-1).view(torch.uint8).tolist())
     )
 
 
@@ -146,7 +148,9 @@ def test_every_flipped_bit_of_a_tensor_is_found(ours: Path) -> None:
     assert flips == 16 + 14 + 3 + 4
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"-1", b"1e3", b"9" * 400, "٣".encode(), b"\xff", b"release", b"2"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 8, b"-1", b"1e3", b"9" * 400, "٣".encode(), b"\xff", b"release", b"2"]
+)
 def test_a_pointer_that_says_nonsense(tmp_path: Path, content: bytes) -> None:
     byte_damage.write_ours(tmp_path / "iter_0000001")
     (tmp_path / POINTER).write_bytes(content)
