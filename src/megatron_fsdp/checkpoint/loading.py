@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
+from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, bare, check_names, device_of
+from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import (
     ExtraMatch,
     Match,
@@ -24,7 +26,7 @@ from megatron_fsdp.checkpoint.matching import (
     match_model,
     note_left_out,
 )
-from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
 from megatron_fsdp.checkpoint.stored_optimizer import OptimizerMatch, match_optimizer, with_step
@@ -53,6 +55,7 @@ def read_checkpoint(
     extra: Extras | None = None,
     with_rng: bool = True,
     strict: bool = True,
+    verify: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load one checkpoint folder; collective.
@@ -68,6 +71,7 @@ def read_checkpoint(
         with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
         strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
             fits and reports the rest.
+        verify: Compare everything with the manifest first; ranks share the work.
         group: The ranks; None: all.
 
     Returns:
@@ -82,18 +86,22 @@ def read_checkpoint(
     plan = together(doing, lambda: _plan(Path(folder), model, optimizer, extra or {}), group)
     report = plan.match.report(plan.iteration)
     together(doing, lambda: report.require_complete(str(folder)) if strict else None, group)
+    notes = []
+    if verify:
+        rank, ranks = rank_of(group), world_size_of(group)
+        notes.append(together(doing, lambda: require_sound(plan.folder, rank, ranks), group))
     objects = together(doing, lambda: {key: plan.folder.read_object(key) for key in plan.match.objects}, group)
     together(f"{doing}, of which a part is in memory now: load a whole one before going on", lambda: _read(plan), group)
     together(f"{doing}, whose weights are in memory now", lambda: _install(plan, objects, model, optimizer), group)
-    if not with_rng:
-        return report
-    note = together(doing, lambda: _restore_rng(plan.folder, model, group), group)
-    return replace(report, notes=(*report.notes, note))
+    if with_rng:
+        notes.append(together(doing, lambda: _restore_rng(plan.folder, model, group), group))
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
     check_names(extra)
     opened, match = CheckpointFolder(folder), Match()
+    Manifest.read(folder)  # a newer version is refused, whether it is compared or not
     module_objects = match_model(match, opened, model)
     names: list[list[str]] = []
     found, options = None, []

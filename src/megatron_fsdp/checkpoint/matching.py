@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
@@ -123,8 +124,8 @@ class ExtraMatch:
 def match_extra(match: Match, folder: CheckpointFolder, name: str, target: Stateful) -> ExtraMatch:
     """Find the state of one of the caller's own objects.
 
-    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is; whether
-    it fits is for the object's `load_state_dict` to say.
+    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
+    are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
     """
     leaves, paths = flatten({name: target.state_dict()})
     live = {paths[key]: value for key, value in leaves.items()}
@@ -142,7 +143,8 @@ def match_extra(match: Match, folder: CheckpointFolder, name: str, target: State
             match.objects.add(key)
             continue
         entry = folder.tensors[key]
-        target_tensor = here if isinstance(here, torch.Tensor) else torch.empty(entry.shape, dtype=entry.dtype)
+        fits = isinstance(here, DTensor) or (isinstance(here, torch.Tensor) and tuple(here.shape) == entry.shape)
+        target_tensor = cast(torch.Tensor, here) if fits else torch.empty(entry.shape, dtype=entry.dtype)
         if match.want_tensor(folder, key, target_tensor):
             tensors[path[1:]] = target_tensor
     return ExtraMatch(target, tensors, objects, name if name in folder.objects else None)

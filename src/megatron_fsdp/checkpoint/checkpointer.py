@@ -1,0 +1,229 @@
+"""The checkpoints of a run: save now or in the background, load the latest or a chosen one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint.background import BackgroundSaver
+from megatron_fsdp.checkpoint.folder import METADATA
+from megatron_fsdp.checkpoint.live_state import Extras, collect
+from megatron_fsdp.checkpoint.loading import read_checkpoint
+from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.checkpoint.settle import decided_by_first
+from megatron_fsdp.checkpoint.store import CheckpointStore
+
+
+class Checkpointer:
+    """Saves and loads model, optimizer, random states and more; every method is collective.
+
+        with Checkpointer("runs/a", keep_last=3, in_background=True) as checkpoints:
+            report = checkpoints.load(model, optimizer, extra={"schedule": schedule}) if checkpoints.latest() else None
+            for step in range(report.iteration if report else 0, steps):
+                ...
+                checkpoints.save(step + 1, model, optimizer, extra={"schedule": schedule})
+
+    A save is published whole or not at all (`docs/saving.md`). Memory: in the foreground, besides torch's own, one
+    block of 64 Ki elements while checksums are taken; in the background one copy of this rank's shards in host memory,
+    kept for the next save.
+
+    Attributes:
+        store: The folder of the run.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        in_background: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """A checkpointer; nothing is written yet. Collective with `in_background`.
+
+        Args:
+            root: Folder of the run, which all ranks share.
+            keep_last: How many checkpoints to keep; None: all.
+            in_background: Whether `save` returns once the state is copied.
+            group: The ranks; None: all, or this process alone.
+
+        Raises:
+            ConfigurationError: `keep_last` is no whole number from 1.
+        """
+        self.store = CheckpointStore(root, keep_last=keep_last, group=group)
+        self._group = group
+        self._saver = BackgroundSaver(group) if in_background else None
+
+    def save(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Extras | None = None,
+        with_rng: bool = True,
+        overwrite: bool = False,
+    ) -> Path:
+        """Save the state as it is now.
+
+        Args:
+            iteration: Steps done; names the checkpoint.
+            model: Sharded or not.
+            optimizer: Of its parameters; None: not saved.
+            extra: More with `state_dict` and `load_state_dict`, by name: a schedule, a scaler, the data, an average.
+            with_rng: Whether to save the random states of every rank.
+            overwrite: Whether a checkpoint of this iteration may be replaced.
+
+        Returns:
+            Where the checkpoint is, or will be once the background save is done.
+
+        Raises:
+            CheckpointError: It could not be saved, nothing of it is published, and older ones are as they were; the
+                same on every rank. In the background, what the save *before* has met.
+            ConfigurationError: The arguments do not belong together.
+        """
+        target = self.store.path_of(iteration)
+        state = together(
+            f"saving {target}", lambda: collect(model, optimizer, iteration, extra, with_rng, self._group), self._group
+        )
+        if self._saver is None:
+            return self.store.write(
+                iteration, lambda folder: write_state(state, folder, self._group), overwrite=overwrite
+            )
+
+        def write(copied: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+            self.store.over(group).write(
+                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite
+            )
+
+        self._saver.start(state, write)
+        return target
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        iteration: int | None = None,
+        extra: Extras | None = None,
+        with_rng: bool = True,
+        strict: bool = True,
+        verify: bool = False,
+    ) -> LoadReport:
+        """Load the latest checkpoint, or that of an iteration; arguments and errors as of `load_checkpoint`."""
+        self.wait()
+        folder = self.store.resolve(iteration)
+        return read_checkpoint(
+            folder,
+            model,
+            optimizer,
+            extra=extra,
+            with_rng=with_rng,
+            strict=strict,
+            verify=verify,
+            group=self._group,
+        )
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint; None where there is none yet."""
+        return self.store.latest()
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: What it has met on any rank.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Finish, and let memory and group go; before torch.distributed is taken down.
+
+        Raises:
+            CheckpointError: As `wait`.
+        """
+        if self._saver is not None:
+            self._saver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    root: str | os.PathLike[str],
+    *,
+    iteration: int,
+    extra: Extras | None = None,
+    with_rng: bool = True,
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save one checkpoint, `<root>/iter_0000010`, and point `latest_checkpointed_iteration.txt` to it; collective.
+
+    Arguments and errors as of `Checkpointer` and its `save`.
+    """
+    checkpointer = Checkpointer(root, keep_last=keep_last, group=group)
+    return checkpointer.save(iteration, model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite)
+
+
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    root: str | os.PathLike[str],
+    *,
+    iteration: int | None = None,
+    extra: Extras | None = None,
+    with_rng: bool = True,
+    strict: bool = True,
+    verify: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load one checkpoint; collective.
+
+    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
+    number of ranks, strategy and mesh may have written it.
+
+    Args:
+        model: Sharded or not; its tensors are written in place.
+        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
+        root: Folder of the run (then the latest is loaded), or of one checkpoint of torch.distributed.checkpoint.
+        iteration: Which one of the run; None: the latest.
+        extra: More to load, by the names under which it was saved.
+        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
+        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
+            fits and reports the rest.
+        verify: Compare everything with the manifest first; ranks share the work.
+        group: The ranks; None: all.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
+            same on every rank. Nothing was changed, unless the message says otherwise.
+        ConfigurationError: The arguments do not belong together.
+    """
+    path = Path(root)
+    is_one = decided_by_first(lambda: (path / METADATA).is_file(), f"looking into {path}", group)
+    folder = path if is_one and iteration is None else CheckpointStore(path, group=group).resolve(iteration)
+    return read_checkpoint(
+        folder, model, optimizer, extra=extra, with_rng=with_rng, strict=strict, verify=verify, group=group
+    )
