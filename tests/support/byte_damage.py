@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fsdp.checkpoint.sealing import write_state
 
@@ -41,7 +41,7 @@ def write_plain(folder: Path) -> None:
     """As torch alone writes it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.save(small_state(), checkpoint_id=folder, no_dist=True)
+        save(small_state(), checkpoint_id=folder, no_dist=True)
 
 
 def saved_bytes(value: object) -> bytes:
