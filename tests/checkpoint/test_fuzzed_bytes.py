@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.loading import read_checkpoint
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
@@ -124,6 +125,36 @@ def test_without_a_manifest_damage_is_an_error_of_one_kind(plain: Path, name: st
 
     done = run_cases(plain, name, range(CASES), check)
     assert done.count("refused") > CASES // 4
+
+
+class Model(torch.nn.Module):
+    """Has what `small_state` calls a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(6, 5))
+        self.bias = torch.nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", [METADATA, DATA, MANIFEST])
+def test_a_verified_load_gives_the_right_weights_or_leaves_them_alone(ours: Path, name: str) -> None:
+    truth, zeros, path = byte_damage.small_state()["model"], dict(Model().state_dict()), ours / name
+    raw, outcomes = path.read_bytes(), set()
+    try:
+        for seed in range(1000, 1000 + CASES // 2):
+            model = Model()
+            path.write_bytes(byte_damage.damaged(raw, seed))
+            try:
+                read_checkpoint(ours, model, with_rng=False, verify=True)
+                wanted = truth
+            except CheckpointError:
+                wanted = zeros
+            assert all(same(value, wanted[key]) for key, value in model.state_dict().items()), seed
+            outcomes.add(wanted is truth)
+    finally:
+        path.write_bytes(raw)
+    assert outcomes == {True, False}
 
 
 def test_every_flipped_bit_of_a_tensor_is_found(ours: Path) -> None:

@@ -17,6 +17,7 @@ from megatron_fsdp.errors import CheckpointError
 
 _TOO_MANY = 1 << 62
 _MAX_NAME_BYTES = 255
+_MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,22 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
     offset, length = _sizes(numbers, index.fqn, where)
     transforms = getattr(found, "transform_descriptors", None) or ()
     return Span(str(name), offset, length), tuple(str(transform) for transform in transforms)
+
+
+def check_paths(metadata: object, where: str) -> None:
+    """Check how keys nest, where metadata say it.
+
+    Raises:
+        CheckpointError: A key has no path of names and small numbers.
+    """
+    paths: Any = getattr(metadata, "planner_data", None)
+    for key, path in paths.items() if isinstance(paths, dict) else ():
+        if not (isinstance(path, tuple) and path and all(map(_is_step, path))):
+            raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
+
+
+def _is_step(step: object) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_ITEMS)
 
 
 def is_plain_name(name: object) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp.boxes import Box
-from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, entries_of
+from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, check_paths, entries_of
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
 from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
@@ -51,6 +51,7 @@ class CheckpointFolder:
         tensors, objects = reading(where, lambda: entries_of(self.metadata, where))
         self.tensors: dict[str, TensorEntry] = tensors
         self.objects: dict[str, ObjectEntry] = objects
+        check_paths(self.metadata, where)
         if check:
             self.require_files()
             self.require_manifest()
