@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 
 _AS_USUAL = (
     pickle.PROTO,
-    pickle.FRAME,
-    pickle.STOP,
     pickle.MARK,
     pickle.POP,
     pickle.POP_MARK,
@@ -119,11 +117,38 @@ class DataUnpickler(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
     readline: Callable[[], bytes]
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)
+        self._stream = stream
         self._named: dict[int, Any] = {}  # what find_class gave, by id; held, so that ids stay theirs
+
+    def load(self) -> Any:
+        """Run the pickle.
+
+        Returns:
+            What it makes.
+        """
+        self.metastack: list[list[Any]] = []
+        self.stack, self.proto = [], 0
+        self.append = self.stack.append
+        self.read, self.readline = self._stream.read, self._stream.readline  # frames need no care: all is in memory
+        read, operations = self.read, self.dispatch
+        self._is_done = False
+        while not self._is_done:
+            code = read(1)
+            if not code:
+                raise EOFError("it ends too early")
+            operations[code[0]](self)
+        return self.stack.pop()
+
+    def _stop(self) -> None:
+        self._is_done = True
+
+    def _frame(self) -> None:
+        self.read(8)
 
     def get_named(self, module_name: str, global_name: str) -> Any:
         """Look a name up, and note that it may be called."""
@@ -222,6 +247,8 @@ class DataUnpickler(pickle._Unpickler):
     dispatch: ClassVar[Any] = _Operations(
         {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_USUAL}
         | {
+            pickle.STOP[0]: _stop,
+            pickle.FRAME[0]: _frame,
             pickle.GLOBAL[0]: _global,
             pickle.STACK_GLOBAL[0]: _stack_global,
             pickle.REDUCE[0]: _reduce,
