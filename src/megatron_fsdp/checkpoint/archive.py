@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import struct
 import zipfile
 import zlib
@@ -34,7 +35,7 @@ class Archive:
     """One archive of `torch.save`.
 
     Args:
-        raw: All its bytes; what is read are views of them.
+        raw: All its bytes, in memory or mapped; what is read are views of them.
         where: Names it in messages.
 
     Attributes:
@@ -44,7 +45,7 @@ class Archive:
         CheckpointError: It is another kind of file, holds code, or is damaged.
     """
 
-    def __init__(self, raw: bytearray, where: str) -> None:
+    def __init__(self, raw: bytearray | mmap.mmap, where: str) -> None:
         self.where = where
         self._raw = memoryview(raw)
         try:

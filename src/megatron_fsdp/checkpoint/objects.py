@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import mmap
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -38,6 +40,21 @@ def load_object_bytes(raw: bytes | bytearray, where: str) -> Any:
     return load_object(io.BytesIO(raw), where)
 
 
+def load_object_file(path: Path) -> Any:
+    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map).
+
+    Raises:
+        CheckpointError: As of `load_object`, or the file cannot be opened.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            mapped = reading(where, lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+    return reading(where, lambda: _loaded(mapped, where, object_names(), check=False))
+
+
 def load_tensor(raw: bytearray, where: str, *, check: bool = False) -> torch.Tensor:
     """Read one tensor to the CPU; it is a view of the bytes where they allow it.
 
@@ -57,7 +74,7 @@ def load_tensor(raw: bytearray, where: str, *, check: bool = False) -> torch.Ten
     return found.detach()
 
 
-def _loaded(raw: bytearray, where: str, names: Names, *, check: bool) -> Any:
+def _loaded(raw: bytearray | mmap.mmap, where: str, names: Names, *, check: bool) -> Any:
     archive = Archive(raw, where)
     return ArchiveUnpickler(archive, names, _builders(), check=check).load()
 

@@ -116,6 +116,7 @@ def plain_names() -> dict[tuple[str, str], Any]:
     }
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _dtypes()}
     builtins = {"set": _set, "frozenset": _frozenset, "slice": slice, "complex": _complex, "bytearray": _bytearray}
+    builtins["bytes"] = _no_bytes
     names["__builtin__", "xrange"] = range  # what protocol 2 calls it
     for name, stands_for in {**builtins, "range": range}.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
@@ -215,6 +216,12 @@ def _complex(*parts: Any) -> complex:
 def _bytearray(data: Any = b"", encoding: str | None = None) -> bytearray:
     _require(type(data) is bytes or (type(data) is str and encoding is not None), "a bytearray")
     return bytearray(data) if type(data) is bytes else bytearray(_latin1_bytes(data, str(encoding).replace("-", "")))
+
+
+def _no_bytes(*arguments: Any) -> bytes:
+    """How protocol 2 stores b""."""
+    _require(not arguments, "bytes")
+    return b""
 
 
 def _path(*parts: Any) -> pathlib.PurePosixPath:
