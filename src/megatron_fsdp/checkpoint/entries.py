@@ -12,7 +12,12 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.restricted_pickle import printable
 from megatron_fsdp.errors import CheckpointError
+
+_TOO_MANY = 1 << 62
+_MAX_NAME_BYTES = 255
+_MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,9 @@ def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], di
     for key in sorted(described, key=str):
         found = described[key]
         if not isinstance(key, str):
-            raise CheckpointError(f"{where} has a key that is not text: {key!r}")
+            raise CheckpointError(f"{where} has a key that is not text but {type(key).__name__}")
+        if not key.isprintable():
+            raise CheckpointError(f"{where} has a key that cannot be printed: {key!a:.200}")
         if isinstance(found, TensorStorageMetadata):
             tensors[key] = _tensor_entry(key, found, storage, where)
         elif isinstance(found, BytesStorageMetadata):
@@ -124,6 +131,8 @@ def _tensor_entry(
     for chunk in found.chunks:
         box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
         chunks.append(ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where)))
+    if math.prod(shape) >= _TOO_MANY:
+        raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
     problem = cover_problem(shape, [chunk.box for chunk in chunks])
     if problem is not None:
         raise CheckpointError(f"{where}: {key} of shape {shape} {problem}")
@@ -131,9 +140,9 @@ def _tensor_entry(
 
 
 def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:
-    if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
+    if isinstance(value, tuple | list) and all(type(n) is int and 0 <= n < _TOO_MANY for n in value):
         return tuple(value)
-    raise CheckpointError(f"{where}: {key} has {value!r} where lengths should stand")
+    raise CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
 
 
 def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str) -> tuple[Span, tuple[str, ...]]:
@@ -147,15 +156,32 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
     name = getattr(found, "relative_path", None)
     numbers = (getattr(found, "offset", None), getattr(found, "length", None))
     if not is_plain_name(name):
-        raise CheckpointError(f"{where}: {index.fqn} points to {name!r}, which is not a file of the folder; refused")
+        shown = ascii(name)[:200] if isinstance(name, str) else type(name).__name__
+        raise CheckpointError(f"{where}: {index.fqn} points to {shown}, which is not a file of the folder; refused")
     offset, length = _sizes(numbers, index.fqn, where)
     transforms = getattr(found, "transform_descriptors", None) or ()
     return Span(str(name), offset, length), tuple(str(transform) for transform in transforms)
 
 
+def check_paths(metadata: object, where: str) -> None:
+    """Check how keys nest, where metadata say it.
+
+    Raises:
+        CheckpointError: A key has no path of names and small numbers.
+    """
+    paths: Any = getattr(metadata, "planner_data", None)
+    for key, path in paths.items() if isinstance(paths, dict) else ():
+        if not (isinstance(path, tuple) and path and all(map(_is_step, path))):
+            raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
+
+
+def _is_step(step: object) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_ITEMS)
+
+
 def is_plain_name(name: object) -> bool:
     """Whether it names a file of a folder, and nothing outside of it."""
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+    if not isinstance(name, str) or not name.isprintable() or "\\" in name or len(name.encode()) > _MAX_NAME_BYTES:
         return False
     path = PurePosixPath(name)
     return not path.is_absolute() and len(path.parts) == 1 and name not in (".", "..")
@@ -177,12 +203,13 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _overlap(boxes: Sequence[Box]) -> str | None:
-    """Sweep along the first dimension: only boxes that share rows are compared."""
+    """Sweep along the dimension that is cut most: only boxes that share a stretch of it are compared."""
     if not boxes or not boxes[0].offsets:
         return "has elements more than once" if len(boxes) > 1 else None
+    dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        open_boxes = [other for other in open_boxes if other.offsets[0] + other.lengths[0] > box.offsets[0]]
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        open_boxes = [other for other in open_boxes if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
         if any(_meet(box, other) for other in open_boxes):
             return f"has elements more than once, at {box.offsets}"
         open_boxes.append(box)

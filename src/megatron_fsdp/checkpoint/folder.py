@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,23 +14,28 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp.boxes import Box
-from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, entries_of
+from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, check_paths, entries_of
+from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
-from megatron_fsdp.checkpoint.restricted_pickle import load_restricted
+from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
 from megatron_fsdp.errors import CheckpointError
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
+MAX_OBJECT_BYTES = 4 << 30
+MAX_ARCHIVE_OVERHEAD = 1 << 20
 
 
 class CheckpointFolder:
     """A folder that torch.distributed.checkpoint (or Megatron's torch_dist) wrote.
 
     Opening it reads and checks the metadata only: names, shapes, that chunks cover each tensor once, that every file is
-    there and long enough.
+    there and long enough, that a manifest names the same tensors and objects.
 
     Args:
         path: The folder with `.metadata` in it (an `iter_*` folder, not the one above).
+        check: Whether all files have to be there and long enough, and the manifest, where there is one, to agree with
+            the metadata; else what is wrong shows when it is read.
 
     Attributes:
         path: The folder.
@@ -38,13 +44,17 @@ class CheckpointFolder:
         CheckpointError: It is missing, not a checkpoint, incomplete or damaged; names what.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self.metadata: Metadata = read_metadata(self.path)
-        tensors, objects = entries_of(self.metadata, str(self.path / METADATA))
+        where = str(self.path / METADATA)
+        tensors, objects = reading(where, lambda: entries_of(self.metadata, where))
         self.tensors: dict[str, TensorEntry] = tensors
         self.objects: dict[str, ObjectEntry] = objects
-        self.require_files()
+        check_paths(self.metadata, where)
+        if check:
+            self.require_files()
+            self.require_manifest()
 
     def spans(self) -> Iterator[tuple[str, Span]]:
         """Every piece of bytes, with the key it belongs to."""
@@ -60,20 +70,20 @@ class CheckpointFolder:
             needed[span.file] = max(needed.get(span.file, 0), span.offset + span.length)
         return needed
 
-    def file_problems(self) -> list[str]:
-        """Files that are missing or too short, one line each."""
-        found = []
+    def file_problems(self) -> dict[str, str]:
+        """What is wrong with files that are missing or too short, by name."""
+        found = {}
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
                 has = path.stat().st_size if path.is_file() else None
-            except OSError as error:
-                found.append(f"{name} cannot be read ({error.strerror})")
+            except (OSError, ValueError) as error:
+                found[name] = f"cannot be read ({_reason(error)})"
                 continue
             if has is None:
-                found.append(f"{name} is missing")
+                found[name] = "is missing"
             elif has < needed:
-                found.append(f"{name} is cut off: {has} bytes of at least {needed}")
+                found[name] = f"is cut off: {has} bytes of at least {needed}"
         return found
 
     def require_files(self) -> None:
@@ -82,10 +92,30 @@ class CheckpointFolder:
         Raises:
             CheckpointError: One is missing or too short.
         """
-        problems = self.file_problems()
+        problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
         if problems:
             raise CheckpointError(
                 f"{self.path} is incomplete: {'; '.join(problems[:8])}; restore the files, or use another checkpoint"
+            )
+
+    def require_manifest(self) -> None:
+        """Check that the manifest, where there is one, is of this checkpoint.
+
+        Raises:
+            CheckpointError: It is damaged, of a newer version, or describes other tensors or objects.
+        """
+        sealed = Manifest.read(self.path)
+        if sealed is None:
+            return
+        here = {key: (entry.shape, str(entry.dtype)) for key, entry in self.tensors.items()}
+        there = {key: (seal.shape, seal.dtype) for key, seal in sealed.tensors.items()}
+        other = {key for key in here.keys() | there.keys() if here.get(key) != there.get(key)}
+        other |= self.objects.keys() ^ sealed.objects.keys()
+        if other:
+            first = ", ".join(printable(key) for key in sorted(other)[:4])
+            raise CheckpointError(
+                f"{self.path}: {METADATA} and {FILE_NAME} describe different checkpoints ({len(other)} entries differ, "
+                f"such as {first}); `mfsdp checkpoint verify` lists them"
             )
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
@@ -129,14 +159,19 @@ class CheckpointFolder:
             out[here] = values
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
 
-    def read_chunk(self, key: str, index: int) -> torch.Tensor:
+    def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
         """The values of one chunk, shaped as its box.
+
+        Args:
+            key: Of the tensor.
+            index: Of the chunk.
+            check: Compare with the CRC-32 in the file, where there is one.
 
         Raises:
             CheckpointError: As of `read_tensor`.
         """
         entry = self._tensor(key)
-        return self._read(entry, entry.chunks[index])
+        return self._read(entry, entry.chunks[index], check=check)
 
     def _tensor(self, key: str) -> TensorEntry:
         found = self.tensors.get(key)
@@ -144,10 +179,11 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} has no tensor {key}; it has {len(self.tensors)} others")
         return found
 
-    def _read(self, entry: TensorEntry, chunk: ChunkEntry) -> torch.Tensor:
+    def _read(self, entry: TensorEntry, chunk: ChunkEntry, *, check: bool = False) -> torch.Tensor:
         where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-        raw = self.read_span(chunk.span, chunk.transforms, where)
-        values = load_tensor(io.BytesIO(raw), where)
+        at_most = chunk.box.numel * entry.dtype.itemsize + MAX_ARCHIVE_OVERHEAD
+        raw = self.read_span(chunk.span, chunk.transforms, where, at_most)
+        values = load_tensor(raw, where, check=check)
         if tuple(values.shape) != chunk.box.lengths or values.dtype != entry.dtype:
             raise CheckpointError(
                 f"{where} holds {tuple(values.shape)} of {values.dtype} where the metadata say {chunk.box.lengths} of "
@@ -166,7 +202,7 @@ class CheckpointFolder:
         entry = self.objects.get(key)
         if entry is None:
             raise CheckpointError(f"{self.path} has no object {key}; it has {len(self.objects)} others")
-        return self.read_span(entry.span, entry.transforms, f"{key} in {self.path / entry.span.file}")
+        return bytes(self.read_span(entry.span, entry.transforms, f"{key} in {self.path / entry.span.file}"))
 
     def read_object(self, key: str) -> object:
         """An object, read as data (see `objects.load_object`).
@@ -176,30 +212,53 @@ class CheckpointFolder:
         """
         return load_object_bytes(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
-    def read_span(self, span: Span, transforms: Sequence[str], where: str) -> bytes:
+    def read_span(
+        self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
+    ) -> bytearray:
         """Some bytes of one file, with torch's stream extensions undone.
 
+        Args:
+            span: Which bytes.
+            transforms: Names of the extensions.
+            where: Names the bytes in messages.
+            at_most: More bytes than this they may not become.
+
         Raises:
-            CheckpointError: The file is missing or too short, or an extension is unknown.
+            CheckpointError: The file is missing or too short, or an extension is unknown or fails.
         """
+        path = self.path / span.file
         try:
-            with (self.path / span.file).open("rb") as file:
+            with path.open("rb") as file:
+                there = max(0, min(span.length, os.fstat(file.fileno()).st_size - span.offset))
+                raw = bytearray(there)  # not more than there is, whatever the metadata say
                 file.seek(span.offset)
-                raw = file.read(span.length)
-        except OSError as error:
-            raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
-        if len(raw) != span.length:
-            raise CheckpointError(f"{where} is cut off: {len(raw)} bytes of {span.length}")
-        if not transforms:
-            return raw
-        try:
-            extensions = ExtensionRegistry().from_descriptor_list(transforms)
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{where} went through {list(transforms)}, which this torch cannot undo") from error
-        stream: IO[bytes] = io.BytesIO(raw)
-        for extension in extensions:
-            stream = cast(StreamTransformExtension, extension).transform_from(stream)
-        return stream.read(-1)
+                has = file.readinto(raw)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
+        if has != span.length:
+            raise CheckpointError(f"{where} is cut off: {has} bytes of {span.length}")
+        return raw if not transforms else reading(where, lambda: _undone(raw, transforms, where, at_most))
+
+
+def _undone(raw: bytearray, transforms: Sequence[str], where: str, at_most: int) -> bytearray:
+    """What torch's stream extensions made these bytes from."""
+    try:
+        extensions = ExtensionRegistry().from_descriptor_list(transforms)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{where} went through {list(transforms)!a:.200}, which this torch cannot undo"
+        ) from error
+    stream: IO[bytes] = io.BytesIO(raw)
+    for extension in extensions:
+        stream = cast(StreamTransformExtension, extension).transform_from(stream)
+    found = bytearray(stream.read(at_most + 1))
+    if len(found) > at_most:
+        raise CheckpointError(f"{where} unpacks to more than {at_most} bytes, which it cannot need; refused")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -209,17 +268,17 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: The folder is missing or no checkpoint, or the metadata are damaged or ask for code.
     """
     path = folder / METADATA
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
-    if path.stat().st_size > MAX_METADATA_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint needs; refused")
     try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
+        if path.stat().st_size > MAX_METADATA_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint needs; refused")
         with path.open("rb") as stream:
             return load_restricted(stream, str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _hint(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, check_names, device_of
-from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import (
     ExtraMatch,
     Match,
@@ -92,8 +91,9 @@ def read_checkpoint(
         rank, ranks = rank_of(group), world_size_of(group)
         notes.append(together(doing, lambda: require_sound(plan.folder, rank, ranks), group))
     objects = together(doing, lambda: {key: plan.folder.read_object(key) for key in plan.match.objects}, group)
-    together(f"{doing}, of which a part is in memory now: load a whole one before going on", lambda: _read(plan), group)
-    together(f"{doing}, whose weights are in memory now", lambda: _install(plan, objects, model, optimizer), group)
+    together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
+    installed = "its weights are in memory now: load a whole one"
+    together(doing, lambda: _telling(installed, lambda: _install(plan, objects, model, optimizer)), group)
     if with_rng:
         notes.append(together(doing, lambda: _restore_rng(plan.folder, model, group), group))
     return replace(report, notes=(*report.notes, *notes))
@@ -102,7 +102,6 @@ def read_checkpoint(
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
     check_names(extra)
     opened, match = CheckpointFolder(folder), Match()
-    Manifest.read(folder)  # a newer version is refused, whether it is compared or not
     module_objects = match_model(match, opened, model)
     names: list[list[str]] = []
     found, options = None, []
@@ -117,6 +116,14 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     note_left_out(match, opened, asked_sections(optimizer), extra)
     _note_dtypes(match, opened)
     return _Plan(opened, match, module_objects, names, found, options, extras, _iteration(opened))
+
+
+def _telling(what_is_left: str, act: Callable[[], None]) -> None:
+    """Where something cannot be undone, say so in the error."""
+    try:
+        act()
+    except Exception as error:
+        raise CheckpointError(f"{error} ({what_is_left})") from error
 
 
 def _iteration(folder: CheckpointFolder) -> int | None:

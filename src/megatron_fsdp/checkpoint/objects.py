@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import io
-import warnings
-import zipfile
-from types import SimpleNamespace
+import mmap
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from megatron_fsdp.checkpoint.restricted_pickle import Names, plain_names, reading, unpickler_for
+from megatron_fsdp.checkpoint.archive import Archive
+from megatron_fsdp.checkpoint.data_unpickler import Builders
+from megatron_fsdp.checkpoint.numpy_values import numpy_builders, numpy_names
+from megatron_fsdp.checkpoint.restricted_pickle import Names, plain_names, reading
+from megatron_fsdp.checkpoint.stored_tensors import ArchiveUnpickler, tensor_names
 from megatron_fsdp.errors import CheckpointError
 
 
@@ -21,73 +25,72 @@ def load_object(stream: IO[bytes], where: str) -> Any:
     such as Megatron are kept as `Opaque`. Nothing is imported.
 
     Args:
-        stream: Seekable, with the bytes of one `torch.save`.
+        stream: With the bytes of one `torch.save`, from where it stands to its end.
         where: Names the file (and the entry) in messages.
 
     Raises:
         CheckpointError: It names a class or function off the list, is not of the zip format that torch writes since
             1.6, holds TorchScript, or is damaged.
     """
-    reading(where, lambda: _check_archive(stream, where))
-    module = SimpleNamespace(Unpickler=unpickler_for(object_names(), where), __name__="restricted")
-    return reading(where, lambda: _quiet_load(stream, pickle_module=module, weights_only=False))
+    return reading(where, lambda: _loaded(bytearray(stream.read()), where, object_names(), check=True))
 
 
-def load_tensor(stream: IO[bytes], where: str) -> torch.Tensor:
-    """Read one tensor to the CPU.
-
-    Raises:
-        CheckpointError: It is something else, or damaged.
-    """
-    found = reading(where, lambda: _quiet_load(stream, weights_only=True))
-    if not isinstance(found, torch.Tensor):
-        raise CheckpointError(f"{where} holds a {type(found).__name__} where a tensor should be; the file is damaged")
-    return found
-
-
-def load_object_bytes(raw: bytes, where: str) -> Any:
+def load_object_bytes(raw: bytes | bytearray, where: str) -> Any:
     """As `load_object`, of bytes."""
     return load_object(io.BytesIO(raw), where)
 
 
-def _quiet_load(stream: IO[bytes], **kwargs: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of damaged files; that they are is said by an error
-        return torch.load(stream, map_location="cpu", **kwargs)
+def load_object_file(path: Path) -> Any:
+    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map).
+
+    Raises:
+        CheckpointError: As of `load_object`, or the file cannot be opened.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            mapped = reading(where, lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+    return reading(where, lambda: _loaded(mapped, where, object_names(), check=False))
 
 
-def _check_archive(stream: IO[bytes], where: str) -> None:
-    """Only the zip format is read: the older one is a chain of bare pickles, and TorchScript carries code."""
-    start = stream.tell()
-    if not zipfile.is_zipfile(stream):
-        raise CheckpointError(f"{where} is not an archive of torch.save (zip format); it is damaged, or something else")
-    stream.seek(start)
-    with zipfile.ZipFile(stream) as archive:
-        names = archive.namelist()
-    stream.seek(start)
-    if any(name.rpartition("/")[2] == "constants.pkl" for name in names):
-        raise CheckpointError(f"{where} holds TorchScript, which is code; a checkpoint does not need it: refused")
+def load_tensor(raw: bytearray, where: str, *, check: bool = False) -> torch.Tensor:
+    """Read one tensor to the CPU; it is a view of the bytes where they allow it.
+
+    Args:
+        raw: Of one `torch.save`.
+        where: Names the file (and the entry) in messages.
+        check: Compare the elements with the CRC-32 in the file. Takes longer than reading them.
+
+    Raises:
+        CheckpointError: It is something else, or damaged.
+    """
+    found = reading(where, lambda: _loaded(raw, where, chunk_names(), check=check))
+    if not isinstance(found, torch.Tensor):
+        raise CheckpointError(f"{where} holds a {type(found).__name__} where a tensor should be; the file is damaged")
+    if found.numel() * found.element_size() > found.untyped_storage().nbytes():
+        raise CheckpointError(f"{where} holds a tensor with fewer elements than its shape {tuple(found.shape)} has")
+    return found.detach()
 
 
+def _loaded(raw: bytearray | mmap.mmap, where: str, names: Names, *, check: bool) -> Any:
+    archive = Archive(raw, where)
+    return ArchiveUnpickler(archive, names, _builders(), check=check).load()
+
+
+@functools.cache
+def chunk_names() -> Names:
+    """What single tensors consist of."""
+    return plain_names() | tensor_names()
+
+
+@functools.cache
+def _builders() -> Builders:
+    return {**ArchiveUnpickler.builders, **numpy_builders()}
+
+
+@functools.cache
 def object_names() -> Names:
     """What objects in checkpoints consist of."""
-    from torch import _utils
-
-    names = plain_names()
-    for name in ("_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_parameter"):
-        names["torch._utils", name] = getattr(_utils, name)
-    return names | _numpy_names()
-
-
-def _numpy_names() -> dict[tuple[str, str], Any]:
-    """Arrays and numbers of NumPy, which random states of `numpy.random` consist of."""
-    try:
-        import numpy as np
-        from numpy._core import multiarray
-    except ImportError:
-        return {}
-    names: dict[tuple[str, str], Any] = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype}
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        names[module, "_reconstruct"] = multiarray._reconstruct
-        names[module, "scalar"] = multiarray.scalar
-    return names
+    return plain_names() | tensor_names() | numpy_names()

@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import enum
+import io
 import pathlib
 import pickle
 from collections.abc import Callable, Mapping
-from typing import IO, Any, ClassVar, NoReturn
+from types import MappingProxyType
+from typing import IO, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
+from megatron_fsdp.checkpoint.data_unpickler import DataUnpickler, Opaque, checked_keys
 from megatron_fsdp.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], Any]
@@ -25,53 +29,11 @@ FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelop
 """Packages whose classes may stand in a checkpoint: never imported, what was stored of them is kept as `Opaque`."""
 
 
-class Opaque:
-    """What is left of an object whose class belongs to a package that is not imported: its name and its data.
-
-    Attributes:
-        qualified_name: Module and class.
-        arguments: What it was made with.
-        state: What was set on it; None if nothing was.
-        items: Elements, where it was a kind of list or dict.
-    """
-
-    qualified_name = "unknown"
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
-        """Keep the arguments; nothing is called."""
-        made = super().__new__(cls)
-        made.arguments = (*args, *kwargs.items())
-        made.state = None
-        made.items = []
-        return made
-
-    arguments: tuple[Any, ...]
-    state: Any
-    items: list[Any]
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, item: Any) -> None:
-        """Take an element, as lists do."""
-        self.items.append(item)
-
-    def extend(self, items: Any) -> None:
-        """Take elements, as lists do."""
-        self.items.extend(items)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
-
-    def __repr__(self) -> str:
-        return f"<{self.qualified_name}, not read>"
-
-
-class RestrictedUnpickler(pickle.Unpickler):
+class RestrictedUnpickler(DataUnpickler):
     """An unpickler that knows a table of names and no others."""
 
-    names: ClassVar[Names] = {}
-    where: ClassVar[str] = "a pickle"
+    names: Names = MappingProxyType({})
+    where: str = "a pickle"
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """The entry of the table.
@@ -84,14 +46,15 @@ class RestrictedUnpickler(pickle.Unpickler):
             return found
         if module_name.partition(".")[0] in FOREIGN_PACKAGES:
             return type(global_name, (Opaque,), {"qualified_name": f"{module_name}.{global_name}"})
+        asked = printable(f"{module_name:.200}.{global_name:.200}")
         raise CheckpointError(
-            f"{self.where} asks to import {module_name}.{global_name}, which no checkpoint needs; it was not imported, "
+            f"{self.where} asks to import {asked}, which no checkpoint needs; it was not imported, "
             "and the file is refused: do not use it unless you know who wrote it"
         )
 
 
 def unpickler_for(names: Names, where: str) -> type[RestrictedUnpickler]:
-    """A class of unpicklers bound to a table, as `torch.load` wants it."""
+    """A class of unpicklers bound to a table."""
     return type("_BoundUnpickler", (RestrictedUnpickler,), {"names": names, "where": where})
 
 
@@ -106,8 +69,8 @@ def load_restricted(stream: IO[bytes], where: str, names: Names | None = None) -
     Raises:
         CheckpointError: It names something off the table, or cannot be read.
     """
-    unpickler = unpickler_for(metadata_names() if names is None else names, where)(stream)
-    return reading(where, unpickler.load)
+    bound = unpickler_for(metadata_names() if names is None else names, where)
+    return reading(where, lambda: bound(io.BytesIO(stream.read())).load())
 
 
 def reading(where: str, read: Callable[[], Any]) -> Any:
@@ -128,26 +91,38 @@ def reading(where: str, read: Callable[[], Any]) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    try:
+        line = (str(error).splitlines() or [""])[0][:200]
+    except ValueError:  # of a number with more digits than Python prints
+        return "no words for it"
+    return printable(line)
+
+
+def printable(text: str) -> str:
+    """Text from a file as it may stand in a message: characters that would steer a terminal are written as escapes."""
+    return text if text.isprintable() else ascii(text)
 
 
 def plain_names() -> dict[tuple[str, str], Any]:
     """Names that are harmless anywhere: containers, dtypes, shapes, devices, paths."""
     names: dict[tuple[str, str], Any] = {
-        ("torch", "Size"): torch.Size,
-        ("torch", "device"): torch.device,
+        ("torch", "Size"): _size,
+        ("torch", "device"): _device,
         ("torch.serialization", "_get_layout"): _layout_by_name,
-        ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "Counter"): collections.Counter,
+        ("collections", "OrderedDict"): _ordered_dict,
+        ("collections", "Counter"): _counter,
         ("_codecs", "encode"): _latin1_bytes,
         ("argparse", "Namespace"): argparse.Namespace,
     }
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _dtypes()}
-    names |= {("builtins", kind.__name__): kind for kind in (set, frozenset, slice, complex, bytearray, range)}
-    names |= {("__builtin__", kind.__name__): kind for kind in (set, frozenset, slice, complex, bytearray, range)}
+    builtins = {"set": _set, "frozenset": _frozenset, "slice": slice, "complex": _complex, "bytearray": _bytearray}
+    builtins["bytes"] = _no_bytes
+    names["__builtin__", "xrange"] = range  # what protocol 2 calls it
+    for name, stands_for in {**builtins, "range": range}.items():
+        names["builtins", name] = names["__builtin__", name] = stands_for
     for module in ("pathlib", "pathlib._local"):
         for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
-            names[module, kind] = pathlib.PurePosixPath
+            names[module, kind] = _path
     return names
 
 
@@ -162,16 +137,16 @@ def metadata_names() -> dict[tuple[str, str], Any]:
         metadata.TensorProperties,
         metadata.MetadataIndex,
         metadata.StorageMeta,
-        metadata._MEM_FORMAT_ENCODING,
         filesystem._StorageInfo,
         filesystem._StoragePrefix,
         planner.SavePlan,
         planner.WriteItem,
-        planner.WriteItemType,
         planner.TensorWriteData,
         planner.BytesIOWriteData,
     ]
     names |= {(kind.__module__, kind.__name__): kind for kind in kept}
+    for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
+        names[enumeration.__module__, enumeration.__name__] = _member_of(enumeration)
     for module in ("megatron.core.dist_checkpointing.strategies.torch",):
         names[module, "MCoreMetadata"] = MCoreMetadata
         names[module, "MCoreSavePlan"] = MCoreSavePlan
@@ -193,6 +168,73 @@ class MCoreSavePlan(planner.SavePlan):
 
 def _dtypes() -> list[torch.dtype]:
     return [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+
+
+# What stands for classes and functions in pickles: takes what an honest pickle gives, and nothing that would make the
+# result larger than the pickle or slow to make.
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise pickle.UnpicklingError(f"{what} made of something else than it is made of")
+
+
+def _size(lengths: Any = ()) -> torch.Size:
+    _require(isinstance(lengths, list | tuple) and all(type(length) is int for length in lengths), "a torch.Size")
+    return torch.Size(lengths)
+
+
+def _device(*arguments: Any) -> torch.device:
+    _require(0 < len(arguments) <= 2 and type(arguments[0]) is str, "a torch.device")
+    return torch.device(*arguments)
+
+
+def _ordered_dict(pairs: Any = ()) -> collections.OrderedDict[Any, Any]:
+    _require(isinstance(pairs, list | tuple), "an OrderedDict")
+    checked_keys([key for key, _ in pairs])
+    return collections.OrderedDict(pairs)
+
+
+def _counter(counts: Any = None) -> collections.Counter[Any]:
+    _require(counts is None or type(counts) is dict, "a Counter")
+    return collections.Counter(counts)
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return set(checked_keys(items))
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    return frozenset(checked_keys(items))
+
+
+def _complex(*parts: Any) -> complex:
+    _require(all(type(part) is float for part in parts), "a complex number")
+    return complex(*parts)
+
+
+def _bytearray(data: Any = b"", encoding: str | None = None) -> bytearray:
+    _require(type(data) is bytes or (type(data) is str and encoding is not None), "a bytearray")
+    return bytearray(data) if type(data) is bytes else bytearray(_latin1_bytes(data, str(encoding).replace("-", "")))
+
+
+def _no_bytes(*arguments: Any) -> bytes:
+    """How protocol 2 stores b""."""
+    _require(not arguments, "bytes")
+    return b""
+
+
+def _path(*parts: Any) -> pathlib.PurePosixPath:
+    _require(all(type(part) is str for part in parts), "a path")
+    return pathlib.PurePosixPath(*parts)
+
+
+def _member_of(enumeration: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
+    def member(value: Any) -> enum.Enum:
+        _require(type(value) in (int, str), f"a {enumeration.__name__}")
+        return enumeration(value)
+
+    return member
 
 
 def _layout_by_name(name: str) -> torch.layout:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megatron_fsdp.checkpoint.entries import Span
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.objects import load_object, load_tensor
+from megatron_fsdp.checkpoint.objects import load_object
 
 
 class SafeReader(FileSystemReader):
@@ -29,6 +28,12 @@ class SafeReader(FileSystemReader):
     def __init__(self, folder: CheckpointFolder) -> None:
         super().__init__(folder.path)
         self._folder = folder
+        self._chunk_of = {
+            (key, chunk.box.offsets): which
+            for key, entry in folder.tensors.items()
+            for which, chunk in enumerate(entry.chunks)
+            if chunk.box.numel or not entry.numel
+        }
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """What the folder has read and checked already."""
@@ -43,29 +48,31 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: Bytes are damaged or ask for code; names key and file.
         """
-        wanted: dict[tuple[str, int], tuple[_StorageInfo, list[ReadItem]]] = {}
+        wanted: dict[tuple[str, int, str], tuple[int, list[ReadItem]]] = {}
         for item in plan.items:
-            info: _StorageInfo = self.storage_data[item.storage_index]
-            wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
-        for place in sorted(wanted):
-            self._read_chunk(*wanted[place], planner)
+            key = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                place, which = self._folder.objects[key].span, 0
+            else:
+                which = self._chunk_of[key, tuple(item.storage_index.offset or ())]
+                place = self._folder.tensors[key].chunks[which].span
+            wanted.setdefault((place.file, place.offset, key), (which, []))[1].append(item)
+        for _, (which, items) in sorted(wanted.items()):
+            self._read_one(which, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_chunk(self, info: _StorageInfo, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        where = f"{items[0].storage_index.fqn} in {self._folder.path / info.relative_path}"
-        span = Span(info.relative_path, info.offset, info.length)
-        raw = self._folder.read_span(span, tuple(info.transform_descriptors or ()), where)
+    def _read_one(self, which: int, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        key = items[0].storage_index.fqn
         if items[0].type is LoadItemType.BYTE_IO:
             for item in items:
-                planner.load_bytes(item, io.BytesIO(raw))
+                planner.load_bytes(item, io.BytesIO(self._folder.read_bytes(key)))
             return
-        chunk = load_tensor(io.BytesIO(raw), where)
+        chunk = self._folder.read_chunk(key, which)  # checks shape and dtype
         for item in items:
-            piece = _narrowed(chunk, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(piece)
+            target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
 
 

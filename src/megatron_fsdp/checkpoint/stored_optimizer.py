@@ -165,13 +165,14 @@ def _read_options(
         by_position = {str(position): name for position, name in enumerate(flat)}
         found.options = {by_position.get(name, bare(name)): options for name, options in stored.items()}
     known = set(flat)
+    halved = {name.removesuffix("_w") for name in known if name.endswith("_w")} - known
     for key in keys:
         if not key.startswith(_META):
             continue
-        name, option = _split(bare(key.removeprefix(_META)), known)
+        name, option = _split(bare(key.removeprefix(_META)), known | halved)
         if name is None:
             match.unexpected.append(key)
-        else:
+        elif name not in halved:  # Megatron asks for options under the name of both halves; here each has its own
             match.objects.add(key)
             found.options.setdefault(name, {})[option] = folder.read_object(key)
     return set(found.options)

@@ -1,0 +1,187 @@
+"""How keys of a `torch_dist` checkpoint translate: pure functions of names and shapes.
+
+    decoder.layers.mlp.experts.experts.linear_fc1.weight  (L, E, 2F, H)
+        -> decoder.layers.<i>.mlp.experts.linear_fc1.weight<e>_w  (F, H)   gate
+        -> decoder.layers.<i>.mlp.experts.linear_fc1.weight<e>_v  (F, H)   up
+
+Three rules, each of which picks an index or a range of rows, and which compose: a `layers` without an index is a
+stacked axis, `experts.experts` is an axis of experts, and a gated `linear_fc1` has two halves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from megatron_fsdp.errors import CheckpointError
+
+_CHAINED = re.compile(r"chained_\d+\.")
+_STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(?!\d+\.)(.+\.(?:weight|bias))((?:_[wv])?)")
+_NUMBERED_EXPERT = re.compile(r"(.*\.experts)\.(?:experts\.)?(\d+)\.(.+\.(?:weight|bias))((?:_[wv])?)")
+_FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")
+_HALF = re.compile(r"(\blinear_fc1\.(?:weight|bias)\d*)_[wv]$")
+_MAX_PARTS = 1_000_000
+_NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """What a tensor's key says.
+
+    Attributes:
+        model_key: Of the parameter (in the source's spelling) that this is, or is the state of.
+        slot: "exp_avg" and the like; None for the parameter itself.
+    """
+
+    model_key: str
+    slot: str | None = None
+
+
+@dataclass(frozen=True)
+class ObjectName:
+    """What an object's key says: `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2)."""
+
+    key: str
+    cell: tuple[int, ...]
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the output, as a box of a source tensor.
+
+    Attributes:
+        parameter: Name before halves are told apart: what an optimizer's parameter is called.
+        name: Name in the output; with `_w` or `_v` for a half.
+        offsets: Of the box.
+        lengths: Of the box.
+        shape: Of the output.
+        parameter_ndim: Dimensions of the parameter.
+    """
+
+    parameter: str
+    name: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shape: tuple[int, ...]
+    parameter_ndim: int
+
+
+def parse_tensor_key(key: str) -> TensorName | None:
+    """What the key of a tensor says; None where it is neither a parameter nor a state in model space."""
+    bare = _CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key
+    state = _STATE.fullmatch(bare)
+    if state:
+        return TensorName(state[2], state[1])
+    if bare != key or "/" in key or key.startswith(_NOT_A_MODEL):
+        return None
+    return TensorName(key)
+
+
+def parse_object_key(key: str) -> ObjectName | None:
+    """What the key of an object says; None where it is not spelled as Megatron's objects are."""
+    found = _OBJECT.fullmatch(key)
+    if not found:
+        return None
+    cell, grid = (tuple(int(part) for part in found[i].split(".") if part) for i in (2, 3))
+    return ObjectName(found[1], cell, grid)
+
+
+def is_bucket_space(key: str) -> bool:
+    """Whether a key belongs to the optimizer layout that follows communication buckets, not parameters."""
+    return (_CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key).startswith("optimizer.distributed.")
+
+
+def is_fc1(model_key: str) -> bool:
+    """Whether a parameter may hold two halves; a half that already stands alone (`_w`) does not."""
+    return _FC1.fullmatch(model_key) is not None
+
+
+def leading_axes(model_key: str) -> int:
+    """How many leading axes of a stored tensor are layers and experts."""
+    return len(_stacked_layers(model_key.split("."))) + (_STACKED_EXPERTS.fullmatch(model_key) is not None)
+
+
+def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool = False) -> Iterator[Piece]:
+    """The tensors of the output that one tensor of the source becomes.
+
+    Args:
+        model_key: Of the parameter, without an optimizer's prefix.
+        shape: Of the source tensor.
+        gated: Whether this is an fc1 whose rows are the gate's, then the other half's.
+        rename_mtp: Use the live model's name for multi-token prediction layers.
+
+    Raises:
+        CheckpointError: The shape lacks the axes that the name asks for, or has an odd number of rows to halve.
+    """
+    leading = leading_axes(model_key)
+    if len(shape) < leading + gated:
+        raise CheckpointError(
+            f"{model_key} of shape {tuple(shape)} needs {leading} leading axes for layers and experts"
+            f"{' and rows to halve' if gated else ''}; the checkpoint is not laid out as torch_dist is"
+        )
+    if math.prod(shape[:leading]) > _MAX_PARTS:
+        raise CheckpointError(f"{model_key} of shape {tuple(shape)} has too many layers and experts to be true")
+    inner = tuple(shape[leading:])
+    if gated and inner[0] % 2:
+        raise CheckpointError(f"{model_key} has {inner[0]} rows, which do not divide into a gate and an up projection")
+    for index in product(*(range(size) for size in shape[:leading])):
+        name = _spell(model_key, index, rename_mtp)
+        for suffix, first, rows in _halves(inner, gated):
+            start = (first, *(0 for _ in inner[1:])) if inner else ()
+            size = (rows, *inner[1:]) if inner else ()
+            yield Piece(
+                _HALF.sub(r"\1", name),
+                name + suffix,
+                offsets=(*index, *start),
+                lengths=(*(1 for _ in index), *size),
+                shape=size,
+                parameter_ndim=len(inner),
+            )
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what depends on wrappers and on how a live model spells it.
+
+    Maps from parameters to groups are written by live models, whose experts may be a list of modules and whose
+    multi-token prediction layers have another name than in files, and which may hold the halves of an fc1 apart.
+    """
+    while name.startswith(("module.", "model.")):
+        name = name.partition(".")[2]
+    name = _HALF.sub(r"\1", name.replace(".mtp_model_layer.", ".transformer_layer."))
+    return re.sub(r"\.experts\.local_experts\.(\d+)\.(.+\.(?:weight|bias))$", r".experts.\2\1", name)
+
+
+def _spell(model_key: str, index: tuple[int, ...], rename_mtp: bool) -> str:
+    components = model_key.split(".")
+    places = _stacked_layers(components)
+    for place, layer in reversed(list(zip(places, index, strict=False))):
+        components.insert(place + 1, str(layer))
+    name = ".".join(components)
+    stacked, numbered = _STACKED_EXPERTS.fullmatch(name), _NUMBERED_EXPERT.fullmatch(name)
+    if stacked:
+        name = f"{stacked[1]}.{stacked[2]}{index[len(places)]}{stacked[3]}"
+    elif numbered:
+        name = f"{numbered[1]}.{numbered[3]}{numbered[2]}{numbered[4]}"
+    if rename_mtp:
+        name = re.sub(r"(^|\.)(mtp\.layers\.\d+)\.transformer_layer\.", r"\1\2.mtp_model_layer.", name)
+    return name
+
+
+def _stacked_layers(components: Sequence[str]) -> list[int]:
+    """Where a `layers` stands without an index."""
+    return [
+        place
+        for place, (this, following) in enumerate(pairwise(components))
+        if this == "layers" and not following.isdigit()
+    ]
+
+
+def _halves(shape: tuple[int, ...], gated: bool) -> list[tuple[str, int, int]]:
+    rows = shape[0] if shape else 0
+    return [("_w", 0, rows // 2), ("_v", rows // 2, rows // 2)] if gated else [("", 0, rows)]

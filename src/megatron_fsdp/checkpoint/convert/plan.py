@@ -1,0 +1,306 @@
+"""The whole plan of a conversion: pure, from what a checkpoint holds to what is written, moved and left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_fsdp.checkpoint.convert.common_state import CommonState
+from megatron_fsdp.checkpoint.convert.entries import Dropped, Entry, Move, PathParts, Value, flatten, key_of, listed
+from megatron_fsdp.checkpoint.convert.gating import Gating, decide_gating
+from megatron_fsdp.checkpoint.convert.groups import Assignment, Parameter, assign
+from megatron_fsdp.checkpoint.convert.names import (
+    ObjectName,
+    Piece,
+    is_bucket_space,
+    leading_axes,
+    parse_object_key,
+    parse_tensor_key,
+    pieces,
+)
+from megatron_fsdp.checkpoint.convert.options import FP32, ConvertOptions, Prefixes
+from megatron_fsdp.errors import CheckpointError
+
+_MASTER = "fp32_param"
+COMMON, RNG, RERUN = "common_state", "rng_state", "rerun_state_machine_state"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a plan is made from.
+
+    Attributes:
+        entries: Every tensor, in its true shape.
+        object_keys: Every object's key.
+        common: The common state.
+        objects: Key -> content, of the objects that `needed_objects` names.
+    """
+
+    entries: Sequence[Entry]
+    object_keys: Sequence[str]
+    common: CommonState
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What to do.
+
+    Attributes:
+        moves: Tensors of the output, each a box of a source tensor.
+        values: Everything else of the output.
+        dropped: Source keys that are left behind.
+        notes: What people should know, one line each.
+        gating: MLP -> whether it is gated, and why.
+    """
+
+    moves: tuple[Move, ...]
+    values: tuple[Value, ...]
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+    gating: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all moves."""
+        return sum(move.nbytes for move in self.moves)
+
+
+def needed_objects(object_keys: Iterable[str]) -> list[str]:
+    """The objects whose content a plan uses: those that are alone in their grid."""
+    named = [name for key in object_keys if (name := parse_object_key(key)) is not None]
+    wanted = [name for name in named if name.key in (RNG, RERUN) and _is_alone(name)]
+    return [f"{n.key}/shard_{'.'.join(map(str, n.cell))}_{'.'.join(map(str, n.grid))}" for n in wanted]
+
+
+def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
+    """Plan a conversion to `fsdp_dtensor`.
+
+    Raises:
+        CheckpointError: The checkpoint holds keys that are not understood, or an optimizer layout that cannot be
+            converted, or contradicts itself or the options; names the keys.
+    """
+    sorted_in = _sort(source, options)
+    weights = sorted_in.weights
+    gating = decide_gating(
+        {key: entry.shape for key, entry in weights.items()}, options.swiglu, source.common.argument("swiglu")
+    )
+    prefixes = Prefixes.of(options, source.common.is_fp32)
+    masters = sorted_in.states.get(_MASTER, {}) if options.masters == FP32 else {}
+    moves: list[Move] = []
+    parameters: dict[str, list[Piece]] = {}
+    for key, entry in weights.items():
+        found = list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp))
+        chosen = masters.get(key, entry)
+        moves += [_move(chosen, piece, prefixes.of_weight(piece.name)) for piece in found]
+        for piece in found:
+            parameters.setdefault(piece.parameter, []).append(piece)
+    assignment, values = Assignment({}), list[Value]()
+    if not options.weights_only:
+        moves += _state_moves(sorted_in, gating, prefixes, options)
+        assignment = _assign(sorted_in, parameters, source.common, options)
+        values = _group_values(parameters, assignment, sorted_in, source.common, prefixes, options)
+    members = _members(parameters, assignment)
+    values += flatten(source.common.output_tree(options.weights_only, members))
+    object_values, object_dropped, object_notes = _objects(source, options)
+    values += object_values
+    _refuse_duplicates([move.target for move in moves] + [value.target for value in values])
+    notes = [*_notes(sorted_in, source.common, options), *assignment.notes, *object_notes]
+    dropped = (*sorted_in.dropped, *object_dropped)
+    return ConversionPlan(tuple(moves), tuple(values), dropped, tuple(notes), gating.decisions)
+
+
+@dataclass
+class _Sorted:
+    """Source tensors by what they are: model key -> weight, slot -> model key -> state."""
+
+    weights: dict[str, Entry] = field(default_factory=dict)
+    states: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    dropped: list[Dropped] = field(default_factory=list)
+    buckets: bool = False
+
+    def with_state(self) -> set[str]:
+        """Model keys of parameters that were optimised."""
+        return {key for states in self.states.values() for key in states}
+
+
+def _sort(source: Source, options: ConvertOptions) -> _Sorted:
+    result, unknown = _Sorted(), []
+    states: list[tuple[str, str, Entry]] = []
+    for entry in source.entries:
+        name = parse_tensor_key(entry.key)
+        if "._extra_state" in entry.key:
+            result.dropped.append(Dropped(entry.key, "state of Transformer Engine, which fsdp_dtensor never stores"))
+        elif is_bucket_space(entry.key):
+            result.buckets = True
+            result.dropped.append(Dropped(entry.key, "optimizer state by buckets"))
+        elif name is None and options.weights_only and entry.key.startswith(("optimizer.", "chained_")):
+            result.dropped.append(Dropped(entry.key, "--weights-only"))
+        elif name is None:
+            unknown.append(entry.key)
+        elif name.slot is None:
+            result.weights[name.model_key] = entry
+        else:
+            states.append((name.slot, name.model_key, entry))
+    unknown += [key for key in source.object_keys if not _is_known_object(key)]
+    unknown += [entry.key for _, key, entry in states if key not in result.weights]
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint holds keys that this converter does not know: {listed(sorted(unknown), 30)}; they are "
+            "neither parameters nor optimizer state of any, and guessing would lose them"
+        )
+    if (result.buckets or source.common.is_bucket_space) and not options.weights_only:
+        raise CheckpointError(
+            "the optimizer state is laid out by communication buckets (dp_reshardable), which do not say whose state "
+            "it is; save again with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
+        )
+    for slot, key, entry in states:
+        _require_same_shape(entry, result.weights[key], may_be_scalar=slot != _MASTER)
+        result.states.setdefault(slot, {})[key] = entry
+    return result
+
+
+def _require_same_shape(state: Entry, weight: Entry, may_be_scalar: bool) -> None:
+    scalar_shape = weight.shape[: leading_axes(weight.key)]
+    if state.shape != weight.shape and not (may_be_scalar and state.shape == scalar_shape):
+        raise CheckpointError(
+            f"{state.key} has shape {state.shape}, but {weight.key} has {weight.shape}; they belong together"
+        )
+
+
+def _move(entry: Entry, piece: Piece, path: PathParts) -> Move:
+    return Move(entry.key, piece.offsets, piece.lengths, key_of(path), path, piece.shape, entry.dtype)
+
+
+def _state_moves(found: _Sorted, gating: Gating, prefixes: Prefixes, options: ConvertOptions) -> Iterator[Move]:
+    for slot, states in found.states.items():
+        for key, entry in states.items() if slot != _MASTER else ():
+            weight = found.weights[key]
+            for piece in pieces(key, weight.shape, key in gating.gated, options.rename_mtp):
+                path = prefixes.of_state(piece.name, slot)
+                if entry.shape == weight.shape:
+                    yield _move(entry, piece, path)
+                else:  # one number for each layer's, each expert's parameter
+                    index = piece.offsets[: len(entry.shape)]
+                    yield Move(entry.key, index, (1,) * len(index), key_of(path), path, (), entry.dtype)
+
+
+def _assign(
+    found: _Sorted, parameters: Mapping[str, Sequence[Piece]], common: CommonState, options: ConvertOptions
+) -> Assignment:
+    optimised = _optimised(found, options)
+    about = [Parameter(name, cut[0].parameter_ndim, name in optimised) for name, cut in parameters.items()]
+    return assign(about, common.groups, options.group_source, options.param_to_group)
+
+
+def _optimised(found: _Sorted, options: ConvertOptions) -> set[str]:
+    """Names in the output of the parameters that have optimizer state."""
+    keys = found.with_state()
+    return {
+        piece.parameter for key in keys for piece in pieces(key, found.weights[key].shape, False, options.rename_mtp)
+    }
+
+
+def _group_values(
+    parameters: Mapping[str, Sequence[Piece]],
+    assignment: Assignment,
+    found: _Sorted,
+    common: CommonState,
+    prefixes: Prefixes,
+    options: ConvertOptions,
+) -> list[Value]:
+    """The fields of each parameter's group, and its step: state that torch's optimizers keep and Megatron's do not."""
+    values: list[Value] = []
+    optimised = _optimised(found, options)
+    for name, cut in parameters.items():
+        group = assignment.group_of.get(name)
+        if group is not None:
+            for spelling in _spellings(name, cut):
+                path = prefixes.of_group(spelling)
+                values += [
+                    Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])
+                ]
+        step = common.step_of(group) if name in optimised and "step" not in found.states else None
+        if step is not None:
+            paths = [prefixes.of_state(piece.name, "step") for piece in cut]
+            values += [Value(key_of(path), path, torch.tensor(step)) for path in paths]
+    return values
+
+
+def _members(parameters: Mapping[str, Sequence[Piece]], assignment: Assignment) -> dict[int, list[str]]:
+    members: dict[int, list[str]] = {}
+    for name, group in assignment.group_of.items():
+        members.setdefault(group, []).extend(f"module.{spelling}" for spelling in _spellings(name, parameters[name]))
+    return members
+
+
+def _spellings(name: str, cut: Sequence[Piece]) -> list[str]:
+    """A live model may have two halves as one parameter or as two; either finds its group."""
+    return list(dict.fromkeys([name, *(piece.name for piece in cut)]))
+
+
+def _is_known_object(key: str) -> bool:
+    name = parse_object_key(key)
+    known = name is not None and name.key in (COMMON, RNG, RERUN)
+    return known or "._extra_state" in key or is_bucket_space(key)
+
+
+def _is_alone(name: ObjectName) -> bool:
+    return all(size == 1 for size in name.grid)
+
+
+def _objects(source: Source, options: ConvertOptions) -> tuple[list[Value], list[Dropped], list[str]]:
+    values: list[Value] = []
+    dropped: list[Dropped] = []
+    kept: set[str] = set()
+    for key in source.object_keys:
+        name = parse_object_key(key)
+        kind = name.key if name else ""
+        content = source.objects.get(key)
+        if kind == COMMON:
+            continue
+        if kind not in (RNG, RERUN):
+            why = "optimizer state by buckets" if is_bucket_space(key) else "state of Transformer Engine"
+            dropped.append(Dropped(key, why))
+        elif options.weights_only:
+            dropped.append(Dropped(key, "--weights-only"))
+        elif content is None:
+            dropped.append(Dropped(key, "one of several ranks' states; the ranks of the new run are others"))
+        elif kind == RNG and (not isinstance(content, list) or len(content) != 1):
+            dropped.append(Dropped(key, "states of several data-parallel ranks; the ranks of the new run are others"))
+        elif kind == RNG:
+            values += flatten({"rng_state": {"(0, 0)": content}})
+            kept.add(RNG)
+        else:
+            values += flatten({"rerun_state_machine": {"sharded": content}})
+    has_rng = any(d.key.startswith(RNG) for d in dropped)
+    without = has_rng and RNG not in kept and not options.weights_only
+    return values, dropped, ["random generators are left behind: load with --no-load-rng"] if without else []
+
+
+def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iterator[str]:
+    if options.weights_only:
+        yield "weights only: load with --no-load-optim --no-load-rng"
+        return
+    if not found.states:
+        yield "the checkpoint holds no optimizer state: load with --no-load-optim"
+    if _MASTER in found.states and options.masters != FP32:
+        yield "weights are the model's, rounded; the fp32 master weights are left behind (--masters model)"
+    elif _MASTER not in found.states and not common.is_fp32:
+        yield "the checkpoint holds no fp32 master weights; weights are the model's"
+    lacking = sorted(found.with_state() - found.states.get(_MASTER, {}).keys()) if _MASTER in found.states else []
+    if lacking and options.masters == FP32:
+        yield f"no fp32 master weights of {listed(lacking)}; these are the model's"
+    has_step = "step" in found.states or any(common.step_of(index) is not None for index in range(len(common.groups)))
+    if found.states and not has_step:
+        yield "the checkpoint does not say how many steps the optimizer has made; none are written"
+
+
+def _refuse_duplicates(targets: Sequence[str]) -> None:
+    twice = [target for target, count in Counter(targets).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"several tensors of the checkpoint would become {listed(twice)}; it contradicts itself")

@@ -1,0 +1,265 @@
+"""Whether a checkpoint is whole: every tensor, object and file of it, by one process on the CPU, without running code.
+
+One chunk is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fsdp.checkpoint import checksum, manifest
+from megatron_fsdp.checkpoint.contents import content_problems
+from megatron_fsdp.checkpoint.entries import TensorEntry
+from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
+from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.checkpoint.objects import load_object
+from megatron_fsdp.checkpoint.restricted_pickle import printable, reading
+from megatron_fsdp.errors import CheckpointError
+
+COMMON_FILE = "common.pt"
+KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, "metadata.json", COMMON_FILE, "integrity.json"})
+"""Files that this library, torch or Megatron puts beside the data."""
+
+NO_MANIFEST = "no manifest: contents read but not compared"
+NOT_READ = "contents not read"
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        kind: What it is.
+        name: Key of a tensor or object, or name of a file.
+        reason: In words.
+    """
+
+    kind: Literal["tensor", "object", "file"]
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.reason}"
+
+
+@dataclass
+class VerifyReport:
+    """What was found, by name.
+
+    Attributes:
+        folder: The checkpoint.
+        tensors: How many tensors it holds.
+        objects: How many objects.
+        nbytes: Bytes of tensors and objects that were read.
+        damaged: What is there and wrong.
+        missing: What should be there and is not.
+        unexpected: Tensors and objects of which the manifest does not know, and files that belong to nothing.
+        unverified: What could be read, or was not, and was not compared with anything.
+    """
+
+    folder: str
+    tensors: int = 0
+    objects: int = 0
+    nbytes: int = 0
+    damaged: list[Finding] = field(default_factory=list)
+    missing: list[Finding] = field(default_factory=list)
+    unexpected: list[Finding] = field(default_factory=list)
+    unverified: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is damaged or missing, and nothing but files is there that nobody saved."""
+        return not (self.damaged or self.missing or any(found.kind != "file" for found in self.unexpected))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"is_whole": self.is_whole, **asdict(self)}
+
+    def __str__(self) -> str:
+        verdict = "whole" if self.is_whole else "DAMAGED"
+        head = (
+            f"{self.folder}: {verdict} ({self.tensors} tensors, {self.objects} objects, {self.nbytes} bytes read; "
+            f"{len(self.damaged)} damaged, {len(self.missing)} missing, {len(self.unexpected)} unexpected, "
+            f"{len(self.unverified)} unverified)"
+        )
+        lines = [head]
+        for title in ("damaged", "missing", "unexpected"):
+            lines += _listed(title, getattr(self, title))
+        reasons = sorted({found.reason for found in self.unverified})
+        for reason in reasons[:_SHOWN]:
+            count = sum(found.reason == reason for found in self.unverified)
+            lines.append(f"unverified, {count} of {self.tensors + self.objects} tensors and objects: {reason}")
+        return "\n".join(lines)
+
+
+def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
+    """Look for damage in one checkpoint; whatever wrote it.
+
+    Args:
+        folder: With `.metadata` in it.
+        deep: Read every tensor and object, and compare with the manifest; False: names, shapes and files only.
+
+    Returns:
+        What was found; damage of any kind is in it and not raised.
+
+    Raises:
+        CheckpointError: It is not a folder.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give the folder of one checkpoint")
+    report = VerifyReport(str(path))
+    sealed = _read_manifest(path, report)
+    if not (path / METADATA).exists():
+        report.missing.append(Finding("file", METADATA, "without it nothing can be read, and saving did not finish"))
+        return report
+    try:
+        opened = CheckpointFolder(path, check=False)
+    except CheckpointError as error:
+        report.damaged.append(Finding("file", METADATA, str(error)))
+        return report
+    report.tensors, report.objects = len(opened.tensors), len(opened.objects)
+    problems = opened.file_problems()
+    _check_files(opened, problems, report)
+    if sealed is not None:
+        _compare_names(opened, sealed, report)
+    for key, entry in opened.tensors.items():
+        outcome = _check_names(entry, sealed, problems)
+        if outcome == _FINE:
+            outcome = _check_tensor(opened, entry, sealed) if deep else _UNREAD
+        _note(report, "tensor", key, outcome)
+    for key in opened.objects:
+        problem = problems.get(opened.objects[key].span.file)
+        outcome = ("damaged", f"{opened.objects[key].span.file} {problem}") if problem else _UNREAD
+        _note(report, "object", key, _check_object(opened, key, sealed) if deep and not problem else outcome)
+    if deep:
+        report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
+        report.nbytes += sum(entry.span.length for entry in opened.objects.values())
+    return report
+
+
+def _read_manifest(path: Path, report: VerifyReport) -> Manifest | None:
+    try:
+        return Manifest.read(path)
+    except CheckpointError as error:
+        report.damaged.append(Finding("file", manifest.FILE_NAME, str(error)))
+        return None
+
+
+def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: VerifyReport) -> None:
+    for name, problem in problems.items():
+        missing = not (opened.path / name).exists()
+        (report.missing if missing else report.damaged).append(Finding("file", name, problem))
+    try:
+        present = sorted(opened.path.iterdir())
+    except OSError as error:
+        report.damaged.append(Finding("file", ".", f"cannot be listed: {error.strerror}"))
+        return
+    for path in present:
+        if path.name not in opened.files and path.name not in KNOWN_FILES:
+            what = "folder" if path.is_dir() else "file"
+            report.unexpected.append(Finding("file", printable(path.name), f"a {what} that no part of it points to"))
+    common = opened.path / COMMON_FILE
+    if common.is_file():
+        try:
+            with common.open("rb") as stream:
+                load_object(stream, str(common))
+        except (CheckpointError, OSError) as error:
+            report.damaged.append(Finding("file", COMMON_FILE, str(error)))
+
+
+def _compare_names(opened: CheckpointFolder, sealed: Manifest, report: VerifyReport) -> None:
+    kinds: tuple[tuple[Literal["tensor", "object"], Any, Any], ...] = (
+        ("tensor", sealed.tensors, opened.tensors),
+        ("object", sealed.objects, opened.objects),
+    )
+    for kind, known, present in kinds:
+        for key in sorted(known.keys() - present.keys()):
+            report.missing.append(Finding(kind, printable(key), f"in {manifest.FILE_NAME} and not in {METADATA}"))
+        for key in sorted(present.keys() - known.keys()):
+            report.unexpected.append(Finding(kind, key, f"in {METADATA} and not in {manifest.FILE_NAME}"))
+
+
+Outcome = tuple[Literal["fine", "damaged", "unverified"], str]
+_FINE: Outcome = ("fine", "")
+_UNREAD: Outcome = ("unverified", NOT_READ)
+
+
+def _note(report: VerifyReport, kind: Literal["tensor", "object"], key: str, outcome: Outcome) -> None:
+    state, reason = outcome
+    if state != "fine":
+        (report.damaged if state == "damaged" else report.unverified).append(Finding(kind, key, reason))
+
+
+def _check_tensor(opened: CheckpointFolder, entry: TensorEntry, sealed: Manifest | None) -> Outcome:
+    """Read one tensor and compare it, as far as there is something to compare it with."""
+    if not _is_comparable(sealed, sealed.tensors if sealed else {}, entry.key) or sealed is None:
+        try:
+            for index in range(len(entry.chunks)):
+                opened.read_chunk(entry.key, index, check=True)
+        except CheckpointError as error:
+            return "damaged", str(error)
+        return "unverified", _why(sealed)
+    try:
+        problem = reading(entry.key, lambda: content_problems(opened, sealed, [entry.key]).get(entry.key))
+    except CheckpointError as error:
+        return "damaged", str(error)
+    return _FINE if problem is None else ("damaged", f"{problem}{_where_changed(opened, entry)}")
+
+
+def _check_object(opened: CheckpointFolder, key: str, sealed: Manifest | None) -> Outcome:
+    comparable = _is_comparable(sealed, sealed.objects if sealed else {}, key)
+    if comparable and sealed is not None:
+        problem = content_problems(opened, sealed, [key]).get(key)
+        if problem is not None:
+            return "damaged", f"{problem} in {opened.objects[key].span.file}"
+    try:
+        opened.read_object(key)
+    except CheckpointError as error:
+        return "damaged", str(error)
+    return _FINE if comparable else ("unverified", _why(sealed))
+
+
+def _is_comparable(sealed: Manifest | None, seals: Mapping[str, Any], key: str) -> bool:
+    return sealed is not None and sealed.checksum_name == checksum.NAME and key in seals
+
+
+def _check_names(entry: TensorEntry, sealed: Manifest | None, problems: Mapping[str, str]) -> Outcome:
+    """What can be said before a tensor is read."""
+    seal = sealed.tensors.get(entry.key) if sealed else None
+    if seal is not None and (seal.shape, seal.dtype) != (entry.shape, str(entry.dtype)):
+        there = printable(f"{seal.shape} of {seal.dtype}")[:200]
+        return "damaged", f"{METADATA} says {entry.shape} of {entry.dtype}, {manifest.FILE_NAME} {there}"
+    files = dict.fromkeys(chunk.span.file for chunk in entry.chunks if chunk.span.file in problems)
+    told = "; ".join(f"{name} {problems[name]}" for name in files)
+    return ("damaged", told) if told else _FINE
+
+
+def _where_changed(opened: CheckpointFolder, entry: TensorEntry) -> str:
+    """Which chunks do not fit the CRC-32 that torch stored with them."""
+    told = []
+    for index in range(len(entry.chunks)):
+        try:
+            opened.read_chunk(entry.key, index, check=True)
+        except CheckpointError as error:
+            told.append(str(error))
+    return f" ({'; '.join(told[:4]) or 'each chunk is as it was written, so another one stands in its place'})"
+
+
+def _why(sealed: Manifest | None) -> str:
+    if sealed is None:
+        return NO_MANIFEST
+    if sealed.checksum_name != checksum.NAME:
+        return f"the manifest has checksums of another kind, {printable(sealed.checksum_name):.50}"
+    return "the manifest does not know it"
+
+
+def _listed(title: str, found: list[Finding]) -> list[str]:
+    if not found:
+        return []
+    more = [f"  ... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return [f"{title}:", *(f"  {item}" for item in found[:_SHOWN]), *more]

@@ -1,0 +1,194 @@
+"""Several ranks share a conversion; what goes wrong on one stops all, and leaves nothing behind."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.checkpoint.checksum import checksum_box
+from megatron_fsdp.checkpoint.convert import convert as module
+from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Steps, convert
+from megatron_fsdp.checkpoint.convert.entries import Move, Value
+from megatron_fsdp.checkpoint.convert.execute import share_out
+from megatron_fsdp.checkpoint.convert.source import TorchDistSource
+from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.errors import CheckpointError
+from tests.conftest import RunRanks
+from tests.support.parity import assert_equal_tensors
+from tests.support.torch_dist.expected import expected_tensors
+from tests.support.torch_dist.gpt import GptSpec, make_truth
+from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+
+SPEC = GptSpec(experts=2)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 7))
+def test_shares_hold_each_item_once_and_balance(sizes: list[int], ranks: int) -> None:
+    shares = share_out(sizes, ranks)
+    assert sorted(index for share in shares for index in share) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def convert_here(source: str, target: str) -> tuple[int, list[int]]:
+    """How many ranks shared it, and the bytes that this one told of."""
+    told: list[int] = []
+    report = convert(source, target, steps=Steps(verify=True), progress=lambda done, _: told.append(done))
+    return report.ranks, told
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_writes_the_same(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
+    truth = make_truth(SPEC)
+    source = write_torch_dist(tmp_path / "iter_0000007", truth, WriteOptions(generation=ranks, tp=2))
+    results = run_ranks(ranks, convert_here, str(source), str(tmp_path / "out"))
+    folder = CheckpointFolder(tmp_path / "out")
+    found = {key: folder.read_tensor(key) for key in folder.tensors if not key.startswith("rng_state")}
+    assert_equal_tensors(found, expected_tensors(truth))
+    assert all(count == ranks for count, _ in results)
+    assert all(told == sorted(told) for _, told in results)
+    written = [told[-1] for _, told in results]
+    assert max(written) - min(written) <= 24 * 8 * 4  # the largest tensor
+    assert len([name for name in folder.files if name.endswith(".distcp")]) == ranks
+
+
+def test_the_output_is_sealed(run_ranks: RunRanks, tmp_path: Path) -> None:
+    truth = make_truth(SPEC)
+    source = write_torch_dist(tmp_path / "iter_0000007", truth)
+    run_ranks(2, convert_here, str(source), str(tmp_path / "out"))
+    manifest = Manifest.read(tmp_path / "out")
+    assert manifest is not None
+    folder = CheckpointFolder(tmp_path / "out")
+    assert manifest.tensors.keys() == folder.tensors.keys()
+    assert manifest.objects.keys() == folder.objects.keys()
+    for key, tensor in expected_tensors(truth).items():
+        assert manifest.tensors[key].checksum == f"{checksum_box(tensor, (0,) * tensor.ndim, tensor.shape):016x}"
+
+
+def convert_with_a_rank_that_fails(source: str, target: str) -> str:
+    read = TorchDistSource.read
+
+    def fail_on_the_last(self: TorchDistSource, move: Move) -> torch.Tensor:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError("the disk is gone")
+        return read(self, move)
+
+    TorchDistSource.read = fail_on_the_last  # type: ignore[method-assign]
+    try:
+        convert(source, target)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        TorchDistSource.read = read  # type: ignore[method-assign]
+    return "nothing was raised"
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_left(run_ranks: RunRanks, tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    messages = run_ranks(3, convert_with_a_rank_that_fails, str(source), str(tmp_path / "out"))
+    assert len(set(messages)) == 1
+    assert "rank 2: OSError: the disk is gone" in messages[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]
+
+
+def convert_where_one_rank_sees_nothing(source: str, target: str) -> str:
+    mine = source if dist.get_rank() == 0 else f"{source}_elsewhere"
+    try:
+        convert(mine, target)
+    except CheckpointError as error:
+        return str(error).partition(" failed ")[2]
+    return "nothing was raised"
+
+
+def test_a_rank_that_cannot_open_the_source_stops_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    messages = run_ranks(2, convert_where_one_rank_sees_nothing, str(source), str(tmp_path / "out"))
+    assert len(set(messages)) == 1
+    assert "rank 1: CheckpointError" in messages[0]
+    assert "is not a folder" in messages[0]
+
+
+def test_verification_finds_one_changed_element_and_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    write = module.write_moves
+
+    def write_and_damage(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        entry = CheckpointFolder(folder).tensors["model.module.output_layer.weight"].chunks[0].span
+        path = folder / entry.file
+        raw = bytearray(path.read_bytes())
+        weight = make_truth(SPEC).masters["output_layer.weight"].numpy().tobytes()
+        raw[raw.index(weight, entry.offset) + 5] ^= 1
+        path.write_bytes(raw)
+
+    monkeypatch.setattr(module, "write_moves", write_and_damage)
+    with pytest.raises(ConversionMismatchError, match=r"model\.module\.output_layer\.weight \(from optimizer\.state\."):
+        convert(source, tmp_path / "out", steps=Steps(verify=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]
+
+
+@pytest.mark.parametrize("what", ["file", "full folder", "left over"])
+def test_a_target_in_use_is_refused_and_left_alone(tmp_path: Path, what: str) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    target = tmp_path / "out"
+    if what == "file":
+        target.write_text("mine")
+    elif what == "full folder":
+        target.mkdir()
+        (target / "mine").touch()
+    else:
+        (tmp_path / "out.tmp").mkdir()
+    before = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    with pytest.raises(
+        CheckpointError, match="left from a conversion" if what == "left over" else "is not an empty folder"
+    ):
+        convert(source, target)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == before
+
+
+def test_an_empty_target_is_taken(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out")
+    assert CheckpointFolder(tmp_path / "out").read_object("iteration") == 7
+
+
+def test_a_truncated_source_is_refused_by_name(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    (file,) = source.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{file.name} is cut off"):
+        convert(source, tmp_path / "out")
+
+
+def test_the_folder_above_is_refused_with_a_hint(tmp_path: Path) -> None:
+    write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    with pytest.raises(CheckpointError, match=r"did you mean .*iter_0000007\?"):
+        convert(tmp_path, tmp_path / "out")
+
+
+def test_verification_compares_keys_values_shapes_and_dtypes(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    plan = convert(source, tmp_path / "out").plan
+    opened, output = TorchDistSource.open(source), CheckpointFolder(tmp_path / "out")
+    targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
+    assert differing_keys(output, targets) == []
+    assert differing_keys(output, [*targets[1:], "new"]) == ["missing: new", f"unexpected: {targets[0]}"]
+    assert differing_moves(output, plan.moves, opened.read) == []
+    first = plan.moves[0]
+    for other in ({"shape": (1, *first.shape)}, {"dtype": torch.float64}, {"target": "nowhere"}):
+        changed = replace(first, **other)
+        assert differing_moves(output, [changed], opened.read) == [f"{changed.target} (from {first.source})"]
+    assert differing_values(output, plan.values) == []
+    tensor = next(value for value in plan.values if isinstance(value.value, torch.Tensor))
+    other_values = [Value("iteration", ("iteration",), 8), replace(tensor, value=tensor.value + 1), Value("no", (), 1)]
+    assert differing_values(output, other_values) == ["iteration", tensor.target, "no"]

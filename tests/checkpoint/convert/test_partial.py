@@ -1,0 +1,145 @@
+"""Parts of chunks: read alone where their elements lie in order, and right in any case."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
+from megatron_fsdp.checkpoint.convert.partial import SparingReader
+from megatron_fsdp.checkpoint.convert.save_alone import save_alone
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.errors import CheckpointError
+from tests.support.torch_dist.layout import boxes_of_grid, plain
+from tests.support.torch_dist.write import chunked
+
+STACK = torch.arange(3 * 4 * 6, dtype=torch.float32).reshape(3, 4, 6)
+TENSORS = {
+    "stack": STACK,
+    "bfloat16": STACK.bfloat16(),
+    "transposed": STACK.transpose(0, 1).contiguous().transpose(0, 1),
+    "bytes": torch.arange(24, dtype=torch.uint8).reshape(3, 4, 2),
+    "flag": torch.arange(24).reshape(3, 4, 2) % 2 == 0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
+    path = tmp_path_factory.mktemp("partial")
+    cut = {f"{key}_cut": chunked(plain(tensor, (1, 2, 2))) for key, tensor in TENSORS.items()}
+    save_alone({**TENSORS, **cut, "scalar": torch.tensor(3.0)}, checkpoint_id=path)
+    return CheckpointFolder(path)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(TENSORS)), st.booleans(), st.data())
+def test_any_box_of_any_chunks_is_the_tensors(
+    folder: CheckpointFolder, key: str, cut: bool, data: st.DataObject
+) -> None:
+    tensor = TENSORS[key]
+    offsets = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
+    lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(tensor.shape, offsets, strict=True)]
+    wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    found = SparingReader(folder).read_box(f"{key}_cut" if cut else key, offsets, lengths)
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, wanted)
+
+
+def test_one_layer_of_a_stack_is_read_without_the_others(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointFolder, "read_chunk", lambda *_: pytest.fail("a whole chunk was read"))
+    for key in ("stack", "bfloat16", "bytes", "flag"):
+        found = SparingReader(folder).read_box(key, (1, 2, 0), (1, 2, TENSORS[key].shape[2]))
+        assert torch.equal(found, TENSORS[key][1:2, 2:4])
+        assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_a_tensor_whose_elements_lie_in_another_order_is_read_whole(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[str] = []
+    read = CheckpointFolder.read_chunk
+
+    def counted(self: CheckpointFolder, key: str, index: int) -> Tensor:
+        whole.append(key)
+        return read(self, key, index)
+
+    monkeypatch.setattr(CheckpointFolder, "read_chunk", counted)
+    found = SparingReader(folder).read_box("transposed", (1, 0, 0), (1, 4, 6))
+    assert torch.equal(found, STACK[1:2])
+    assert whole == ["transposed"]
+
+
+def test_scalars_and_boxes_without_elements(folder: CheckpointFolder) -> None:
+    assert SparingReader(folder).read_box("scalar", (), ()).item() == 3.0
+    assert SparingReader(folder).read_box("stack", (1, 0, 0), (0, 4, 6)).shape == (0, 4, 6)
+
+
+def test_a_box_outside_of_the_tensor_is_refused(folder: CheckpointFolder) -> None:
+    with pytest.raises(CheckpointError, match=r"stack of shape \(3, 4, 6\) has no box"):
+        SparingReader(folder).read_box("stack", (2, 0, 0), (2, 4, 6))
+    with pytest.raises(CheckpointError, match="has no tensor nothing"):
+        SparingReader(folder).read_box("nothing", (), ())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
+    """A folder with one tensor, the bytes of its file, and where its elements begin in it."""
+    path = tmp_path_factory.mktemp("alone")
+    save_alone({"stack": STACK}, checkpoint_id=path)
+    (file,) = path.glob("*.distcp")
+    raw = file.read_bytes()
+    return file, raw, raw.index(STACK.numpy().tobytes())
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, int], data: st.DataObject) -> None:
+    file, raw, elements = alone
+    places = [*range(elements), *range(elements + STACK.nbytes, len(raw))]
+    damaged = bytearray(raw)
+    damaged[data.draw(st.sampled_from(places))] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(damaged)
+    found, refused = None, ""
+    try:
+        found = SparingReader(CheckpointFolder(file.parent)).read_box("stack", (1, 0, 0), (1, 4, 6))
+    except CheckpointError as error:
+        refused = str(error)
+    assert "stack" in refused if found is None else torch.equal(found, STACK[1:2])
+
+
+def test_an_archive_of_nothing_is_refused(alone: tuple[Path, bytes, int]) -> None:
+    file, raw, _ = alone
+    file.write_bytes(bytes(len(raw)))
+    with pytest.raises(CheckpointError, match="stack"):
+        SparingReader(CheckpointFolder(file.parent)).read_box("stack", (1, 0, 0), (1, 4, 6))
+
+
+@given(st.data())
+def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(0, 3))))
+    grid = tuple(data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in shape)
+    boxes = list(boxes_of_grid(shape, grid))
+    if len(boxes) > 1 and shape and data.draw(st.booleans()):  # an uneven grid: the last box in two
+        last = boxes.pop()
+        cut = data.draw(st.integers(0, last.lengths[0]))
+        boxes.append(Box(last.offsets, (cut, *last.lengths[1:])))
+        boxes.append(Box((last.offsets[0] + cut, *last.offsets[1:]), (last.lengths[0] - cut, *last.lengths[1:])))
+    offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
+    lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True)]
+    counts = torch.zeros(shape)
+    for _, shared in ChunkIndex(boxes).meeting(offsets, lengths):
+        counts[tuple(slice(o, o + n) for o, n in zip(shared.offsets, shared.lengths, strict=True))] += 1
+    expected = torch.zeros(shape)
+    expected[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = 1
+    assert torch.equal(counts, expected)
+
+
+def test_one_expert_of_many_is_found_without_looking_at_the_others() -> None:
+    index = ChunkIndex(boxes_of_grid((20, 30, 8, 4), (20, 30, 2, 1)))
+    assert len(list(index.candidates((7, 11, 0, 0), (1, 1, 4, 4)))) == 2

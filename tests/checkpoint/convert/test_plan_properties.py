@@ -1,0 +1,130 @@
+"""Plans of random models: what the moves pick out of the source is the truth, each element once."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fsdp.checkpoint.convert.common_state import CommonState
+from megatron_fsdp.checkpoint.convert.entries import Entry, Move
+from megatron_fsdp.checkpoint.convert.legacy import Cells, read_true_box
+from megatron_fsdp.checkpoint.convert.options import ConvertOptions
+from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, Source, make_plan
+from tests.support.torch_dist.common import common_state, make_args, optimizer_state, param_groups
+from tests.support.torch_dist.expected import expected_tensors, stored_tensors
+from tests.support.torch_dist.gpt import GptSpec, Truth, make_truth
+from tests.support.torch_dist.layout import boxes_of_grid, flattened_cells
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> GptSpec:
+    experts = draw(st.sampled_from([0, 0, 1, 3]))
+    layers = draw(st.integers(1, 3))
+    return GptSpec(
+        layers=layers,
+        hidden=draw(st.sampled_from([2, 4])),
+        ffn=draw(st.sampled_from([1, 3])),
+        vocabulary=5,
+        experts=experts,
+        dense_layers=draw(st.integers(0, layers - 1)) if experts else 0,
+        swiglu=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        tied=draw(st.booleans()),
+        shared_experts=draw(st.booleans()),
+        expert_bias=draw(st.booleans()),
+        mla=draw(st.booleans()),
+        mtp=draw(st.booleans()),
+        tower=draw(st.booleans()),
+    )
+
+
+def plan_of(truth: Truth, options: ConvertOptions, *, says_swiglu: bool, singleton: bool) -> ConversionPlan:
+    stored = stored_tensors(truth, singleton)
+    args = make_args(truth.spec, True, says_swiglu, {"AttnBackend": type("E", (), {"auto": 5})})
+    tree = common_state(args, optimizer_state(param_groups(truth.spec), "fully_reshardable"), "fully_reshardable")
+    entries = [Entry(key, tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()]
+    return make_plan(Source(entries, ["common_state/shard_0_1"], CommonState.of(tree)), options)
+
+
+def pick(move: Move, tensor: Tensor) -> Tensor:
+    for axis, (start, length) in enumerate(zip(move.offsets, move.lengths, strict=True)):
+        tensor = tensor.narrow(axis, start, length)
+    return tensor.reshape(move.shape)
+
+
+@settings(max_examples=60)
+@given(specs(), st.booleans(), st.booleans())
+def test_moves_of_any_model_pick_out_the_truth(spec: GptSpec, says_swiglu: bool, singleton: bool) -> None:
+    truth = make_truth(spec)
+    stored = stored_tensors(truth, singleton)
+    plan = plan_of(truth, ConvertOptions(), says_swiglu=says_swiglu, singleton=singleton)
+    found = {move.target: pick(move, stored[move.source]) for move in plan.moves}
+    found |= {value.target: value.value for value in plan.values if isinstance(value.value, Tensor)}
+    expected = expected_tensors(truth)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+
+
+@settings(max_examples=40)
+@given(specs(), st.booleans())
+def test_moves_cover_every_element_of_what_they_read_once(spec: GptSpec, singleton: bool) -> None:
+    truth = make_truth(spec)
+    plan = plan_of(truth, ConvertOptions(masters="model"), says_swiglu=True, singleton=singleton)
+    counts = {
+        key: torch.zeros(t.shape) for key, t in stored_tensors(truth, singleton).items() if "fp32_param" not in key
+    }
+    for move in plan.moves:
+        part = counts[move.source]
+        for axis, (start, length) in enumerate(zip(move.offsets, move.lengths, strict=True)):
+            part = part.narrow(axis, start, length)
+        part += 1
+    assert all(bool((count == 1).all()) for count in counts.values())
+    assert plan.nbytes == sum(t.nbytes for k, t in stored_tensors(truth, singleton).items() if "fp32_param" not in k)
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    ndim = draw(st.integers(1, 4))
+    grid = tuple(draw(st.integers(1, 3)) for _ in range(ndim))
+    block = tuple(draw(st.integers(1, 3)) for _ in range(ndim))
+    shape = tuple(g * b for g, b in zip(grid, block, strict=True))
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    lengths = tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
+    return torch.arange(math.prod(shape)).reshape(shape), grid, offsets, lengths
+
+
+@given(cut_tensors())
+def test_any_box_of_flattened_cells_is_read_element_by_element_once(
+    case: tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+) -> None:
+    tensor, grid, offsets, lengths = case
+    stored = flattened_cells(tensor, grid, dp=2).tensor
+    read = 0
+
+    def read_stored(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        nonlocal read
+        read += math.prod(size)
+        part = stored
+        for axis, (first, length) in enumerate(zip(start, size, strict=True)):
+            part = part.narrow(axis, first, length)
+        return part.clone()
+
+    cells = Cells.of("w", tuple(stored.shape), tuple(tensor.shape))
+    found = read_true_box(cells, read_stored, offsets, lengths)
+    wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    assert torch.equal(found, wanted)
+    assert read == wanted.numel()
+
+
+@given(cut_tensors())
+def test_flattened_cells_are_chunks_that_cover_the_stored_tensor(
+    case: tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+) -> None:
+    tensor, grid, _, _ = case
+    stored = flattened_cells(tensor, grid, dp=3)
+    assert sum(box.numel for box in stored.boxes) == stored.tensor.numel() == tensor.numel()
+    assert sum(box.numel for box in boxes_of_grid(tuple(tensor.shape), grid)) == tensor.numel()

@@ -1,0 +1,167 @@
+"""Checkpoints that contradict themselves, or are something else: refused in words, and nothing is written."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp.checkpoint.convert.convert import convert
+from megatron_fsdp.checkpoint.convert.legacy import Cells
+from megatron_fsdp.checkpoint.convert.options import ConvertOptions
+from megatron_fsdp.checkpoint.convert.plan import make_plan
+from megatron_fsdp.checkpoint.convert.source import TorchDistSource
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.errors import CheckpointError
+from tests.support.torch_dist.gpt import GptSpec, make_truth
+from tests.support.torch_dist.layout import whole
+from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+
+SPEC = GptSpec()
+PROJECTION = "decoder.layers.self_attention.linear_proj.weight"
+
+
+def refused(tmp_path: Path, written: WriteOptions, options: ConvertOptions | None = None) -> str:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
+    with pytest.raises(CheckpointError) as error:
+        convert(source, tmp_path / "out", options)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]
+    return str(error.value)
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> WriteOptions:
+    return WriteOptions(change_tensors=change)
+
+
+def common_changed(change: Callable[[dict[str, Any]], Any], generation: int = 3) -> WriteOptions:
+    return WriteOptions(change_common=change, generation=generation)
+
+
+def test_state_of_another_shape_than_its_weight(tmp_path: Path) -> None:
+    key = f"optimizer.state.exp_avg.{PROJECTION}"
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: whole(torch.zeros(2, 8, 4))})))
+    assert f"{key} has shape (2, 8, 4), but {PROJECTION} has (2, 8, 8)" in message
+
+
+def test_masters_of_another_shape_than_their_weight(tmp_path: Path) -> None:
+    key = "optimizer.state.fp32_param.output_layer.weight"
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: whole(torch.tensor(1.0))})))
+    assert f"{key} has shape (), but output_layer.weight has (20, 8)" in message
+
+
+def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: Path) -> None:
+    written = changed(lambda tensors: tensors.update({"optimizer.new_kind.w": whole(torch.zeros(3))}))
+    assert "does not know: optimizer.new_kind.w" in refused(tmp_path, written)
+    report = convert(tmp_path / "iter_0000007", tmp_path / "out", ConvertOptions(weights_only=True))
+    assert [item.why for item in report.plan.dropped if item.key == "optimizer.new_kind.w"] == ["--weights-only"]
+
+
+def test_a_layer_that_is_there_twice(tmp_path: Path) -> None:
+    twice = "decoder.layers.1.self_attention.linear_proj.weight"
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({twice: whole(torch.zeros(8, 8))})))
+    assert f"several tensors of the checkpoint would become model.module.{twice}" in message
+
+
+def test_parameter_groups_that_are_none(tmp_path: Path) -> None:
+    message = refused(tmp_path, common_changed(lambda common: common["optimizer"]["optimizer"].update(param_groups=7)))
+    assert "param_groups are not a list of dicts" in message
+
+
+def test_fewer_groups_than_the_map_names(tmp_path: Path) -> None:
+    options = ConvertOptions(param_to_group={"model.module.output_layer.weight": 5})
+    assert "groups that the checkpoint lacks (it has 2)" in refused(tmp_path, WriteOptions(), options)
+
+
+def test_a_rule_that_the_groups_do_not_follow(tmp_path: Path) -> None:
+    def decay_everything(common: dict[str, Any]) -> None:
+        for group in common["optimizer"]["optimizer"]["param_groups"]:
+            group["wd_mult"] = 1.0
+
+    assert "give --param-to-param-group-map-json" in refused(tmp_path, common_changed(decay_everything))
+
+
+def test_swiglu_all_of_a_plain_mlp(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(GptSpec(swiglu=False)))
+    with pytest.raises(CheckpointError, match=r"it is not gated; use --swiglu auto"):
+        convert(source, tmp_path / "out", ConvertOptions(swiglu="all"))
+
+
+@pytest.mark.parametrize("marker", ["{", "[]", json.dumps({"sharded_backend": "zarr"})])
+def test_a_marker_of_another_format(tmp_path: Path, marker: str) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    (source / "metadata.json").write_text(marker)
+    with pytest.raises(CheckpointError, match=r"metadata\.json.*|only torch_dist can be converted"):
+        convert(source, tmp_path / "out")
+
+
+def test_a_common_state_that_is_missing_or_no_dict(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), WriteOptions(generation=2))
+    torch.save(["not", "a", "dict"], source / "common.pt")
+    with pytest.raises(CheckpointError, match="the common state is a list, not a dict"):
+        convert(source, tmp_path / "out")
+    (source / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"neither common_state/shard_0_1 nor common\.pt"):
+        convert(source, tmp_path / "out")
+
+
+def test_cells_that_do_not_fit_their_true_shape() -> None:
+    assert Cells.of("w", (2, 3, 8), (4, 12)).block == (2, 4)
+    for stored, true in {(2, 3, 8): (4, 13), (2, 3, 9): (4, 12), (2, 8): (4, 12), (0, 3, 8): (4, 12)}.items():
+        with pytest.raises(CheckpointError, match="does not fit its true shape"):
+            Cells.of("w", stored, true)
+
+
+def test_no_groups_are_written_where_none_are_wanted(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    convert(source, tmp_path / "out", ConvertOptions(groups="none"))
+    folder = CheckpointFolder(tmp_path / "out")
+    assert not [key for key in folder.objects if "param_to_group_meta" in key]
+    assert folder.read_object("optimizer.param_groups.0.params") == []
+    step = folder.read_tensor("optimizer.state.module.module.module.output_layer.weight.step")
+    assert step.item() == 7.0  # all groups agree on it
+
+
+def test_steps_that_groups_disagree_on_are_not_guessed(tmp_path: Path) -> None:
+    def step_apart(common: dict[str, Any]) -> None:
+        common["optimizer"]["optimizer"]["param_groups"][1]["step"] = 9
+
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), common_changed(step_apart))
+    convert(source, tmp_path / "none", ConvertOptions(groups="none"))
+    assert not [key for key in CheckpointFolder(tmp_path / "none").tensors if key.endswith(".step")]
+    convert(source, tmp_path / "infer")
+    found = CheckpointFolder(tmp_path / "infer")
+    prefix = "optimizer.state.module.module.module"
+    assert found.read_tensor(f"{prefix}.output_layer.weight.step").item() == 7.0
+    assert found.read_tensor(f"{prefix}.decoder.final_layernorm.weight.step").item() == 9.0
+
+
+def test_a_parameter_without_a_master_among_others_with_is_noted(tmp_path: Path) -> None:
+    written = changed(lambda tensors: tensors.pop("optimizer.state.fp32_param.output_layer.weight"))
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
+    report = convert(source, tmp_path / "out")
+    assert "no fp32 master weights of output_layer.weight; these are the model's" in report.plan.notes
+    assert CheckpointFolder(tmp_path / "out").tensors["model.module.output_layer.weight"].dtype == torch.bfloat16
+
+
+def test_a_gradient_scaler_comes_over(tmp_path: Path) -> None:
+    scaler = {"scale": 65536.0}
+    written = common_changed(lambda common: common["optimizer"].update(grad_scaler=scaler))
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
+    convert(source, tmp_path / "out")
+    assert CheckpointFolder(tmp_path / "out").read_object("grad_scaler.scale") == 65536.0
+
+
+def test_random_generators_of_several_data_parallel_ranks_are_left_behind(tmp_path: Path) -> None:
+    content = TorchDistSource.open(write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))).content
+    key = "rng_state/shard_0.0_1.1"
+    assert [value for value in make_plan(content, ConvertOptions()).values if value.target.startswith("rng_state")]
+    several = replace(content, objects={**content.objects, key: [*content.objects[key]] * 2})
+    plan = make_plan(several, ConvertOptions())
+    assert not [value for value in plan.values if value.target.startswith("rng_state")]
+    assert [item.why for item in plan.dropped if item.key == key] == [
+        "states of several data-parallel ranks; the ranks of the new run are others"
+    ]
+    assert "random generators are left behind: load with --no-load-rng" in plan.notes

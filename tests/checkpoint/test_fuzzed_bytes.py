@@ -1,0 +1,190 @@
+"""Damaged bytes anywhere: the right values or a CheckpointError, never anything else; and `verify` sees the damage."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.loading import read_checkpoint
+from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
+from megatron_fsdp.checkpoint.verify import verify
+from megatron_fsdp.errors import CheckpointError
+from tests.support import byte_damage
+
+CASES = 120
+DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def bits(values: torch.Tensor) -> bytes:
+    return (
+        values.contiguous().view(torch.uint8).numpy().tobytes()
+        if values.numel() and values.dim()
+        else bytes(values.reshape(-1).view(torch.uint8).tolist())
+    )
+
+
+def read_all(folder: Path) -> dict[str, Any]:
+    opened = CheckpointFolder(folder)
+    found: dict[str, Any] = {key: opened.read_tensor(key) for key in opened.tensors}
+    return found | {key: opened.read_object(key) for key in opened.objects}
+
+
+def outcome(folder: Path) -> dict[str, Any] | None:
+    """Everything in the folder; None where it was refused. Other errors than of the one kind come through."""
+    try:
+        return read_all(folder)
+    except CheckpointError:
+        return None
+
+
+def run_cases(folder: Path, name: str, seeds: range, check: Callable[[dict[str, Any] | None, Path], str]) -> list[str]:
+    """Damage one file in many ways; what was done with each."""
+    path, done = folder / name, []
+    raw = path.read_bytes()
+    try:
+        for seed in seeds:
+            changed = byte_damage.damaged(raw, seed)
+            if changed != raw:
+                path.write_bytes(changed)
+                done.append(check(outcome(folder), folder))
+    finally:
+        path.write_bytes(raw)
+    return done
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ours")
+    byte_damage.write_ours(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    byte_damage.write_plain(folder)
+    return folder
+
+
+def test_the_undamaged_ones_are_whole(ours: Path, plain: Path) -> None:
+    state = byte_damage.small_state()
+    for folder in (ours, plain):
+        found = read_all(folder)
+        assert verify(folder).is_whole
+        assert same(found["model.weight"], state["model"]["weight"])
+        assert same(found["model.bias"], state["model"]["bias"])
+        assert found["optimizer.lr"] == 0.1
+    assert verify(ours).unverified == []
+
+
+@pytest.mark.parametrize("name", [METADATA, DATA, MANIFEST])
+def test_with_a_manifest_what_is_called_whole_has_the_right_values(ours: Path, name: str) -> None:
+    truth = read_all(ours)
+
+    def check(found: dict[str, Any] | None, folder: Path) -> str:
+        report = verify(folder)
+        str(report), report.to_dict()
+        if found is None:
+            return "refused"
+        right = found.keys() == truth.keys() and all(same(found[key], truth[key]) for key in truth)
+        assert right or not report.is_whole, "wrong values in a checkpoint that was called whole"
+        return "right" if right else "seen by verify"
+
+    done = run_cases(ours, name, range(CASES), check)
+    assert done.count("refused") > CASES // 4
+
+
+@pytest.mark.parametrize("name", [METADATA, DATA])
+def test_without_a_manifest_damage_is_an_error_of_one_kind(plain: Path, name: str) -> None:
+    truth = read_all(plain)
+
+    def check(found: dict[str, Any] | None, folder: Path) -> str:
+        report = verify(folder)
+        if found is None:
+            assert not report.is_whole
+            return "refused"
+        if name == METADATA:  # other names or places cannot be told from right ones
+            return "read"
+        assert all(same(found[key], truth[key]) for key in truth) or not report.is_whole
+        return "read"
+
+    done = run_cases(plain, name, range(CASES), check)
+    assert done.count("refused") > CASES // 4
+
+
+class Model(torch.nn.Module):
+    """Has what `small_state` calls a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(6, 5))
+        self.bias = torch.nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", [METADATA, DATA, MANIFEST])
+def test_a_verified_load_gives_the_right_weights_or_leaves_them_alone(ours: Path, name: str) -> None:
+    truth, zeros, path = byte_damage.small_state()["model"], dict(Model().state_dict()), ours / name
+    raw, outcomes = path.read_bytes(), set()
+    try:
+        for seed in range(1000, 1000 + CASES // 2):
+            model = Model()
+            path.write_bytes(byte_damage.damaged(raw, seed))
+            try:
+                read_checkpoint(ours, model, with_rng=False, verify=True)
+                wanted = truth
+            except CheckpointError:
+                wanted = zeros
+            assert all(same(value, wanted[key]) for key, value in model.state_dict().items()), seed
+            outcomes.add(wanted is truth)
+    finally:
+        path.write_bytes(raw)
+    assert outcomes == {True, False}
+
+
+def test_every_flipped_bit_of_a_tensor_is_found(ours: Path) -> None:
+    """All bits of all elements, one at a time."""
+    opened, path = CheckpointFolder(ours), ours / DATA
+    raw = path.read_bytes()
+    flips = 0
+    for key, entry in opened.tensors.items():
+        elements = bits(opened.read_tensor(key))
+        span = entry.chunks[0].span
+        begin = raw.index(elements, span.offset, span.offset + span.length) if elements else 0
+        places = range(begin, begin + len(elements))
+        for place in places if len(elements) < 16 else random.Random(0).sample(places, 16):
+            changed = bytearray(raw)
+            changed[place] ^= 1 << (place % 8)
+            path.write_bytes(changed)
+            report = verify(ours)
+            assert [(found.kind, found.name) for found in report.damaged] == [("tensor", key)]
+            assert "holds other values than were saved" in str(report)
+            assert f"in {path}" in str(report)
+            flips += 1
+    path.write_bytes(raw)
+    assert flips == 16 + 14 + 3 + 4
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 8, b"-1", b"1e3", b"9" * 400, "٣".encode(), b"\xff", b"release", b"2"]
+)
+def test_a_pointer_that_says_nonsense(tmp_path: Path, content: bytes) -> None:
+    byte_damage.write_ours(tmp_path / "iter_0000001")
+    (tmp_path / POINTER).write_bytes(content)
+    with pytest.raises(CheckpointError, match=POINTER):
+        RunFolder(tmp_path).resolve()

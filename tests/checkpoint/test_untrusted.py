@@ -1,0 +1,217 @@
+"""Nothing in a checkpoint runs when it is read: a hostile pickle in each place is refused by name."""
+
+import contextlib
+import copyreg
+import io
+import json
+import pathlib
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_fsdp.checkpoint.objects import load_object_bytes, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.restricted_pickle import load_restricted
+from megatron_fsdp.errors import CheckpointError
+from tests.support import hostile
+from tests.support.hostile_readers import READERS, STEP, WEIGHT, Reader, by_folder, by_verify, refused, write_linear
+
+MARKER = Path("created-by-a-pickle")
+NAMES = sorted(hostile.payloads(MARKER))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A good checkpoint."""
+    write_linear(tmp_path / "iter_0000001")
+    return tmp_path / "iter_0000001"
+
+
+def test_the_payloads_would_work(tmp_path: Path) -> None:
+    """Those that are complete do create the file when Python's own reader takes them."""
+    for name in ("eval", "exec", "system", "nested pickle", "instance", "object"):
+        marker = tmp_path / name.replace(" ", "-")
+        raw, _ = hostile.payloads(marker)[name]
+        try:
+            pickle.loads(raw)
+        except pickle.UnpicklingError:
+            pytest.fail(f"{name} is no pickle")
+        assert marker.exists(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_metadata(folder: Path, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    raw, told = hostile.payloads(marker)[name]
+    (folder / ".metadata").write_bytes(raw)
+    for read in READERS:
+        refused(read, folder, marker, told, ".metadata")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("key", [WEIGHT, STEP])
+def test_in_the_entry_of_a_tensor_or_object(folder: Path, tmp_path: Path, name: str, key: str) -> None:
+    marker = tmp_path / "marker"
+    raw, told = hostile.payloads(marker)[name]
+    hostile.plant(folder, key, hostile.archive_of(raw))
+    for read in READERS:
+        refused(read, folder, marker, told, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_common_file_of_megatron(folder: Path, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    raw, told = hostile.payloads(marker)[name]
+    (folder / "common.pt").write_bytes(hostile.archive_of(raw))
+    refused(by_verify, folder, marker, told, "common.pt")
+    refused(load_object_file, folder / "common.pt", marker, told, "common.pt")
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_deep_inside_of_good_metadata(folder: Path, tmp_path: Path, read: Reader) -> None:
+    marker = tmp_path / "marker"
+
+    def change(found: Metadata) -> None:
+        found.planner_data = {"model.weight": ("model", Evil(marker))}
+
+    hostile.edit_metadata(folder, change)
+    refused(read, folder, marker, "io.open", ".metadata")
+
+
+@pytest.mark.parametrize("key", [WEIGHT, STEP])
+@pytest.mark.parametrize("read", READERS)
+def test_in_the_older_format_and_in_other_kinds_of_files(folder: Path, tmp_path: Path, key: str, read: Reader) -> None:
+    marker = tmp_path / "marker"
+    older = tmp_path / "older.pt"
+    torch.save({"a": Evil(marker)}, older, _use_new_zipfile_serialization=False)
+    body = hostile.whole(hostile.call("builtins", "open", str(marker), "w"))
+    script = hostile.archive_of(body, **{"constants.pkl": body, "code___torch__.py": b"import os"})
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}).encode()
+    safetensors = len(header).to_bytes(8, "little") + header + bytes(48)
+    for raw, told in (
+        (older.read_bytes(), "not an archive"),
+        (body, "not an archive"),
+        (script, "TorchScript"),
+        (safetensors, "not an archive"),
+        (b"", "not an archive"),
+    ):
+        hostile.plant(folder, key, raw, file="model.safetensors")
+        refused(read, folder, marker, told, key)
+
+
+@pytest.mark.parametrize("kind", sorted(hostile.tampering()))
+def test_classes_and_functions_stay_as_they_are(kind: str) -> None:
+    raw = hostile.tampering()[kind]
+    for read in (
+        lambda: load_restricted(_stream(raw), "here"),
+        lambda: load_object_bytes(hostile.archive_of(raw), "here"),
+    ):
+        with pytest.raises(CheckpointError, match="here"):
+            read()
+    assert not pathlib.PurePosixPath("x").is_absolute()
+    assert not hasattr(Metadata, "is_absolute")
+    assert dcp_metadata._MEM_FORMAT_ENCODING(0).value == 0
+
+
+@pytest.mark.parametrize("kind", sorted(hostile.bombs()))
+def test_short_pickles_take_little(kind: str) -> None:
+    raw = hostile.bombs()[kind]
+    archive = hostile.archive_of(raw)
+    tracemalloc.start()
+    try:
+        for read in (lambda: load_restricted(_stream(raw), "here"), lambda: load_object_bytes(archive, "here")):
+            with contextlib.suppress(CheckpointError):
+                read()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_what_other_pickles_have_registered_is_out_of_reach(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    copyreg.add_extension("builtins", "eval", 0xF1)
+    try:
+        raw, _ = hostile.payloads(marker)["extension code"]
+        pickle.loads(raw)
+        assert marker.exists()
+        marker.unlink()
+        with pytest.raises(CheckpointError, match="0x82"):
+            load_restricted(_stream(raw), "here")
+        assert not marker.exists()
+    finally:
+        copyreg.remove_extension("builtins", "eval", 0xF1)
+
+
+def test_a_link_is_followed_and_what_it_leads_to_is_data(folder: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    raw, told = hostile.payloads(marker)["eval"]
+    hostile.plant(folder, STEP, hostile.archive_of(raw))
+    moved = (folder / "planted.distcp").rename(tmp_path / "elsewhere")
+    (folder / "planted.distcp").symlink_to(moved)
+    for read in READERS:
+        refused(read, folder, marker, told)
+
+
+def test_arrays_of_numpy_that_would_end_the_process() -> None:
+    reconstruct = "numpy._core.multiarray"
+    objects = hostile.call("numpy", "dtype", "O8", False, True)
+    empty = b"c" + f"{reconstruct}\n_reconstruct\n".encode() + b"cnumpy\nndarray\n" + pickle.dumps((0,), 2)[2:-1]
+    empty += b"C\1b" + b"\x87R"
+    floats = hostile.call("numpy", "dtype", "f8", False, True)
+
+    def state(dtype: bytes, shape: tuple[int, ...], raw: bytes) -> bytes:
+        return b"(" + _inline(1) + _inline(shape) + dtype + b"\x89" + _inline(raw) + b"t"
+
+    wrong = {
+        "objects": hostile.whole(objects),
+        "length": hostile.whole(empty + state(floats, (1 << 40,), bytes(8)) + b"b"),
+        "short": hostile.whole(empty + state(floats, (3,), bytes(8)) + b"b"),
+        "fields": hostile.whole(floats + _inline((3, "<", None, ("a",), {"a": 1}, 8, 8, 63)) + b"b"),
+        "flags": hostile.whole(floats + _inline((3, "<", None, None, None, -1, -1, 63)) + b"b"),
+        "scalar": hostile.whole(f"c{reconstruct}\nscalar\n".encode() + floats + _inline(b"123") + b"\x86R"),
+    }
+    for name, raw in wrong.items():
+        with pytest.raises(CheckpointError, match="NumPy"):
+            load_object_bytes(hostile.archive_of(raw), name)
+    right = hostile.whole(
+        empty + state(floats, (1,), torch.tensor([2.5], dtype=torch.float64).numpy().tobytes()) + b"b"
+    )
+    assert load_object_bytes(hostile.archive_of(right), "right").tolist() == [2.5]
+
+
+def test_torchs_own_switches_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither what a program has allowed torch to load nor torch's environment variables widen or break reading."""
+    marker = tmp_path / "marker"
+    raw, told = hostile.payloads(marker)["eval"]
+    for variable in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "1")
+            by_folder(folder)
+            with torch.serialization.safe_globals([eval]), pytest.raises(CheckpointError, match=told):
+                load_tensor(bytearray(hostile.archive_of(raw)), "here")
+    assert not marker.exists()
+
+
+def _inline(value: Any) -> bytes:
+    """The operations of a plain value."""
+    return pickle.dumps(value, 3)[2:-1]
+
+
+def _stream(raw: bytes) -> Any:
+    return io.BytesIO(raw)

@@ -1,0 +1,268 @@
+"""`verify` names what is damaged, missing and unexpected, and the command says it with its exit status."""
+
+import argparse
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megatron_fsdp.checkpoint.run_folder import POINTER
+from megatron_fsdp.checkpoint.verify import NO_MANIFEST, NOT_READ, VerifyReport, verify
+from megatron_fsdp.cli import checkpoint_verify
+from megatron_fsdp.errors import CheckpointError
+from tests.support import byte_damage, hostile
+from tests.support.byte_damage import saved_bytes
+
+DATA, WEIGHT, LR = "__0_0.distcp", "model.weight", "optimizer.lr"
+Found = set[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "iter_0000001"
+    byte_damage.write_ours(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "iter_0000001"))
+
+
+def names(report: VerifyReport) -> tuple[Found, Found, Found]:
+    return (
+        {(found.kind, found.name) for found in report.damaged},
+        {(found.kind, found.name) for found in report.missing},
+        {(found.kind, found.name) for found in report.unexpected},
+    )
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "manifest.json"
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+
+
+def test_a_whole_one(folder: Path) -> None:
+    report = verify(folder)
+    assert report.is_whole
+    assert (report.tensors, report.objects) == (5, 5)
+    assert report.unverified == []
+    assert report.nbytes >= 6 * 5 * 4 + 7 * 2 + 3 + 4
+    assert str(report).startswith(f"{folder}: whole (5 tensors, 5 objects")
+    assert json.loads(json.dumps(report.to_dict()))["is_whole"] is True
+
+
+def test_quickly_contents_stay_unread(folder: Path) -> None:
+    raw = bytearray((folder / DATA).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (folder / DATA).write_bytes(raw)
+    report = verify(folder, deep=False)
+    assert report.is_whole
+    assert report.nbytes == 0
+    assert {found.reason for found in report.unverified} == {NOT_READ}
+    assert len(report.unverified) == 10
+
+
+def test_without_a_manifest_contents_are_read_and_not_compared(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    report = verify(folder)
+    assert report.is_whole
+    assert {found.reason for found in report.unverified} == {NO_MANIFEST}
+    assert f"unverified, 10 of 10 tensors and objects: {NO_MANIFEST}" in str(report)
+
+
+def test_without_a_manifest_torchs_own_checksums_find_flips(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    path = folder / DATA
+    raw = bytearray(path.read_bytes())
+    elements = byte_damage.small_state()["model"]["weight"].numpy().tobytes()
+    raw[raw.index(elements) + 5] ^= 1
+    path.write_bytes(raw)
+    report = verify(folder)
+    assert names(report) == ({("tensor", WEIGHT)}, set(), set())
+    assert "checksum of 'data/0'" in str(report)
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_missing_file_and_what_was_in_it(folder: Path, deep: bool) -> None:
+    hostile.plant(folder, WEIGHT, saved_bytes(torch.zeros(6, 5)))
+    (folder / "planted.distcp").unlink()
+    report = verify(folder, deep=deep)
+    assert names(report) == ({("tensor", WEIGHT)}, {("file", "planted.distcp")}, set())
+    assert "planted.distcp is missing" in str(report)
+
+
+def test_a_file_that_is_cut_off(folder: Path) -> None:
+    hostile.plant(folder, LR, saved_bytes(0.1))
+    path = folder / "planted.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert names(verify(folder)) == ({("file", "planted.distcp"), ("object", LR)}, set(), set())
+
+
+def test_a_tensor_of_other_values_and_right_form(folder: Path) -> None:
+    """As where files of two checkpoints were mixed."""
+    hostile.plant(folder, WEIGHT, saved_bytes(torch.zeros(6, 5)))
+    report = verify(folder)
+    assert names(report) == ({("tensor", WEIGHT)}, set(), set())
+    assert "another one stands in its place" in str(report)
+
+
+def test_another_object_that_is_as_readable(folder: Path) -> None:
+    hostile.plant(folder, LR, saved_bytes(0.2))
+    report = verify(folder)
+    assert names(report) == ({("object", LR)}, set(), set())
+    assert "holds other bytes than were saved" in str(report)
+
+
+def test_names_that_only_one_of_manifest_and_metadata_has(folder: Path) -> None:
+    def change(found: dict[str, Any]) -> None:
+        found["tensors"]["model.lost"] = found["tensors"].pop(WEIGHT)
+        found["objects"]["lost"] = found["objects"].pop(LR)
+        found["tensors"]["model.bias"]["shape"] = [1, 7]
+
+    edit_manifest(folder, change)
+    report = verify(folder)
+    damaged, missing, unexpected = names(report)
+    assert damaged == {("tensor", "model.bias")}
+    assert missing == {("tensor", "model.lost"), ("object", "lost")}
+    assert unexpected == {("tensor", WEIGHT), ("object", LR)}
+    assert {found.name for found in report.unverified} == {WEIGHT, LR}
+
+
+def test_a_newer_manifest_and_other_checksums(folder: Path) -> None:
+    edit_manifest(folder, lambda found: found.update(checksum_name="blake\x1b[2J"))
+    report = verify(folder)
+    assert report.is_whole
+    assert len(report.unverified) == 10
+    assert "checksums of another kind" in str(report)
+    edit_manifest(folder, lambda found: found.update(version=2))
+    report = verify(folder)
+    assert names(report)[0] == {("file", "manifest.json")}
+    assert "update the library" in str(report)
+
+
+def test_files_that_belong_to_nothing_are_named_and_do_no_harm(folder: Path) -> None:
+    (folder / "__9_0.distcp").write_bytes(b"left over")
+    (folder / "tokenizer").mkdir()
+    report = verify(folder)
+    assert names(report) == (set(), set(), {("file", "__9_0.distcp"), ("file", "tokenizer")})
+    assert report.is_whole
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x80\x04.", pickle.dumps(Metadata({}, storage_data=None))])
+def test_without_metadata_nothing_else_can_be_said(folder: Path, content: bytes | None) -> None:
+    path = folder / ".metadata"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    damaged, missing, _ = names(verify(folder))
+    assert (missing if content is None else damaged) == {("file", ".metadata")}
+
+
+def test_metadata_that_let_two_tensors_share_their_bytes(folder: Path) -> None:
+    def change(found: Metadata) -> None:
+        places: dict[MetadataIndex, _StorageInfo] = found.storage_data
+        [step] = [index for index in places if index.fqn == "optimizer.step"]
+        [flags] = [index for index in places if index.fqn == "model.flags"]
+        places[step] = places[flags]
+
+    hostile.edit_metadata(folder, change)
+    report = verify(folder)
+    assert names(report) == ({("tensor", "optimizer.step")}, set(), set())
+    assert "where the metadata say () of torch.float32" in str(report)
+
+
+def test_a_file_of_megatron_beside_the_data(folder: Path) -> None:
+    (folder / "common.pt").write_bytes(saved_bytes(argparse.Namespace(layers=2)))
+    (folder / "metadata.json").write_text("{}")
+    assert names(verify(folder)) == (set(), set(), set())
+    (folder / "common.pt").write_bytes(b"PK")
+    assert names(verify(folder))[0] == {("file", "common.pt")}
+
+
+@pytest.mark.parametrize("given", ["nothing", "file"])
+def test_only_a_missing_folder_is_an_error(tmp_path: Path, given: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        verify(tmp_path / given)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    checkpoint_verify.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["verify", *map(str, arguments)])
+    return args.run(args)
+
+
+@pytest.fixture
+def root(good: Path, tmp_path: Path) -> Path:
+    """Two checkpoints; of the first, which is not the latest, a bit is flipped."""
+    for name in ("iter_0000001", "iter_0000002"):
+        shutil.copytree(good, tmp_path / "run" / name)
+    (tmp_path / "run" / POINTER).write_text("2")
+    path = tmp_path / "run" / "iter_0000001" / DATA
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(byte_damage.small_state()["model"]["weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(raw)
+    return tmp_path / "run"
+
+
+def test_exit_status_and_words(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(root) == 0
+    assert f"{root / 'iter_0000002'}: whole" in capsys.readouterr().out
+    assert command(root / "iter_0000001") == 1
+    assert "tensor model.weight: holds other values" in capsys.readouterr().out
+    assert command(root / "iter_0000001", "--quick") == 0
+    capsys.readouterr()
+    assert command(root, "--all") == 1
+    out = capsys.readouterr().out
+    assert "iter_0000001: DAMAGED" in out
+    assert "iter_0000002: whole" in out
+
+
+def test_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(root, "--all", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [found["is_whole"] for found in told["checkpoints"]] == [False, True]
+    assert told["checkpoints"][0]["damaged"][0]["name"] == WEIGHT
+    assert told["pointer"] is None
+
+
+@pytest.mark.parametrize("said", ["7", "\x1b[2J"])
+def test_a_wrong_pointer_is_damage_and_the_checkpoints_are_looked_at(
+    root: Path, capsys: pytest.CaptureFixture[str], said: str
+) -> None:
+    (root / POINTER).write_text(said)
+    assert command(root) == 1
+    out = capsys.readouterr().out
+    assert POINTER in out
+    assert "iter_0000002: whole" in out
+    assert "\x1b" not in out
+
+
+def test_what_cannot_be_looked_at(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for wrong, told in ((tmp_path / "empty", "no checkpoint"), (tmp_path / "nothing", "not a folder")):
+        with pytest.raises(CheckpointError, match=told):
+            command(wrong)
+    with pytest.raises(CheckpointError, match="--all takes"):
+        command(root / "iter_0000001", "--all")
+
+
+def test_a_checkpoint_that_has_lost_its_metadata(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "iter_0000002" / ".metadata").unlink()
+    assert command(root / "iter_0000002") == 1
+    assert "file .metadata: without it nothing can be read" in capsys.readouterr().out
+    assert command(root) == 1

@@ -1,0 +1,152 @@
+"""Pickles that would create a file, and places of a checkpoint to plant them in."""
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+
+def call(module: str, name: str, *arguments: Any) -> bytes:
+    """A pickle that calls something, without header and end."""
+    return b"c" + f"{module}\n{name}\n".encode() + pickle.dumps(arguments, 2)[2:-1] + b"R"
+
+
+def whole(*parts: bytes) -> bytes:
+    """A pickle of protocol 4, from its operations."""
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+def payloads(marker: Path) -> dict[str, tuple[bytes, str]]:
+    """Hostile pickles by what they use: the pickle, and what the refusal has to name."""
+    code = f"open({str(marker)!r}, 'w').close()"
+    text = pickle.dumps(code, 2)[2:-1]
+    run = pickle.dumps((code,), 2)[2:-1]
+    named = {
+        "eval": (call("builtins", "eval", code), "builtins.eval"),
+        "old eval": (call("__builtin__", "eval", code), "__builtin__.eval"),
+        "exec": (call("builtins", "exec", code), "builtins.exec"),
+        "open": (call("builtins", "open", str(marker), "w"), "builtins.open"),
+        "import": (call("builtins", "__import__", "os"), "builtins.__import__"),
+        "system": (call("posix", "system", f"touch {marker}"), "posix.system"),
+        "popen": (call("subprocess", "Popen", ["touch", str(marker)]), "subprocess.Popen"),
+        "getattr": (call("builtins", "getattr", "", "format"), "builtins.getattr"),
+        "partial": (call("functools", "partial", 0), "functools.partial"),
+        "attrgetter": (call("operator", "attrgetter", "a"), "operator.attrgetter"),
+        "methodcaller": (call("operator", "methodcaller", "a"), "operator.methodcaller"),
+        "copyreg": (call("copyreg", "_reconstructor", 0), "copyreg._reconstructor"),
+        "nested pickle": (call("pickle", "loads", whole(call("builtins", "eval", code))), "pickle.loads"),
+        "torch.load": (call("torch.serialization", "load", str(marker)), "torch.serialization.load"),
+        "torch.storage": (call("torch.storage", "_load_from_bytes", b""), "torch.storage._load_from_bytes"),
+        "torch._utils": (call("torch._utils", "_rebuild_wrapper_subclass", 0), "_rebuild_wrapper_subclass"),
+        "torch.jit": (call("torch.jit", "load", str(marker)), "torch.jit.load"),
+        "torch.hub": (call("torch.hub", "load", str(marker)), "torch.hub.load"),
+        "numpy.load": (call("numpy", "load", str(marker), None, True), "numpy.load"),
+        "numpy f2py": (call("numpy.f2py.crackfortran", "getlincoef", code, {}), "getlincoef"),
+        "numpy testing": (call("numpy.testing._private.utils", "runstring", code, {}), "runstring"),
+        "dotted name": (b"\x8c\x08argparse\x8c\x17Namespace.__init__.name\x93" + run + b"R", "Namespace.__init__"),
+        "our own reader": (call("megatron_fsdp.checkpoint.objects", "load_object", ""), "load_object"),
+    }
+    ops = {
+        "extension code": (b"\x82\xf1" + run + b"R", "0x82"),
+        "instance": (b"(" + text + b"ibuiltins\neval\n", "0x69"),
+        "object": (b"(cbuiltins\neval\n" + text + b"o", "builtins.eval"),
+        "text reference": (b"Pstorage\n", "0x50"),
+        "buffer": (b"\x97", "0x97"),
+        "duplicate": (b")2", "0x32"),
+    }
+    return {name: (whole(body), told) for name, (body, told) in {**named, **ops}.items()}
+
+
+def tampering() -> dict[str, bytes]:
+    """Pickles that call nothing and set attributes of classes, functions and shared objects, or build wrong ones."""
+    setting = pickle.dumps((None, {"is_absolute": 1, "__code__": 2, "parts": ("x",)}), 2)[2:-1]
+    plain = pickle.dumps({"_value_": 9}, 2)[2:-1]
+    metadata = "torch.distributed.checkpoint.metadata"
+    return {
+        "attributes of a class": whole(f"c{metadata}\nMetadata\n".encode() + setting + b"b"),
+        "attributes of a path class": whole(b"cpathlib\nPosixPath\n" + setting + b"b"),
+        "attributes of a function": whole(b"ccollections\nOrderedDict\n" + setting + b"b"),
+        "dict of a function": whole(b"ctorch\nSize\n" + plain + b"b"),
+        "an enumeration": whole(call(metadata, "_MEM_FORMAT_ENCODING", 0) + plain + b"b"),
+        "a call of a class's object": whole(b"cargparse\nNamespace\n)\x81)R"),
+        "a new function": whole(b"ctorch\nSize\n)\x81"),
+    }
+
+
+def bombs() -> dict[str, bytes]:
+    """Short pickles that take gigabytes, hours or the process, where they are believed."""
+    doubled = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+    return {
+        "a large memo": whole(b"Kr" + b"r" + struct.pack("<I", (1 << 31) - 1)),
+        "hash of shared tuples": whole(b"}" + doubled + b"Ks"),
+        "hash of deep tuples": whole(b"}" + b")" + b"\x85" * 100_000 + b"K\1s"),
+        "set of a range": whole(b"cbuiltins\nset\n" + call("builtins", "range", 10**12) + b"\x85R"),
+        "zeros": whole(call("builtins", "bytearray", 10**11)),
+        "size of a range": whole(b"ctorch\nSize\n" + call("builtins", "range", 10**12) + b"\x85R"),
+        "a long bytearray": whole(b"\x96" + struct.pack("<Q", 10**11)),
+        "long bytes": whole(b"\x8e" + struct.pack("<Q", 10**11)),
+        "a long frame": whole(b"\x95" + struct.pack("<Q", 10**11)),
+        "deep lists": whole(b"]" * 50_000 + b"a" * 49_999),
+        "a huge number": whole(b"\x8b" + struct.pack("<i", 100_000) + b"\x7f" * 100_000),
+        "copies by codec": whole(call("_codecs", "encode", "x", "rot13")),
+    }
+
+
+def archive_of(pickled: bytes, **records: bytes) -> bytes:
+    """What torch.save would have written around a pickle; records by name, with `_` for `/`."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", b"3\n")
+        for name, raw in records.items():
+            archive.writestr(f"archive/{name.replace('_', '/')}", raw)
+    return stream.getvalue()
+
+
+def tensor_pickle(
+    numel: int, size: tuple[int, ...], stride: tuple[int, ...], *, start: int = 0, key: str = "0"
+) -> bytes:
+    """The pickle of a float32 tensor that claims whatever is asked."""
+    reference = (
+        b"(" + b"X\7\0\0\0storage" + b"ctorch\nFloatStorage\n" + _plain(key) + _plain("cpu") + _plain(numel) + b"tQ"
+    )
+    rest = _plain(start) + _plain(size) + _plain(stride) + b"\x89" + b"ccollections\nOrderedDict\n)R"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + reference + rest + b"tR."
+
+
+def _plain(value: Any) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def edit_metadata(folder: Path, change: Callable[[Metadata], None]) -> None:
+    """Change the metadata of a checkpoint that the test has written itself."""
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+def plant(folder: Path, key: str, raw: bytes, file: str = "planted.distcp") -> None:
+    """Let a tensor or object of the checkpoint be these bytes, in a file of their own."""
+    (folder / file).write_bytes(raw)
+
+    def point(metadata: Metadata) -> None:
+        places: dict[MetadataIndex, Any] = metadata.storage_data
+        for index in [index for index in places if index.fqn == key]:
+            places[index] = _StorageInfo(file, 0, len(raw))
+
+    edit_metadata(folder, point)
+
+
+def tensor_bytes(value: torch.Tensor) -> bytes:
+    """What `torch.save` writes of a tensor."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
