@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.arguments import Arguments, resolve_settings
 from megatron_fsdp.train.checkpoint_arguments import CheckpointArguments
@@ -55,7 +56,8 @@ def test_a_run_in_two_parts_equals_a_run_in_one(
     whole = replace(BASE, strategy=strategy, data=str(text_file), out=tmp_path / "whole")
     run_ranks(2, train, whole)
     saving = CheckpointArguments(save=tmp_path / "saved", save_interval=2, keep_last=2, async_save=in_background)
-    run_ranks(2, train, replace(whole, out=tmp_path / "first", exit_interval=5, checkpoints=saving))
+    dumping = replace(saving, dump_param_to_param_group_map=tmp_path / "map")
+    run_ranks(2, train, replace(whole, out=tmp_path / "first", exit_interval=5, checkpoints=dumping))
     assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000004", "iter_0000005"]
 
     loading = replace(saving, load=tmp_path / "saved", verify_integrity=True)
@@ -68,6 +70,9 @@ def test_a_run_in_two_parts_equals_a_run_in_one(
     before = read_records(tmp_path / "first" / "metrics.jsonl")[-1].elapsed_s
     assert read_records(tmp_path / "second" / "metrics.jsonl")[0].elapsed_s > before
     assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000006", "iter_0000008"]
+    groups = json.loads(export_group_map_json(tmp_path / "map").read_text())
+    assert set(groups.values()) == {0, 1}  # with and without weight decay
+    assert all((index == 1) == ("norm" in name or "embed" in name) for name, index in groups.items()), groups
 
 
 def refusal(arguments: Arguments) -> str:

@@ -38,6 +38,8 @@ class CheckpointArguments:
     """Load what fits, and say what does not, instead of refusing a checkpoint that does not fit."""
     verify_integrity: _Flag = False
     """Compare everything in a checkpoint with its checksums before it is loaded."""
+    dump_param_to_param_group_map: Path | None = None
+    """Write which parameter group each parameter belongs to into this folder, for the converter."""
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "fsdp_dtensor"
     """Only fsdp_dtensor is written and read here."""
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
+from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.loop import Progress, Run
 
@@ -92,7 +93,7 @@ class RunCheckpoints:
             self._checkpointer.close()
 
     def start(self) -> Progress:
-        """Load what was asked for.
+        """Load what was asked for, and write the map of parameter groups if it was.
 
         Returns:
             How far training is.
@@ -115,6 +116,10 @@ class RunCheckpoints:
                 f"--save {options.save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
                 f"give --load {options.save} to go on from there, or another folder"
             )
+        if options.dump_param_to_param_group_map is not None:
+            folder = options.dump_param_to_param_group_map
+            dump_param_to_param_group_map(self._run.model, self._run.optimizer, folder)
+            self._say(f"wrote the map of parameter groups: {folder}")
         return self._state.progress
 
     def is_due(self, step: int) -> bool:
