@@ -1,0 +1,1 @@
+"""Looking into checkpoints, comparing, editing and repacking them: one process, on the CPU, chunk by chunk."""

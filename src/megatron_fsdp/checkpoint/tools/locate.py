@@ -1,0 +1,76 @@
+"""Which folder is meant: one checkpoint, or the folder of a run above several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.run_folder import POINTER, RELEASE, RunFolder, is_whole, iteration_of
+from megatron_fsdp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One folder of a run.
+
+    Attributes:
+        name: Of the folder.
+        iteration: Its number; None for `release`.
+        nbytes: Of all its files.
+        is_latest: Whether it is what loading the latest one takes.
+        is_whole: Whether it was finished.
+    """
+
+    name: str
+    iteration: int | None
+    nbytes: int
+    is_latest: bool
+    is_whole: bool
+
+
+def open_checkpoint(path: str | Path) -> CheckpointFolder:
+    """Open a checkpoint, or the latest of a run.
+
+    Raises:
+        CheckpointError: There is none, or it is incomplete or damaged.
+    """
+    return CheckpointFolder(locate(path))
+
+
+def locate(path: str | Path) -> Path:
+    """The folder of one checkpoint: `path` itself, or the latest one where it is the folder of a run.
+
+    Raises:
+        CheckpointError: The pointer of the run is damaged or names what is not there.
+    """
+    path = Path(path)
+    run = RunFolder(path)
+    if is_whole(path) or not path.is_dir() or not ((path / POINTER).exists() or run.iterations()):
+        return path
+    return run.resolve()
+
+
+def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
+    """The checkpoints of a run, oldest first, `release` before all; unfinished ones too.
+
+    Raises:
+        CheckpointError: It is not the folder of a run, holds no checkpoints, or its pointer is damaged.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder; give the folder of a run, with iter_* folders in it")
+    children = [path for path in root.iterdir() if path.name == RELEASE or iteration_of(path.name) is not None]
+    if not children:
+        raise CheckpointError(f"{root} holds no checkpoints (iter_* folders, or {RELEASE}); give the folder of a run")
+    run = RunFolder(root)
+    latest = run.latest() if (root / POINTER).exists() or run.iterations() else None
+    found = [
+        ListedCheckpoint(path.name, iteration_of(path.name), _nbytes(path), path == latest, is_whole(path))
+        for path in children
+    ]
+    return sorted(found, key=lambda item: -1 if item.iteration is None else item.iteration)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,33 @@
+"""The edge of the program: what went wrong becomes one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_fsdp.cli.output import write_error
+from megatron_fsdp.cli.parser import EXIT_ERROR, Parser
+from megatron_fsdp.errors import MegatronFSDPError
+
+_INTERRUPTED = 130
+
+
+def run_guarded(parser: Parser, argv: Sequence[str]) -> int:
+    """Parse, run the command, and return its exit status; 2 where it could not do its work."""
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except MegatronFSDPError as error:
+        write_error(str(error))
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, RecursionError, MemoryError) as error:
+        write_error(f"{type(error).__name__}: {error}")
+        return EXIT_ERROR
+    return status

@@ -1,0 +1,47 @@
+"""An argument parser that suggests what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import Any, NoReturn
+
+EXIT_SAME = 0
+EXIT_DIFFERENT = 1
+EXIT_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, which names the nearest command or option, and takes no abbreviations (they change with versions)."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """argparse's, but a command refuses what it does not know itself, since only it can suggest something."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, with a suggestion, and end with status 2."""
+        super().error(message + self._suggestion(message))
+
+    def _suggestion(self, message: str) -> str:
+        given = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        if given is None:
+            return ""
+        command, option = given.groups()
+        known = self._known_commands() if command is not None else list(self._option_string_actions)
+        near = difflib.get_close_matches(command or option.partition("=")[0], known, 1, 0.5)
+        return f"; did you mean {near[0]}?" if near else ""
+
+    def _known_commands(self) -> list[str]:
+        found = []
+        for action in self._actions:
+            if action.choices is not None:
+                found += [str(choice) for choice in action.choices]
+        return found

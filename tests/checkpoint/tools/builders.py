@@ -1,0 +1,140 @@
+"""Small checkpoints of every kind, made without the tools under test wherever torch can make them."""
+
+import argparse
+import io
+import itertools
+import json
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.tools.stream_write import TensorSource, write_folder
+
+COMMON = {
+    "args": argparse.Namespace(num_layers=2, swiglu=True, lr=0.1),
+    "checkpoint_version": 3.0,
+    "iteration": 7,
+    "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+}
+
+
+def save(state: Mapping[str, Any], path: Path) -> CheckpointFolder:
+    """Plain `dcp.save` of one process."""
+    dcp_save(dict(state), path)
+    return CheckpointFolder(path)
+
+
+def dcp_save(state: dict[str, Any], path: Path, **kwargs: Any) -> None:
+    """`dcp.save` of one process, without its warning that there is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=path, no_dist=True, **kwargs)
+
+
+def dcp_load(state: dict[str, Any], path: Path, **kwargs: Any) -> dict[str, Any]:
+    """`dcp.load` of one process, without its warning that there is one; returns the state."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=path, no_dist=True, **kwargs)
+    return state
+
+
+def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Path) -> CheckpointFolder:
+    """Tensors, each cut into the boxes given."""
+    path.mkdir(parents=True)
+    sources = []
+    for key, (values, boxes) in tensors.items():
+        read = partial(_box_of, values, boxes)
+        sources.append(TensorSource(key, tuple(values.shape), values.dtype, boxes, read))
+    write_folder(path, sources, None)
+    return CheckpointFolder(path)
+
+
+def _box_of(values: torch.Tensor, boxes: Sequence[Box], number: int) -> torch.Tensor:
+    box = boxes[number]
+    return values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
+
+
+def grid(shape: tuple[int, int], rows: Sequence[int], columns: Sequence[int]) -> list[Box]:
+    """Boxes between the edges given."""
+    row_edges, column_edges = [0, *rows, shape[0]], [0, *columns, shape[1]]
+    return [
+        Box((top, left), (bottom - top, right - left))
+        for top, bottom in itertools.pairwise(row_edges)
+        for left, right in itertools.pairwise(column_edges)
+    ]
+
+
+def model_state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Stacked layers under Megatron's names."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "embedding.word_embeddings.weight": (16, 4),
+        "decoder.layers.mlp.linear_fc1.weight": (2, 12, 4),
+        "decoder.final_layernorm.weight": (4,),
+    }
+    return {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
+
+
+def save_torch_dist(path: Path, generation: str, *, optimizer: str = "model_space") -> CheckpointFolder:
+    """A torch_dist checkpoint of one of the three generations, as the specification describes it."""
+    state: dict[str, Any] = dict(model_state())
+    if optimizer == "model_space":
+        state |= {f"optimizer.state.exp_avg.{key}": value.float() for key, value in model_state(1).items()}
+    elif optimizer == "bucket_space":
+        prefix = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+        state |= {f"{prefix}.{slot}": torch.randn(18) for slot in ("param", "exp_avg", "exp_avg_sq")}
+    state["decoder.layers.self_attention._extra_state/shard_0_2"] = [None]
+    if generation == "G3":
+        state["common_state/shard_0_1"] = [COMMON]
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp_save(state, path, planner=planner)
+    if generation in ("G1", "G2"):
+        torch.save(COMMON, path / "common.pt")
+    if generation == "G1":
+        _add_mcore_data(path, {"decoder.final_layernorm.weight": {"nd_reformulated_orig_global_shape": (4,)}})
+    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    return CheckpointFolder(path)
+
+
+def _add_mcore_data(path: Path, mcore_data: dict[str, Any]) -> None:
+    """Store the metadata as Megatron's class, with a global that no program here can import."""
+    with (path / ".metadata").open("rb") as stream:
+        plain = pickle.load(stream)
+    stream = io.BytesIO()
+    pickle.Pickler(stream, protocol=2).dump(plain)
+    raw = stream.getvalue()
+    old = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    new = b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    assert raw.count(old) == 1
+    raw = raw.replace(old, new)
+    state = pickle.dumps({"mcore_data": mcore_data}, protocol=2)[2:-1]  # without PROTO and STOP
+    assert raw.endswith(b"b.")
+    (path / ".metadata").write_bytes(raw[:-1] + state + b"b.")
+
+
+def save_fsdp_dtensor(path: Path) -> CheckpointFolder:
+    """The nested state of Megatron-FSDP."""
+    weight = {"layers.2.weight": torch.randn(4, 3), "layers.10.weight": torch.randn(4, 3), "norm.weight": torch.ones(3)}
+    state = {
+        "model": {f"module.{key}": value for key, value in weight.items()},
+        "optimizer": {
+            "state": {
+                f"module.{key}": {"exp_avg": value * 2, "step": torch.tensor(3.0)} for key, value in weight.items()
+            },
+            "param_to_group_meta": {f"module.{key}": {"lr": 0.1, "betas": (0.9, 0.95)} for key in weight},
+        },
+        "args": COMMON["args"],
+        "iteration": 7,
+        "checkpoint_version": 3.0,
+    }
+    return save(state, path)

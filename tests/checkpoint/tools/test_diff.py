@@ -1,0 +1,207 @@
+"""Comparing checkpoints: by value, however they are cut, one chunk of each side at a time."""
+
+import argparse
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
+from megatron_fsdp.checkpoint.tools.compare_values import BLOCK, Tolerance, compare_piece
+from megatron_fsdp.checkpoint.tools.diff import diff, tensor_difference
+from megatron_fsdp.errors import ConfigurationError
+from tests.checkpoint.tools import builders
+
+SHAPE = (12, 15)
+GRIDS = {
+    "whole": builders.grid(SHAPE, [], []),
+    "rows": builders.grid(SHAPE, [3, 4, 9], []),
+    "columns": builders.grid(SHAPE, [], [7, 11]),
+    "both": builders.grid(SHAPE, [5], [2, 8]),
+}
+
+
+@pytest.mark.parametrize("left", GRIDS)
+@pytest.mark.parametrize("right", GRIDS)
+def test_grids_do_not_matter(tmp_path: Path, left: str, right: str) -> None:
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    changed = values.clone()
+    changed[4, 12] += 1.5
+    changed[10, 2] -= 1.0
+    changed[10, 3] += 0.25
+    a = builders.save_cut({"w": (values, GRIDS[left])}, tmp_path / "a")
+    b = builders.save_cut({"w": (changed, GRIDS[right])}, tmp_path / "b")
+    assert diff(a, a).is_same
+    found = diff(a, b).differences[0].values
+    assert found is not None
+    assert (found.count, found.index) == (3, (4, 12))
+    assert found.values == (values[4, 12].item(), changed[4, 12].item())
+    assert found.largest == pytest.approx(1.5, abs=1e-6)
+
+
+class Memory(bytearray):
+    """What a tensor lies in, for as long as anything of it is held."""
+
+    side: str
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_one_chunk_of_each_side_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(SHAPE)
+    a = builders.save_cut({"w": (values, GRIDS["rows"])}, tmp_path / "a")
+    b = builders.save_cut({"w": (values + 1, GRIDS["columns"])}, tmp_path / "b")
+    alive: weakref.WeakSet[Memory] = weakref.WeakSet()
+    most = {"a": 0, "b": 0}
+    plain = CheckpointFolder.read_chunk
+
+    def read_chunk(self: CheckpointFolder, key: str, index: int) -> torch.Tensor:
+        found = plain(self, key, index)
+        memory = Memory(found.numpy().tobytes())
+        memory.side = self.path.name
+        alive.add(memory)
+        found = torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
+        sides = [held.side for held in alive]
+        most.update({side: max(most[side], sides.count(side)) for side in most})
+        return found
+
+    monkeypatch.setattr(CheckpointFolder, "read_chunk", read_chunk)
+    found = tensor_difference(a, b, "w", Tolerance())
+    assert found is not None
+    assert found.count == values.numel()
+    assert most == {"a": 1, "b": 1}
+
+
+def test_the_first_key_that_differs_comes_first(tmp_path: Path) -> None:
+    a = builders.save({f"l.{i}.w": torch.zeros(2) for i in (1, 2, 10)} | {"z": 1}, tmp_path / "a")
+    b = builders.save({f"l.{i}.w": torch.ones(2) for i in (2, 10)} | {"l.1.w": torch.zeros(2), "z": 2}, tmp_path / "b")
+    assert [item.key for item in diff(a, b).differences] == ["l.2.w", "l.10.w", "z"]
+    assert [item.key for item in diff(a, b, pattern="z").differences] == ["z"]
+
+
+def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
+    a = builders.save(
+        {
+            "a": torch.zeros(2),
+            "dtype": torch.zeros(2),
+            "shape": torch.zeros(2),
+            "type": torch.zeros(2),
+            "o": {"x": 1.0},
+        },
+        tmp_path / "a",
+    )
+    b = builders.save(
+        {"b": 3, "dtype": torch.zeros(2).half(), "shape": torch.zeros(1, 2), "type": 0, "o": {"x": 2.0}}, tmp_path / "b"
+    )
+    found = {item.key: (item.kind, item.told) for item in diff(a, b).differences}
+    assert found == {
+        "a": ("only in A", "tensor (2,) float32 that only A has"),
+        "b": ("only in B", "object that only B has"),
+        "dtype": ("dtype", "tensor (2,) float32 in A, tensor (2,) float16 in B"),
+        "shape": ("shape", "tensor (2,) float32 in A, tensor (1, 2) float32 in B"),
+        "type": ("type", "tensor (2,) float32 in A, object in B"),
+        "o.x": ("object", "1.0 in A, 2.0 in B"),
+    }
+    assert diff(a, b).compared == 4
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "count"),
+    [
+        ([0.0, NAN, 1.0], [-0.0, NAN, 1.0], Tolerance(), 0),
+        ([0.0, NAN, 1.0], [-0.0, NAN, 1.0], Tolerance(bitwise=True), 1),
+        ([1.0, NAN], [1.0, 2.0], Tolerance(), 1),
+        ([1.0, math.inf], [1.05, math.inf], Tolerance(rtol=0.1), 0),
+        ([1.0, math.inf], [1.05, -math.inf], Tolerance(rtol=0.1), 1),
+        ([1.0, 0.0], [1.05, 0.2], Tolerance(atol=0.1), 1),
+    ],
+)
+def test_what_counts_as_equal(a: list[float], b: list[float], tolerance: Tolerance, count: int) -> None:
+    box = Box((0,), (len(a),))
+    found = compare_piece(torch.tensor(a), torch.tensor(b), box, tolerance)
+    assert (found.count if found else 0) == count
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128],
+)
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_every_dtype_can_be_compared(dtype: torch.dtype, bitwise: bool) -> None:
+    a = torch.tensor([0, 1, 0, 1, 1]).to(dtype)
+    b = torch.tensor([0, 1, 1, 1, 0]).to(dtype)
+    box = Box((10, 0), (5, 1))
+    found = compare_piece(a.view(5, 1), b.view(5, 1), box, Tolerance(bitwise=bitwise))
+    assert found is not None
+    assert (found.count, found.index, found.largest) == (2, (12, 0), 1.0)
+    assert compare_piece(a, a.clone(), Box((0,), (5,)), Tolerance(bitwise=bitwise)) is None
+
+
+def test_large_integers_are_not_rounded() -> None:
+    a = torch.tensor([2**60])
+    assert compare_piece(a, a + 1, Box((0,), (1,)), Tolerance()) is not None
+
+
+def test_places_beyond_the_first_block() -> None:
+    a = torch.zeros(BLOCK + 10)
+    b = a.clone()
+    b[BLOCK + 3] = 1.0
+    found = compare_piece(a, b, Box((5,), (BLOCK + 10,)), Tolerance())
+    assert found is not None
+    assert found.index == (BLOCK + 8,)
+
+
+def test_tolerances_that_contradict_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="bitwise"):
+        Tolerance(rtol=0.1, bitwise=True)
+    with pytest.raises(ConfigurationError, match="from 0 up"):
+        Tolerance(atol=-1.0)
+    with pytest.raises(ConfigurationError, match="from 0 up"):
+        Tolerance(rtol=NAN)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}, "a[1][1]: 3 in A, 4 in B"),
+        ({"a": 1}, {"a": 1, "b": 2}, "b is only in B"),
+        (argparse.Namespace(lr=0.1), argparse.Namespace(lr=0.2), "lr: 0.1 in A, 0.2 in B"),
+        ([1], [1, 2], "it has 1 elements in A and 2 in B"),
+        (1, True, "1 in A, True in B"),
+        (NAN, NAN, None),
+        ({1, 2}, {2, 1}, None),
+        (torch.zeros(2), torch.zeros(2), None),
+    ],
+)
+def test_objects_are_compared_by_value(a: Any, b: Any, told: str | None) -> None:
+    assert first_difference(a, b) == told
+
+
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+)
+
+
+@given(TREES, TREES)
+def test_differences_of_objects_are_symmetric(a: Any, b: Any) -> None:
+    assert first_difference(a, a) is None
+    assert (first_difference(a, b) is None) == (first_difference(b, a) is None)
+
+
+def test_large_arrays_that_differ_deep_inside_are_told_apart() -> None:
+    a = torch.zeros(5000)
+    b = a.clone()
+    b[2500] = 1.0
+    told = first_difference({"x": a}, {"x": b})
+    assert told is not None
+    assert "with other values" in told

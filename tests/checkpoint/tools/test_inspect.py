@@ -1,0 +1,145 @@
+"""What `inspect` says about each kind of checkpoint."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.tools.inspect import inspect_folder, natural_order
+from megatron_fsdp.checkpoint.tools.kinds import recognise
+from megatron_fsdp.checkpoint.tools.locate import list_checkpoints, locate
+from megatron_fsdp.checkpoint.tools.statistics import BLOCK, statistics_of
+from megatron_fsdp.checkpoint.tools.tree import key_tree, walk
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.tools import builders
+from tests.support import json_schema
+
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "inspect.schema.json").read_text())
+
+
+@pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
+def test_each_generation_of_torch_dist_is_told(tmp_path: Path, generation: str) -> None:
+    found = inspect_folder(builders.save_torch_dist(tmp_path / "a", generation))
+    assert (found.kind.format, found.kind.generation, found.kind.optimizer) == ("torch_dist", generation, "model_space")
+    assert found.common["iteration"] == 7
+    assert found.common["args"] == {"num_layers": 2, "swiglu": True, "lr": 0.1}
+    assert found.marker["sharded_backend"] == "torch_dist"
+    assert bool(found.mcore_data) == (generation == "G1")
+    assert found.problems == ()
+
+
+@pytest.mark.parametrize("optimizer", ["none", "model_space", "bucket_space"])
+def test_the_layout_of_the_optimizer_is_told(tmp_path: Path, optimizer: str) -> None:
+    assert recognise(builders.save_torch_dist(tmp_path / "a", "G3", optimizer=optimizer)).optimizer == optimizer
+
+
+def test_keys_shapes_and_bytes(tmp_path: Path) -> None:
+    found = inspect_folder(builders.save_fsdp_dtensor(tmp_path / "a"))
+    assert (found.kind.format, found.kind.generation, found.kind.optimizer) == ("fsdp_dtensor", None, "per_parameter")
+    assert found.common["iteration"] == 7
+    by_key = {entry.key: entry for entry in found.entries}
+    weight = by_key["model.module.layers.2.weight"]
+    assert (weight.shape, weight.dtype, weight.nbytes, weight.chunks) == ((4, 3), "float32", 48, 1)
+    assert weight.files == ("__0_0.distcp",)
+    assert found.files["__0_0.distcp"] == (tmp_path / "a" / "__0_0.distcp").stat().st_size
+    assert by_key["iteration"].shape is None
+    order = [entry.key for entry in found.entries if entry.key.startswith("model.")]
+    assert order == [f"model.module.{name}" for name in ("layers.2.weight", "layers.10.weight", "norm.weight")]
+
+
+def test_plain_checkpoints_and_filters(tmp_path: Path) -> None:
+    folder = builders.save({"a": {"w": torch.zeros(2, 3), "x": 1}, "b": torch.zeros(4)}, tmp_path / "a")
+    found = inspect_folder(folder, r"^a\.")
+    assert (found.kind.format, found.kind.optimizer) == ("dcp", "none")
+    assert [entry.key for entry in found.entries] == ["a.w", "a.x"]
+    assert found.hidden == 1
+    with pytest.raises(ConfigurationError, match="not a regular expression"):
+        inspect_folder(folder, "(")
+
+
+@pytest.mark.parametrize("kind", ["G1", "G2", "G3", "fsdp_dtensor", "plain", "stats"])
+def test_the_json_follows_the_schema(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    if kind in ("G1", "G2", "G3"):
+        folder = builders.save_torch_dist(path, kind)
+    elif kind == "fsdp_dtensor":
+        folder = builders.save_fsdp_dtensor(path)
+    else:
+        folder = builders.save({"w": torch.tensor([1.0, math.nan]), "o": {1, 2}, "n": torch.full((2,), math.inf)}, path)
+    told = inspect_folder(folder, with_statistics=kind == "stats").to_json()
+    assert json_schema.problems(json.loads(json.dumps(told, allow_nan=False)), SCHEMA) == []
+
+
+def test_the_schema_checker_finds_what_is_wrong(tmp_path: Path) -> None:
+    told = inspect_folder(builders.save({"w": torch.zeros(2)}, tmp_path / "a")).to_json()
+    for change in ({"format": "zip"}, {"hidden": -1}, {"hidden": True}, {"surplus": 1}, {"files": {"x": "y"}}):
+        assert len(json_schema.problems({**told, **change}, SCHEMA)) == 1, change
+    told["entries"][0]["shape"] = [1.5]
+    assert json_schema.problems(told, SCHEMA) == ["$.entries[0].shape[0]: 1.5 is not of type integer"]
+
+
+def test_problems_are_named(tmp_path: Path) -> None:
+    folder = builders.save_torch_dist(tmp_path / "a", "G2")
+    (folder.path / "common.pt").write_bytes((folder.path / "common.pt").read_bytes()[:100])
+    (folder.path / "metadata.json").unlink()
+    found = inspect_folder(folder)
+    assert "metadata.json is missing" in found.problems[0]
+    assert "common.pt is not an archive" in found.problems[1]
+    assert len(found.tensors) == 6
+
+
+def test_statistics_of_chunks_are_those_of_the_whole() -> None:
+    values = torch.randn(BLOCK + 100, generator=torch.Generator().manual_seed(0))
+    values[[3, 70, -1]] = torch.tensor([math.nan, math.inf, 0.0])
+    found = statistics_of([values[:500], values[500:]])
+    finite = values[values.isfinite()].double()
+    assert (found.minimum, found.maximum) == (finite.min().item(), finite.max().item())
+    assert found.mean == pytest.approx(finite.mean().item(), rel=1e-12)
+    assert found.norm == pytest.approx(finite.norm().item(), rel=1e-12)
+    assert (found.non_finite, found.zeros) == (2, int((values == 0).sum()))
+    assert statistics_of([torch.full((2,), math.nan)]).minimum is None
+    assert statistics_of([torch.tensor([3 + 4j, 0j])]).norm == 5.0
+    assert statistics_of([torch.tensor([1e300, -1e300], dtype=torch.float64)]).norm is None
+    assert statistics_of([torch.tensor([True, False])]).mean == 0.5
+
+
+def test_numbers_in_keys_sort_by_value() -> None:
+    assert natural_order(["l.10.w", "l.2.w", "a", "l.x"]) == ["a", "l.2.w", "l.10.w", "l.x"]
+
+
+def test_the_tree_adds_up_what_branches_hold(tmp_path: Path) -> None:
+    found = inspect_folder(builders.save({"m": {"a": {"w": torch.zeros(2), "b": torch.zeros(3)}}}, tmp_path / "a"))
+    drawn = [(lines + branch.name, branch.count, branch.nbytes) for lines, branch in walk(key_tree(found.entries))]
+    assert drawn == [("`-- m.a", 2, 20), ("    |-- b", 1, 12), ("    `-- w", 1, 8)]
+
+
+def test_the_folder_of_a_run_means_its_latest_checkpoint(tmp_path: Path) -> None:
+    for iteration in (2, 10):
+        builders.save({"w": torch.full((2,), float(iteration))}, tmp_path / f"iter_{iteration:07d}")
+    assert locate(tmp_path).name == "iter_0000010"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert locate(tmp_path).name == "iter_0000002"
+    assert locate(tmp_path / "iter_0000010").name == "iter_0000010"
+    (tmp_path / "iter_0000020").mkdir()
+    listed = list_checkpoints(tmp_path)
+    assert [(item.iteration, item.is_latest, item.is_whole) for item in listed] == [
+        (2, True, True),
+        (10, False, True),
+        (20, False, False),
+    ]
+    assert listed[0].nbytes == sum(path.stat().st_size for path in (tmp_path / "iter_0000002").iterdir())
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(CheckpointError, match="no whole checkpoint of that name"):
+        locate(tmp_path)
+
+
+def test_folders_that_hold_none_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        list_checkpoints(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="holds no checkpoints"):
+        list_checkpoints(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no \.metadata"):
+        CheckpointFolder(locate(tmp_path))

@@ -1,0 +1,77 @@
+"""The tools on checkpoints that this library's training wrote, on one rank and on three."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.contents import require_sound
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
+from megatron_fsdp.checkpoint.tools.diff import diff
+from megatron_fsdp.checkpoint.tools.edit import edit
+from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
+from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
+from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
+from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
+from tests.checkpoint.test_loading import contents, step, wrap
+from tests.conftest import RunRanks
+
+MODEL, STRATEGY = "transformer", 3
+
+
+def save(root: str) -> None:
+    model, optimizer = wrap(MODEL, STRATEGY, 0)
+    step(MODEL, model, optimizer, 1)
+    save_checkpoint(model, optimizer, root, iteration=5)
+
+
+def resave(source: str, root: str) -> None:
+    """What one checkpoint holds, saved by other ranks."""
+    model, optimizer = wrap(MODEL, STRATEGY, 3)
+    load_checkpoint(model, optimizer, source)
+    save_checkpoint(model, optimizer, root, iteration=5)
+
+
+def load(root: str) -> dict[str, torch.Tensor]:
+    model, optimizer = wrap(MODEL, STRATEGY, 3)
+    load_checkpoint(model, optimizer, root, verify=True)
+    found: dict[str, torch.Tensor] = contents(model, optimizer)[0]
+    return found
+
+
+def test_our_own_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(3, save, str(tmp_path / "three"))
+    run_ranks(1, resave, str(tmp_path / "three"), str(tmp_path / "one"))
+    three, one = open_checkpoint(tmp_path / "three"), open_checkpoint(tmp_path / "one")
+
+    found = inspect_folder(three)
+    assert (found.kind.format, found.kind.optimizer, found.kind.has_manifest) == ("fsdp_dtensor", "per_parameter", True)
+    assert found.common["iteration"] == 5
+    assert found.problems == ()
+    assert any(entry.chunks > 1 for entry in found.tensors)
+    compared = diff(three, one, pattern=r"^(model|optimizer\.state)\.")
+    assert compared.is_same
+    assert compared.compared == sum(entry.key.startswith(("model.", "optimizer.state.")) for entry in found.entries)
+
+    there = tmp_path / "edited" / "iter_0000005"
+    away = tmp_path / "away"
+    edit(three, away, [parse_operation(r"rename ^model\.module\. model.other.")])
+    edit(CheckpointFolder(away), there, [parse_operation(r"rename ^model\.other\. model.module.")])
+    assert diff(three, CheckpointFolder(there)).is_same
+    require_sound(CheckpointFolder(there), 0, 1)
+
+    back = tmp_path / "back" / "iter_0000005"
+    to_torch_save(three, tmp_path / "all.pt")
+    from_torch_save(tmp_path / "all.pt", back, nesting="own")
+    require_sound(CheckpointFolder(back), 0, 1)
+    assert diff(three, CheckpointFolder(back), pattern="^(?!rng)").is_same
+
+    by_torch = tmp_path / "by_torch" / "iter_0000005"
+    from_torch_save(tmp_path / "all.pt", by_torch)
+    assert "optimizer.param_groups.0.lr" in CheckpointFolder(by_torch).objects
+
+    (wanted,) = run_ranks(1, load, str(tmp_path / "three"))
+    for root in (there.parent, back.parent, by_torch.parent):
+        for loaded in run_ranks(2, load, str(root)):
+            assert first_difference(wanted, loaded) is None

@@ -1,0 +1,149 @@
+"""Defects of Megatron-LM's checkpoint inspector (specification, section 7) that the looking-at commands must not have.
+
+Those of the conversion are tested beside it.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.tools.diff import diff
+from megatron_fsdp.checkpoint.tools.edit import edit
+from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
+from megatron_fsdp.cli.checkpoint import inspector
+from megatron_fsdp.errors import ConfigurationError
+from tests.checkpoint.tools import builders
+
+ROOT = Path(__file__).parents[3]
+TOOLS = ROOT / "src" / "megatron_fsdp" / "checkpoint" / "tools"
+CLI = ROOT / "src" / "megatron_fsdp" / "cli"
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_defect_01_inspect_reads_the_common_state_where_it_is_today(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builders.save_torch_dist(tmp_path / "a", "G3")
+    assert not (tmp_path / "a" / "common.pt").exists()
+    assert inspector(["inspect", str(tmp_path / "a"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["common"]["iteration"] == 7
+
+
+def test_defect_11_editing_copies_the_data(tmp_path: Path) -> None:
+    folder = builders.save_torch_dist(tmp_path / "a", "G3")
+    edit(folder, tmp_path / "b", [parse_operation("rename ^decoder dec")])
+    edit(CheckpointFolder(tmp_path / "b"), tmp_path / "c", [parse_operation("rename ^dec decoder")])
+    copied = CheckpointFolder(tmp_path / "c")
+    assert diff(folder, copied).is_same
+    assert torch.count_nonzero(copied.read_tensor("embedding.word_embeddings.weight")) == 64
+
+
+def test_defect_11_editing_removes_nothing_unless_told_to(tmp_path: Path) -> None:
+    folder = builders.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "a")
+    report = edit(folder, tmp_path / "b", [parse_operation("rename a c")])
+    assert report.removed == ()
+    assert set(CheckpointFolder(tmp_path / "b").tensors) == {"c", "b"}
+    with pytest.raises(ConfigurationError, match="nothing to do"):
+        edit(folder, tmp_path / "d", [])
+
+
+def test_defect_13_no_gpu_no_nccl_and_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("files need neither ranks nor a GPU")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    builders.save_torch_dist(tmp_path / "a", "G3")
+    assert inspector(["inspect", a, "--stats"]) == 0
+    assert inspector(["print-tensor", a, "decoder.final_layernorm.weight"]) == 0
+    assert inspector(["modify-state-dict", a, b, "--op", "remove ^optimizer"]) == 0
+    assert inspector(["compare-two-checkpoint", a, b]) == 1
+    capsys.readouterr()
+    for path in (*TOOLS.glob("*.py"), *CLI.glob("checkpoint_[!cv]*.py")):  # conversion is tested beside its code
+        assert not re.search(r"nccl|init_process_group|\.cuda\b", path.read_text()), path.name
+
+
+def test_defect_14_tensors_without_dimensions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    builders.save({"step": torch.tensor(3.0), "w": torch.ones(1)}, tmp_path / "a")
+    assert inspector(["inspect", a, "--stats"]) == 0
+    assert inspector(["print-tensor", a, "step"]) == 0
+    assert "tensor(3.)" in capsys.readouterr().out
+    assert inspector(["modify-state-dict", a, b, "--op", "cast step float64"]) == 0
+    assert CheckpointFolder(tmp_path / "b").read_tensor("step").dtype == torch.float64
+    builders.save({"step": torch.tensor(4.0), "w": torch.ones(1)}, tmp_path / "c")
+    assert inspector(["diff", a, str(tmp_path / "c")]) == 1
+    assert "step: 1 of 1 elements differ, first at the only element: 3.0 in A, 4.0 in B" in capsys.readouterr().out
+
+
+def test_defect_14_objects_are_read_without_running_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Planted:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "owned",)
+
+    builders.save({"w": torch.ones(1), "object": Planted()}, tmp_path / "a")
+    assert inspector(["print-tensor", str(tmp_path / "a"), "object"]) == 2
+    assert "asks to import" in capsys.readouterr().err
+    assert not (tmp_path / "owned").exists()
+    for path in TOOLS.glob("*.py"):
+        assert not re.search(r"pickle\.loads?\(|weights_only=False", path.read_text()), path.name
+
+
+def test_defect_15_help_says_what_options_do(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = ["inspect", "list", "show", "diff", "edit", "to-torch", "from-torch"]
+    with pytest.raises(SystemExit):
+        inspector(["--help"])
+    listed = capsys.readouterr().out
+    for command in commands:
+        assert re.search(rf"^    {command}\s", listed, re.MULTILINE), command
+        with pytest.raises(SystemExit) as ended:
+            inspector([command, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        described = re.findall(r"^  (-[-\w, ]+)", text, re.MULTILINE)
+        assert all(
+            re.search(rf"{re.escape(option.split(',')[0].split()[0])}[^\n]*\n?\s+\w", text) for option in described
+        )
+        if command == "inspect":
+            flat = " ".join(text.split())
+            assert (
+                "--all, --not-ignore-param-to-group-meta also list the keys under optimizer.param_to_group_meta" in flat
+            )
+
+
+def test_defect_16_tests_import_the_code_they_test() -> None:
+    for path in (*Path(__file__).parent.glob("test_*.py"), *(ROOT / "tests" / "cli").glob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert any(module.startswith(("megatron_fsdp.checkpoint", "megatron_fsdp.cli")) for module in modules), (
+            path.name
+        )
+
+
+def test_defect_17_status_json_and_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
+    builders.save({"w": torch.ones(2)}, tmp_path / "b")
+    assert inspector(["compare-two-checkpoint", a, a]) == 0
+    assert inspector(["compare-two-checkpoint", a, b]) == 1
+    assert inspector(["compare-two-checkpoint", a, str(tmp_path / "none")]) == 2
+    before = (tmp_path / "b" / ".metadata").read_bytes()
+    assert inspector(["modify-state-dict", a, b, "--op", "rename w v"]) == 2
+    assert "exists already and is not empty" in capsys.readouterr().err
+    assert (tmp_path / "b" / ".metadata").read_bytes() == before
+    for command in (["inspect", a], ["compare-two-checkpoint", a, a], ["print-tensor", a, "w"]):
+        assert inspector([*command, "--json"]) == 0
+        json.loads(capsys.readouterr().out)

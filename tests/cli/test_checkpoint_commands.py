@@ -1,0 +1,237 @@
+"""`mfsdp checkpoint ...` from the outside: what it prints and its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.cli import output
+from megatron_fsdp.cli.checkpoint import inspector
+from megatron_fsdp.cli.main import main
+from tests.checkpoint.tools import builders
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+Mfsdp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def mfsdp(capsys: pytest.CaptureFixture[str]) -> Mfsdp:
+    """Run `mfsdp checkpoint ...` in this process: (exit status, standard output, standard error)."""
+
+    def run(*argv: object, program: Callable[..., int] = main) -> tuple[int, str, str]:
+        words = [str(word) for word in argv]
+        try:
+            status = program(["checkpoint", *words] if program is main else words)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return run
+
+
+def test_inspect_prints_a_summary_and_keys(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save_torch_dist(tmp_path / "a", "G3")
+    status, out, _ = mfsdp("inspect", tmp_path / "a", "--stats")
+    assert status == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "format torch_dist (Megatron-LM), generation G3" in lines
+    assert "iteration 7" in lines
+    assert any(line.startswith("tensors 6, 328 elements") for line in lines)
+    (row,) = [line for line in lines if line.startswith("decoder.layers.mlp.linear_fc1.weight")]
+    assert row.split()[1:7] == ["bfloat16", "(2,", "12,", "4)", "192", "B"]
+
+
+def test_group_meta_is_hidden_unless_asked_for(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save_fsdp_dtensor(tmp_path / "a")
+    hint = "(6 keys under optimizer.param_to_group_meta.* are not listed; --all lists them)"
+    status, out, _ = mfsdp("inspect", tmp_path / "a")
+    assert status == 0
+    assert hint in out
+    assert "\noptimizer.param_to_group_meta" not in out
+    for flag in ("--all", "--not-ignore-param-to-group-meta"):
+        _, out, _ = mfsdp("inspect", tmp_path / "a", flag)
+        assert hint not in out
+        assert out.count("\noptimizer.param_to_group_meta") == 6
+    _, out, _ = mfsdp("inspect", tmp_path / "a", "--tree", "--filter", "^model")
+    assert "`-- model.module" in out
+    assert "    |-- layers" in out
+
+
+def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    folder = builders.save_torch_dist(tmp_path / "a", "G2")
+    (folder.path / "metadata.json").unlink()
+    status, out, _ = mfsdp("inspect", tmp_path / "a", "--json")
+    assert status == 1
+    assert json.loads(out)["problems"] == [
+        "metadata.json is missing: Megatron writes it last, so the save did not finish"
+    ]
+
+
+def test_show(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save({"w": torch.arange(12.0).reshape(3, 4), "o": {"x": 1}}, tmp_path / "a")
+    status, out, _ = mfsdp("show", tmp_path / "a", "w", "--slice", "1:,:2", "--json")
+    assert status == 0
+    assert json.loads(out)["values"] == [[4.0, 5.0], [8.0, 9.0]]
+    _, out, _ = mfsdp("print-tensor", tmp_path / "a", "w", "--hash")
+    assert "float32 (3, 4), 48 B" in out
+    assert "checksum" in out
+    _, out, _ = mfsdp("show", tmp_path / "a", "o.x", "--json")
+    assert json.loads(out)["value"] == 1
+    status, _, err = mfsdp("show", tmp_path / "a", "v")
+    assert status == 2
+    assert "has no v" in err
+
+
+def test_diff_tells_by_its_status(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save({"w": torch.zeros(3)}, tmp_path / "a")
+    builders.save({"w": torch.tensor([0.0, 1e-9, 0.0])}, tmp_path / "b")
+    assert mfsdp("diff", tmp_path / "a", tmp_path / "a") == (0, "the same: 1 keys\n", "")
+    status, out, _ = mfsdp("diff", tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert out.startswith("w: 1 of 3 elements differ, first at [1]: 0.0 in A, 9.99")
+    assert mfsdp("diff", tmp_path / "a", tmp_path / "b", "--atol", "1e-8")[0] == 0
+    assert mfsdp("compare-two-checkpoint", tmp_path / "a", tmp_path / "b")[0] == 0
+    assert mfsdp("compare-two-checkpoint", tmp_path / "a", tmp_path / "b", "--bitwise")[0] == 1
+    assert mfsdp("diff", tmp_path / "a", tmp_path / "none")[0] == 2
+    status, out, _ = mfsdp("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert status == 1
+    assert json.loads(out)["differences"][0]["values"]["index"] == [1]
+
+
+def test_edit_and_torch_files(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "a")
+    for name in ("edit", "modify-state-dict"):
+        status, out, _ = mfsdp(name, tmp_path / "a", tmp_path / name, "--op", "remove b", "--op", "rename a c")
+        assert status == 0
+        assert "1 keys (1 removed, 1 renamed, 0 cast)" in out
+        assert list(CheckpointFolder(tmp_path / name).tensors) == ["c"]
+    assert mfsdp("to-torch", tmp_path / "edit", tmp_path / "c.pt")[0] == 0
+    assert torch.equal(torch.load(tmp_path / "c.pt", weights_only=True)["c"], torch.ones(2))
+    assert mfsdp("from-torch", tmp_path / "c.pt", tmp_path / "back")[0] == 0
+    assert mfsdp("diff", tmp_path / "back", tmp_path / "edit")[0] == 0
+    status, _, err = mfsdp("edit", tmp_path / "a", tmp_path / "x", "--op", "remove zzz")
+    assert status == 2
+    assert "matches no key" in err
+
+
+def test_list(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save({"w": torch.zeros(2)}, tmp_path / "iter_0000003")
+    status, out, _ = mfsdp("list", tmp_path)
+    assert status == 0
+    assert out.splitlines()[1].split()[0] == "iter_0000003"
+    assert out.splitlines()[1].endswith("latest")
+    assert json.loads(mfsdp("list", tmp_path, "--json")[1])[0]["iteration"] == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["inspct"], "did you mean inspect?"),
+        (["show", "a", "k", "--slcie=1"], "did you mean --slice?"),
+        (["compare-two-checkpoints"], "did you mean compare-two-checkpoint?"),
+    ],
+)
+def test_what_is_misspelt_is_suggested(mfsdp: Mfsdp, argv: list[str], hint: str) -> None:
+    status, _, err = mfsdp(*argv)
+    assert status == 2
+    assert hint in err
+
+
+def test_options_that_cannot_be_honoured_are_refused(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
+    for argv in (
+        ["inspect", tmp_path / "a", "--enable-msc"],
+        ["inspect", tmp_path / "a", "--tree", "--json"],
+        ["diff", tmp_path / "a", tmp_path / "a", "--bitwise", "--rtol", "1"],
+        ["show", tmp_path / "a", "w", "--slice", "1,2"],
+    ):
+        status, out, err = mfsdp(*argv)
+        assert (status, out) == (2, "")
+        assert err.startswith("error: ")
+
+
+def test_only_the_first_rank_works(mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
+    monkeypatch.setenv("RANK", "1")
+    assert mfsdp("inspect", tmp_path / "a") == (0, "", "")
+    assert mfsdp("edit", tmp_path / "a", tmp_path / "b", "--op", "rename w v") == (0, "", "")
+    assert not (tmp_path / "b").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert mfsdp("edit", tmp_path / "a", tmp_path / "b", "--op", "rename w v")[0] == 0
+
+
+def test_text_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.write_line("w\x1b[2J\u202e\udc80")
+    output.write_table(["key"], [["\x07k\r"]])
+    output.write_error("\x9bx")
+    told = capsys.readouterr()
+    assert told.out == "w\\x1b[2J\\u202e\\udc80\nkey\n\\x07k\\r\n"
+    assert told.err == "error: \\x9bx\n"
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_a_terminal_gets_the_same_words(
+    mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_rich: bool
+) -> None:
+    builders.save({"[bold]w": torch.zeros(2)}, tmp_path / "a")
+    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda _self: True, raising=False)
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    _, out, _ = mfsdp("inspect", tmp_path / "a")
+    assert "[bold]w" in out
+    assert "float32" in out
+
+
+def test_the_inspector_has_the_same_commands(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
+    assert mfsdp("inspect", tmp_path / "a", program=inspector)[1] == mfsdp("inspect", tmp_path / "a")[1]
+
+
+def test_both_programs_start(tmp_path: Path) -> None:
+    """In processes of their own; a reader that stops early is no error."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    script = ROOT / "tools" / "checkpoint" / "checkpoint_inspector.py"
+    told = subprocess.run([sys.executable, script, "--help"], env=env, capture_output=True, text=True, check=True)
+    assert "usage: checkpoint_inspector.py" in told.stdout
+    builders.save({f"key_number_{i}": i for i in range(500)}, tmp_path / "a")
+    command = [sys.executable, "-m", "megatron_fsdp.cli", "checkpoint", "inspect", str(tmp_path / "a")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        assert (process.wait(60), errors) == (0, "")
+
+
+def test_errors_of_the_system_are_one_line(mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
+
+    def refuse(*_args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(CheckpointFolder, "read_span", refuse)
+    assert mfsdp("inspect", tmp_path / "a", "--stats") == (
+        2,
+        "",
+        "error: PermissionError: [Errno 13] Permission denied\n",
+    )
+
+
+def test_sizes_have_units() -> None:
+    assert [output.in_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 30, 2 << 40)] == [
+        "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 GiB", "2.00 TiB",
+    ]  # fmt: skip
