@@ -134,8 +134,11 @@ def match_extra(match: Match, folder: CheckpointFolder, name: str, target: State
     objects: dict[tuple[str, ...], str] = {}
     keys = [key for key in [*folder.tensors, *folder.objects] if key == name or key.startswith(f"{name}.")]
     found = {path_of(folder, key): key for key in keys}
-    match.missing += [".".join(path) for path in live if path not in found and len(found) != 1 and path != (name,)]
-    if not found:
+    if found:
+        match.missing += [
+            ".".join(path) for path in live if not any(path[:cut] in found for cut in range(len(path) + 1))
+        ]
+    else:
         match.missing.append(name)
     for path, key in found.items():
         here = live.get(path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +59,26 @@ def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     index = getattr(model, "dist_index", None)
     mesh, tp_dim = getattr(index, "device_mesh", None), getattr(index, "tp_dim", None)
     coordinate = mesh.get_coordinate() if mesh is not None and tp_dim is not None else None
-    if mesh is None or coordinate is None or mesh.size() != size:
+    if mesh is None or tp_dim is None or coordinate is None or mesh.size() != size:
         return LogicalRank(0, 1, rank, size)
-    names = mesh.mesh_dim_names or ()
-    data = 0
-    for name, place, length in zip(names, coordinate, mesh.shape, strict=True):
+    return place_in(mesh.mesh_dim_names or (), mesh.shape, coordinate, tp_dim)
+
+
+def place_in(names: Sequence[str], shape: Sequence[int], coordinate: Sequence[int], tp_dim: str) -> LogicalRank:
+    """The place of one coordinate of a mesh; all dimensions but the tensor-parallel one count as one, the last fastest.
+
+    Args:
+        names: Of the dimensions.
+        shape: Ranks along each.
+        coordinate: Index along each.
+        tp_dim: Name of the tensor-parallel dimension.
+    """
+    data, data_size = 0, 1
+    for name, place, length in zip(names, coordinate, shape, strict=True):
         if name != tp_dim:
-            data = data * length + place
-    dim = names.index(tp_dim)
-    return LogicalRank(coordinate[dim], mesh.shape[dim], data, size // mesh.shape[dim])
+            data, data_size = data * length + place, data_size * length
+    dim = list(names).index(tp_dim)
+    return LogicalRank(coordinate[dim], shape[dim], data, data_size)
 
 
 def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
@@ -100,7 +111,9 @@ def restore(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
     if topology == [place.tensor_size, place.data_size]:
         states = _states_of(found.get(f"{SECTION}.{place.key}.states"), place.key)
         _set(states, device)
-        return "random states: restored for every logical rank"
+        lacks = device.type != "cpu" and "accelerator_rng_state" not in states
+        added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
+        return f"random states: restored for every logical rank{added}"
     seed = _seed(found, place)
     random.seed(seed)
     torch.manual_seed(seed)  # accelerators too
@@ -116,7 +129,9 @@ def restore(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:
     states = found[0] if isinstance(found, list) and found else None
     if not isinstance(states, Mapping) or not isinstance(states.get("torch_rng_state"), torch.Tensor):
-        raise CheckpointError(f"the random states of logical rank {key} are missing or damaged; load with rng=False")
+        raise CheckpointError(
+            f"the random states of logical rank {key} are missing or damaged; load with with_rng=False"
+        )
     return states
 
 
@@ -130,7 +145,7 @@ def _set(states: Mapping[str, Any], device: torch.device) -> None:
         if device.type != "cpu" and "accelerator_rng_state" in states:
             torch.get_device_module(device.type).set_rng_state(states["accelerator_rng_state"], device)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the saved random states cannot be set ({error}); load with rng=False") from error
+        raise CheckpointError(f"the saved random states cannot be set ({error}); load with with_rng=False") from error
 
 
 def _seed(found: Mapping[str, Any], place: LogicalRank) -> int:

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.train.checkpoint_arguments import CheckpointArguments, check_checkpoint_arguments
 from megatron_fsdp.train.presets import Preset, find_preset
 
 PresetName = Literal["tiny", "cpu-small", "gpu-125m", "gpu-1b"]
@@ -42,7 +43,11 @@ class Arguments:
     ranks: int | None = None
     """Processes to start; default: one per accelerator, or two on a CPU."""
     steps: int | None = None
-    """Optimizer steps."""
+    """Optimizer steps, those of the runs that this one goes on from included."""
+    lr_decay_iters: int | None = None
+    """Step at which the learning rate has fallen all the way; default: the last one."""
+    exit_interval: int | None = None
+    """End training after a step that is a multiple of this."""
     minutes: float = 5.0
     """End training after this time even if steps are left (inf: never)."""
     batch_size: int | None = None
@@ -69,6 +74,8 @@ class Arguments:
     """Text that the trained model continues."""
     out: Path | None = None
     """Folder for results; default: runs/<date and time>."""
+    checkpoints: Annotated[CheckpointArguments, tyro.conf.arg(name="")] = field(default_factory=CheckpointArguments)
+    """Saving and going on."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,14 @@ class Settings:
 
     Attributes:
         preset: Model size and training settings, with the user's values in place.
+        decay_steps: Steps after which the learning rate has fallen all the way.
         strategy: What is sharded.
         dtype: Dtype that the model computes in.
         arguments: What the user typed; read only for what has no default elsewhere.
     """
 
     preset: Preset
+    decay_steps: int
     strategy: ShardingStrategy
     dtype: torch.dtype
     arguments: Arguments
@@ -103,8 +112,8 @@ def check_arguments(arguments: Arguments) -> None:
     Raises:
         ConfigurationError: One cannot; names the option, what was given and what is allowed.
     """
-    at_least_one = ("ranks", "steps", "batch_size", "sequence_length", "grad_accumulation", "evaluations", "log_every")
-    for name in at_least_one:
+    sizes = ("ranks", "steps", "batch_size", "sequence_length", "grad_accumulation", "evaluations", "log_every")
+    for name in (*sizes, "lr_decay_iters", "exit_interval"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"{_option(name)} {value} is not possible: give 1 or more")
@@ -118,6 +127,7 @@ def check_arguments(arguments: Arguments) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigurationError(f"{_option(name)} {value} is not possible: give 0 or more")
+    check_checkpoint_arguments(arguments.checkpoints)
     if not arguments.prompt:
         raise ConfigurationError("--prompt '' is not possible: give at least one character to continue")
 
@@ -136,14 +146,16 @@ def resolve_settings(arguments: Arguments, device_type: str) -> Settings:
     names = {field.name for field in fields(Preset)} & {field.name for field in fields(Arguments)}
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     preset = replace(find_preset(arguments.preset), **given)
-    if arguments.warmup is None and preset.warmup >= preset.steps:
-        preset = replace(preset, warmup=preset.steps // 10)  # a short run of a long preset
-    elif preset.warmup >= preset.steps:
+    decay_steps = preset.steps if arguments.lr_decay_iters is None else arguments.lr_decay_iters
+    if arguments.warmup is None and preset.warmup >= decay_steps:
+        preset = replace(preset, warmup=decay_steps // 10)  # a short run of a long preset
+    elif preset.warmup >= decay_steps:
         raise ConfigurationError(
-            f"--warmup {preset.warmup} does not end within {preset.steps} steps: give fewer, or more --steps"
+            f"--warmup {preset.warmup} does not end within {decay_steps} steps: give fewer, or more "
+            f"{'--steps' if arguments.lr_decay_iters is None else '--lr-decay-iters'}"
         )
     dtype = find_dtype(arguments.dtype, device_type)
-    return Settings(preset, find_strategy(arguments.strategy), dtype, arguments)
+    return Settings(preset, decay_steps, find_strategy(arguments.strategy), dtype, arguments)
 
 
 def find_strategy(name: str) -> ShardingStrategy:

@@ -116,6 +116,10 @@ class ConsoleWatcher:
             self._console.print(f"step {last.step:>5}/{self._total_steps}  {status}  {left_s:.0f} s left")
             self._next_line = (last.step // self._line_every + 1) * self._line_every
 
+    def say(self, text: str) -> None:
+        """Print lines above the bar."""
+        self._console.print(Text(text))
+
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out loss."""
         self._console.print(f"step {evaluation.step:>5}/{self._total_steps}  held-out loss {evaluation.loss:.3f}")

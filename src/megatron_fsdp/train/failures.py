@@ -10,11 +10,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
+
+_TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Failure:
 
     Attributes:
         rank: Global rank.
-        text: What to show: one line for a wrong setting, a traceback for anything else.
-        is_usage: Whether a setting was wrong.
+        text: What to show: one line for a wrong setting or checkpoint, a traceback for anything else.
+        is_usage: Whether a setting or a checkpoint was wrong.
         time_ns: When it was raised, in nanoseconds since 1970.
     """
 
@@ -45,14 +47,14 @@ def write_failure(error: BaseException, path: Path) -> None:
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(now_ns // 10**9),
         "time_ns": now_ns,
-        "is_usage": isinstance(error, ConfigurationError),
+        "is_usage": isinstance(error, _TOLD_IN_ONE_LINE),
     }
     path.write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
 
 
 def report_failure(error: BaseException, rank: int) -> int:
     """Hand an error to torchrun, or show it where there is no torchrun; return the exit code."""
-    is_usage = isinstance(error, ConfigurationError)
+    is_usage = isinstance(error, _TOLD_IN_ONE_LINE)
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None:
         write_failure(error, Path(error_file))

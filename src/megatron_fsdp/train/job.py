@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_fsdp.train.arguments import Settings
 from megatron_fsdp.train.build import build
+from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.console import (
     ConsoleWatcher,
@@ -66,21 +67,25 @@ class Results:
 
 
 def run_job(settings: Settings, rank: Rank) -> None:
-    """Prepare, train, and show the results.
+    """Prepare, train, and show the results; a run that was interrupted saves and shows none.
 
     Raises:
+        CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
         ConfigurationError: On every rank, for what is wrong with the data or the folder.
     """
-    console = make_console(is_first=rank.is_first)
+    console, options = make_console(is_first=rank.is_first), settings.arguments.checkpoints
     with console.status("reading text ..."):
         folder, vocabulary, tokens = prepare(settings, rank)
     show_header(console, describe(settings, rank, vocabulary, tokens, folder))
     with library_messages(console):
         model, optimizer = build(settings, vocabulary.vocab_size, rank)
         run = Run(model, optimizer, settings, tokens, rank)
-        with ConsoleWatcher(console, settings.preset.steps) as display:
+        with ConsoleWatcher(console, settings.preset.steps) as display, RunCheckpoints(run, display.say) as keeper:
             recorder = Recorder(display, folder if rank.is_first else None)
-            outcome = train(run, recorder)
+            outcome = train(run, recorder, keeper)
+        if outcome.is_interrupted:
+            console.print(f"stopped and saved after {outcome.steps} steps; --load {options.save} goes on from there")
+            return
         with console.status("measuring held-out loss and writing a sample ..."):
             results = conclude(run, vocabulary, outcome)
     recorder.evaluations[-1] = Evaluation(outcome.steps, results.held_out_loss)  # measured on more text than before

@@ -66,50 +66,94 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far training is, earlier runs included.
+
+    Attributes:
+        steps: Steps that were done.
+        elapsed_s: Seconds in training steps; evaluations and saves not counted.
+    """
+
+    steps: int = 0
+    elapsed_s: float = 0.0
+
+
+class Keeper(Protocol):
+    """Whoever keeps checkpoints; every method is called by all ranks."""
+
+    is_interrupted: bool
+    """Whether this rank was asked to save and end."""
+
+    def start(self) -> Progress:
+        """Load what there is to load, and tell how far it is."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step."""
+
+    def save(self, progress: Progress) -> None:
+        """Save."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What training leaves behind besides the weights.
 
     Attributes:
-        steps: Steps that were done.
-        elapsed_s: Seconds in training steps, evaluations not counted.
+        progress: How far it came.
         step_counters: Collectives and bytes of the last step on this rank.
+        is_interrupted: Whether the user ended it.
     """
 
-    steps: int
-    elapsed_s: float
+    progress: Progress
     step_counters: Traffic
+    is_interrupted: bool
+
+    @property
+    def steps(self) -> int:
+        """Steps that were done, those of earlier runs included."""
+        return self.progress.steps
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds in training steps, likewise."""
+        return self.progress.elapsed_s
 
 
-def train(run: Run, watcher: Watcher) -> Outcome:
-    """Train for as many steps as the settings allow, and tell the watcher."""
-    total, limit_s = run.settings.preset.steps, 60.0 * run.settings.arguments.minutes
-    evaluations = run.settings.arguments.evaluations
-    evaluate_at = {total * (i + 1) // evaluations for i in range(evaluations)}
+def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
+    """Train for as many steps as the settings allow, from where the keeper starts; tell the watcher."""
+    arguments, total = run.settings.arguments, run.settings.preset.steps
+    evaluate_at = {total * (i + 1) // arguments.evaluations for i in range(arguments.evaluations)}
     pending: list[tuple[int, Tensor, Tensor]] = []
-    elapsed_s, started, counters = 0.0, time.perf_counter(), run.model.traffic()
-    for step in range(1, total + 1):
+    progress = keeper.start()
+    limit_s = progress.elapsed_s + 60.0 * arguments.minutes
+    verdict, started, counters = Verdict(), time.perf_counter(), run.model.traffic()
+    for step in range(progress.steps + 1, total + 1):
         run.rank.require_launcher()
         before = run.model.traffic()
         pending.append((step, *train_step(run, step - 1)))
         counters = run.model.traffic().since(before)
-        is_check = step in evaluate_at
-        if is_check or step % run.settings.arguments.log_every == 0:
-            records, is_over = flush(run, pending, (elapsed_s, started), limit_s)
-            elapsed_s = records[-1].elapsed_s
+        is_last = step == total or (arguments.exit_interval is not None and step % arguments.exit_interval == 0)
+        is_check, is_save = step in evaluate_at, keeper.is_due(step)
+        if is_last or is_check or is_save or step % arguments.log_every == 0:
+            records, verdict = flush(run, pending, (progress.elapsed_s, started), limit_s, keeper.is_interrupted)
+            progress = Progress(step, records[-1].elapsed_s)
             watcher.on_steps(records)
             pending = []
-            if is_check or is_over:
+            is_last = is_last or verdict.is_over
+            if is_save or is_last:
+                keeper.save(progress)
+            if (is_check or is_last) and not verdict.is_interrupted:
                 watcher.on_evaluation(Evaluation(step, evaluate(run, QUICK_SAMPLES)))
-            if is_over:
+            if is_last:
                 break
             started = time.perf_counter()
-    return Outcome(step, elapsed_s, counters)
+    return Outcome(progress, counters, verdict.is_interrupted)
 
 
 def train_step(run: Run, step: int) -> tuple[Tensor, Tensor]:
     """Do optimizer step `step` (0-based); return this rank's mean loss and the norm of the whole gradient."""
     preset, arguments = run.settings.preset, run.settings.arguments
-    rate = learning_rate_at(step, peak=preset.learning_rate, warmup_steps=preset.warmup, total_steps=preset.steps)
+    rate = learning_rate(run.settings, step)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     run.optimizer.zero_grad()
@@ -126,35 +170,68 @@ def train_step(run: Run, step: int) -> tuple[Tensor, Tensor]:
     return torch.stack(losses).sum(), norm
 
 
+def learning_rate(settings: Settings, step: int) -> float:
+    """Return the learning rate of step `step` (0-based)."""
+    preset = settings.preset
+    return learning_rate_at(
+        step, peak=preset.learning_rate, warmup_steps=preset.warmup, total_steps=settings.decay_steps
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks have agreed on.
+
+    Attributes:
+        is_late: Whether time is over.
+        is_interrupted: Whether a rank was asked to save and end.
+    """
+
+    is_late: bool = False
+    is_interrupted: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to end."""
+        return self.is_late or self.is_interrupted
+
+
 def flush(
-    run: Run, pending: Sequence[tuple[int, Tensor, Tensor]], times_s: tuple[float, float], limit_s: float
-) -> tuple[list[StepRecord], bool]:
-    """Average the losses of some steps over ranks, and agree whether time is over.
+    run: Run,
+    pending: Sequence[tuple[int, Tensor, Tensor]],
+    times_s: tuple[float, float],
+    limit_s: float,
+    is_interrupted: bool,
+) -> tuple[list[StepRecord], Verdict]:
+    """Average the losses of some steps over ranks, and agree whether to end.
 
     Args:
         run: What is trained.
         pending: Step number, this rank's loss and the gradient norm, at least one.
         times_s: Seconds trained before these steps, and the clock (`time.perf_counter`) when they began.
         limit_s: Seconds after which training ends.
+        is_interrupted: Whether this rank was asked to end.
 
     Returns:
         The records, and whether to end.
     """
     before_s, started = times_s
-    preset, count = run.settings.preset, run.rank.count
+    count = run.rank.count
     losses = reduce_values(run.rank, torch.stack([loss for _, loss, _ in pending]).tolist(), "sum")
     span_s = time.perf_counter() - started  # read after the losses, which waits for the device
-    is_late = float(before_s + span_s >= limit_s)
-    peak, over = reduce_values(run.rank, [float(peak_bytes(run.model, run.optimizer, run.rank.device)), is_late], "max")
+    mine = [
+        float(peak_bytes(run.model, run.optimizer, run.rank.device)),
+        float(before_s + span_s >= limit_s),
+        float(is_interrupted),
+    ]
+    peak, late, interrupted = reduce_values(run.rank, mine, "max")
     records = []
     for i, (step, _, norm) in enumerate(pending):
-        rate = learning_rate_at(
-            step - 1, peak=preset.learning_rate, warmup_steps=preset.warmup, total_steps=preset.steps
-        )
         speed = run.tokens_per_step * len(pending) / span_s
         elapsed_s = before_s + span_s * (i + 1) / len(pending)
+        rate = learning_rate(run.settings, step - 1)
         records.append(StepRecord(step, losses[i] / count, float(norm), rate, speed, int(peak), elapsed_s))
-    return records, over > 0.0
+    return records, Verdict(late > 0.0, interrupted > 0.0)
 
 
 @contextmanager

@@ -1,0 +1,193 @@
+"""Where the training loop meets its checkpoints: go on from one, save on the way, save when interrupted."""
+
+import hashlib
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
+from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.loop import Progress, Run
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass
+class TrainingState:
+    """What the loop itself has to remember; saved as `trainer`.
+
+    Attributes:
+        progress: How far training is.
+        facts: What decides the numbers of a run, by the name of its option.
+    """
+
+    facts: dict[str, str]
+    progress: Progress = field(default_factory=Progress)
+    saved_facts: dict[str, str] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        facts = [list(item) for item in self.facts.items()]  # one object, whatever options later versions have
+        return {"steps": self.progress.steps, "elapsed_s": self.progress.elapsed_s, "facts": facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Out of a checkpoint."""
+        self.progress = Progress(int(state["steps"]), float(state["elapsed_s"]))
+        self.saved_facts = {str(name): str(value) for name, value in state["facts"]}
+
+    def changes(self) -> list[str]:
+        """What is not as it was when the checkpoint was saved, in words."""
+        return [
+            f"{name} was {self.saved_facts[name]} and is {value}"
+            for name, value in self.facts.items()
+            if name in self.saved_facts and self.saved_facts[name] != value
+        ]
+
+
+class RunCheckpoints:
+    """The checkpoints of one run of the trainer; without folders it does nothing. Every method is collective.
+
+    While it is entered and there is a folder to save to, SIGINT and SIGTERM no longer end the process: `is_interrupted`
+    becomes true on this rank, and the loop lets the ranks agree, saves and ends.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        """Checkpoints of a run.
+
+        Args:
+            run: What is trained.
+            say: Shows a line or several to the user, on the first rank.
+        """
+        self.is_interrupted = False
+        self._run = run
+        self._say = say
+        self._options = options = run.settings.arguments.checkpoints
+        self._state = TrainingState(facts_of(run) if options.save or options.load else {})
+        self._saved = -1
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._checkpointer: Checkpointer | None = None
+        if options.save is not None:
+            self._checkpointer = Checkpointer(
+                options.save, keep_last=options.keep_last, in_background=options.async_save
+            )
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is a folder to save to."""
+        return self._checkpointer is not None
+
+    def __enter__(self) -> Self:
+        if self.saves:
+            self._handlers = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if raised is None and self._checkpointer is not None:  # after an error peers may be gone: nothing to agree on
+            self._checkpointer.close()
+
+    def start(self) -> Progress:
+        """Load what was asked for, and write the map of parameter groups if it was.
+
+        Returns:
+            How far training is.
+
+        Raises:
+            CheckpointError: What there is cannot be loaded; the same on every rank.
+            ConfigurationError: There is nothing left to train, or the folder to save to is further than this run.
+        """
+        options, total = self._options, self._run.settings.preset.steps
+        newest = self._newest_saved()
+        if options.load is not None and not (options.load == options.save and newest is None):
+            self._load()
+        elif options.load is not None:
+            self._say(f"{options.load} holds no checkpoint yet: starting from the first step")
+        steps = self._state.progress.steps
+        if steps >= total:
+            raise ConfigurationError(f"--load {options.load} has {steps} steps already: give --steps above {steps}")
+        if newest is not None and newest > steps:
+            raise ConfigurationError(
+                f"--save {options.save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
+                f"give --load {options.save} to go on from there, or another folder"
+            )
+        if options.dump_param_to_param_group_map is not None:
+            folder = options.dump_param_to_param_group_map
+            dump_param_to_param_group_map(self._run.model, self._run.optimizer, folder)
+            self._say(f"wrote the map of parameter groups: {folder}")
+        return self._state.progress
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after a step, as long as it is not the last one."""
+        every = self._options.save_interval
+        return self.saves and every is not None and step % every == 0
+
+    def save(self, progress: Progress) -> None:
+        """Save, if there is a folder and this step was not saved yet.
+
+        Raises:
+            CheckpointError: It could not be saved, or the one before, in the background; the same on every rank.
+        """
+        if self._checkpointer is None or progress.steps == self._saved:
+            return
+        options, run = self._options, self._run
+        self._state.progress = progress
+        optimizer = None if options.no_save_optim else run.optimizer
+        extra, with_rng = {"trainer": self._state}, not options.no_save_rng
+        path = self._checkpointer.save(progress.steps, run.model, optimizer, extra=extra, with_rng=with_rng)
+        self._saved = progress.steps
+        self._say(f"step {progress.steps:>5}: saving {path}" if options.async_save else f"saved {path}")
+
+    def _load(self) -> None:
+        options, run = self._options, self._run
+        assert options.load is not None
+        report: LoadReport = load_checkpoint(
+            run.model,
+            None if options.no_load_optim else run.optimizer,
+            options.load,
+            extra={"trainer": self._state},
+            with_rng=not options.no_load_rng,
+            strict=not options.no_strict_fsdp_dtensor_load,
+            verify=options.verify_integrity,
+        )
+        if report.iteration is not None:
+            self._state.progress = Progress(report.iteration, self._state.progress.elapsed_s)
+        progress = self._state.progress
+        self._say(f"loaded {options.load}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
+        for change in self._state.changes():
+            self._say(f"not as it was saved, so losses may differ from one run: {change}")
+
+    def _newest_saved(self) -> int | None:
+        if self._checkpointer is None:
+            return None
+        found = self._checkpointer.store.iterations()
+        return found[-1] if found else None
+
+    def _interrupt(self, *_: object) -> None:
+        self.is_interrupted = True
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """What decides the losses of a run, as text, by option."""
+    settings, arguments = run.settings, run.settings.arguments
+    text = hashlib.sha256(run.tokens.training.data).hexdigest()[:16]
+    return {
+        "--lr-decay-iters": str(settings.decay_steps),
+        "--warmup": str(settings.preset.warmup),
+        "--learning-rate": str(settings.preset.learning_rate),
+        "--batch-size": str(settings.preset.batch_size),
+        "--sequence-length": str(settings.preset.sequence_length),
+        "--grad-accumulation": str(arguments.grad_accumulation),
+        "--weight-decay": str(arguments.weight_decay),
+        "--clip": str(arguments.clip),
+        "--seed": str(arguments.seed),
+        "--strategy": settings.strategy.name,
+        "--dtype": str(settings.dtype).removeprefix("torch."),
+        "--ranks": str(run.rank.count),
+        "--data": f"text with checksum {text}",
+    }
