@@ -20,7 +20,8 @@ from typing import IO, Any, NoReturn
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_fsdp.checkpoint.data_unpickler import DataUnpickler, Opaque, checked_keys
+from megatron_fsdp.checkpoint.data_unpickler import DataUnpickler, checked_keys
+from megatron_fsdp.checkpoint.data_unpickler import Opaque as Opaque
 from megatron_fsdp.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], Any]

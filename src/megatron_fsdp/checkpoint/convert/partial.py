@@ -15,7 +15,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
 from megatron_fsdp.checkpoint.entries import ChunkEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.restricted_pickle import Names, RestrictedUnpickler, plain_names
+from megatron_fsdp.checkpoint.restricted_pickle import RestrictedUnpickler, plain_names
 from megatron_fsdp.errors import CheckpointError
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -129,7 +129,7 @@ def _place_of_data(window: _Window, dtype: torch.dtype, shape: tuple[int, ...], 
         order = by_name.get("byteorder")
         if order is not None and archive.read(order).decode() != sys.byteorder:
             return None
-        geometry = _GeometryUnpickler.read(archive.read(described), where)
+        geometry = _GeometryUnpickler(archive.read(described), where).load()
     whole = _Geometry("0", dtype, 0, shape)
     plain = data.compress_type == zipfile.ZIP_STORED and data.file_size == math.prod(shape) * dtype.itemsize
     if not plain or geometry != whole:
@@ -170,13 +170,10 @@ _DTYPES = {
 class _GeometryUnpickler(RestrictedUnpickler):
     """Reads how a tensor lies in its storage, and builds no tensor."""
 
-    names: ClassVar[Names] = plain_names() | {("torch._utils", "_rebuild_tensor_v2"): lambda *a: _geometry(*a)}
-
-    @classmethod
-    def read(cls, raw: bytes, where: str) -> object:
-        """What the pickle describes."""
-        bound = type("_Bound", (cls,), {"where": where})
-        return bound(io.BytesIO(raw)).load()
+    def __init__(self, raw: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(raw))
+        self.names = plain_names() | {("torch._utils", "_rebuild_tensor_v2"): _geometry}
+        self.where = where
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """As above; a class of storages stands for its dtype."""

@@ -16,9 +16,9 @@ from megatron_fsdp.checkpoint.convert.entries import Entry, Move
 from megatron_fsdp.checkpoint.convert.legacy import Cells, read_true_box
 from megatron_fsdp.checkpoint.convert.partial import SparingReader
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
+from megatron_fsdp.checkpoint.data_unpickler import Opaque
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.objects import load_object
-from megatron_fsdp.checkpoint.restricted_pickle import Opaque
 from megatron_fsdp.errors import CheckpointError
 
 _COMMON_KEY = f"{COMMON}/shard_0_1"

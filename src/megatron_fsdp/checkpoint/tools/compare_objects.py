@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.restricted_pickle import Opaque
+from megatron_fsdp.checkpoint.data_unpickler import Opaque
 
 _SHOWN = 60
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.restricted_pickle import Opaque
+from megatron_fsdp.checkpoint.data_unpickler import Opaque
 
 _AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype, torch.device, torch.Size})
 
