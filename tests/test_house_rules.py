@@ -34,6 +34,7 @@ _API_MODULES = {
     "uneven_dtensor",
     "mesh_arguments",
     "parameters_access",
+    "checkpoint_access",
     "ema",
     "pipelines",
     "utils",

@@ -1,6 +1,10 @@
 """Compare random models, meshes, strategies and options with one process, for as many cases as asked for.
 
     python tools/fuzz.py --cases 500 --first-seed 1000
+    python tools/fuzz.py --cases 500 --checkpoints
+
+With `--checkpoints` each model is trained and saved under one random arrangement, loaded under another one, and
+compared bit for bit.
 
 Each case follows from its seed alone; a failure prints the seed, the case and what differed, and
 `--first-seed SEED --cases 1` runs it again.
@@ -10,33 +14,59 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from tests.fuzzing.case import Case, draw_case
+from tests.fuzzing.checkpoints import draw_pair, load_on_rank, save_on_rank
 from tests.fuzzing.run import OneProcess, differences, play, play_on_rank
+from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.worker_pool import WorkerError, WorkerPool
 
+Pools = dict[int, WorkerPool]
 
-def run_case(case: Case, pools: dict[int, WorkerPool]) -> list[str]:
-    """What differed, in words; empty where nothing did."""
-    ranks = case.mesh.num_ranks
+
+def run_case(case: Case, pools: Pools) -> list[str]:
+    """What differed from one process, in words; empty where nothing did."""
+    expected = play(OneProcess(case))
+    found = _pool(case.mesh.num_ranks, pools).run(play_on_rank, case, timeout_s=60.0)
+    return [
+        f"rank {rank}: {text}"
+        for rank, trace in enumerate(found)
+        for text in differences(expected, trace, case.precision.tolerance)
+    ]
+
+
+def run_pair(saved: Case, loaded: Case, pools: Pools) -> list[str]:
+    """What differed after saving under one arrangement and loading under another."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = f"{folder}/source", f"{folder}/target"
+        told = _pool(saved.mesh.num_ranks, pools).run(save_on_rank, saved, source, timeout_s=60.0)
+        told += _pool(loaded.mesh.num_ranks, pools).run(load_on_rank, loaded, source, target, timeout_s=60.0)
+        assert_same_contents(contents(target), contents(source))
+    return [text for texts in told for text in texts]
+
+
+def _pool(ranks: int, pools: Pools) -> WorkerPool:
+    if ranks not in pools:
+        pools[ranks] = WorkerPool(ranks)
+    return pools[ranks]
+
+
+def guarded(run: Callable[[], list[str]], ranks: set[int], pools: Pools) -> list[str]:
+    """What differed, or what was raised; workers that failed are replaced."""
     try:
-        expected = play(OneProcess(case))
-        if ranks not in pools:
-            pools[ranks] = WorkerPool(ranks)
-        found = pools[ranks].run(play_on_rank, case, timeout_s=60.0)
-        return [
-            f"rank {rank}: {text}"
-            for rank, trace in enumerate(found)
-            for text in differences(expected, trace, case.precision.tolerance)
-        ]
+        return run()
     except Exception as error:  # noqa: BLE001 (whatever it is, it is what was looked for)
-        pool = pools.pop(ranks, None)
-        if pool is not None:
-            pool.stop()
+        for each in ranks:
+            pool = pools.pop(each, None)
+            if pool is not None:
+                pool.stop()
         return [str(error)[-2500:] if isinstance(error, WorkerError) else traceback.format_exc(limit=-6)]
 
 
@@ -46,21 +76,26 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--max-ranks", type=int, default=4)
+    parser.add_argument("--checkpoints", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pools: dict[int, WorkerPool] = {}
+    pools: Pools = {}
     failed: list[int] = []
     seen: Counter[str] = Counter()
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.cases):
-        case = draw_case(seed, arguments.max_ranks)
-        seen[f"strategy {case.strategy}, {case.mesh}"] += 1
-        told = run_case(case, pools)
+        case, loaded = draw_case(seed, arguments.max_ranks), None
+        run = partial(run_case, case, pools)
+        if arguments.checkpoints:
+            case, loaded = draw_pair(seed, arguments.max_ranks)
+            run = partial(run_pair, case, loaded, pools)
+        seen[f"strategy {case.strategy}, {case.mesh}, {loaded and (loaded.strategy, loaded.mesh)}"] += 1
+        told = guarded(run, {each.mesh.num_ranks for each in (case, loaded) if each is not None}, pools)
         if told:
             failed.append(seed)
-            print(f"seed {seed} FAILED: {case}", *told[:8], sep="\n    ", flush=True)
+            print(f"seed {seed} FAILED: {case} {loaded or ''}", *told[:8], sep="\n    ", flush=True)
     for pool in pools.values():
         pool.stop()
-    print(f"{arguments.cases} cases, {len(failed)} failed {failed or ''}, {len(seen)} pairs of strategy and mesh")
+    print(f"{arguments.cases} cases, {len(failed)} failed {failed or ''}, {len(seen)} kinds of arrangement")
     return 1 if failed else 0
 
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -93,8 +95,15 @@ class ShardedEMA:
             self._applied = False
 
     def state_dict(self) -> dict[str, DTensor]:
-        """The averages by canonical name, as DTensors that torch.distributed.checkpoint saves and loads in place."""
-        return dict(self._averages)
+        """The averages by canonical name, as DTensors that torch.distributed.checkpoint saves and loads in place.
+
+        Experts are called and shown as in the state dict of the model.
+        """
+        model = self._alive()
+        return {
+            model.checkpoint_name(name): _described(model.checkpoint_view(name, average))
+            for name, average in self._averages.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -106,26 +115,28 @@ class ShardedEMA:
         Raises:
             ConfigurationError: Names or shapes are not those of the trainable parameters; nothing is copied then.
         """
-        missing, unexpected = self._averages.keys() - state_dict.keys(), state_dict.keys() - self._averages.keys()
+        model = self._alive()
+        given = {model.held_name(name): value for name, value in state_dict.items()}
+        given.pop(None, None)  # the experts of other ranks, where a dict holds all
+        missing, unexpected = self._averages.keys() - given.keys(), given.keys() - self._averages.keys()
         if missing or unexpected:
             raise ConfigurationError(
-                f"the averages do not fit: missing {sorted(missing)[:8]}, unexpected {sorted(unexpected)[:8]}; load "
-                "what state_dict() of the same model gave"
+                f"the averages do not fit: missing {sorted(missing)[:8]}, unexpected "
+                f"{sorted(map(str, unexpected))[:8]}; load what state_dict() of the same model gave"
             )
-        pieces = [self._piece_of(group, index, state_dict[group.names[index]]) for group, index in self._places()]
+        pieces = [self._piece_of(group, index, given[group.names[index]]) for group, index in self._places()]
         for (group, index), piece in zip(self._places(), pieces, strict=True):
             self._average(group, index).copy_(piece)
 
     def _piece_of(self, group: ParameterGroup, index: int, value: torch.Tensor) -> torch.Tensor:
-        average = self._average(group, index)
-        if value.shape == self._averages[group.names[index]].shape:
-            piece = value.to_local() if isinstance(value, DTensor) else group.shard_like(index, value).to_local()
-            if piece.shape == average.shape:
-                return piece
+        name = group.names[index]
+        held = self._alive().held_tensor(name, value)
+        if isinstance(held, UnevenDTensor) and held.shard_frame == group.frames[index]:
+            return held.to_local()
         raise ConfigurationError(
-            f"{group.names[index]} of shape {tuple(value.shape)} does not fit the average of shape "
-            f"{tuple(self._averages[group.names[index]].shape)} or its shard; load what state_dict() of a model of the "
-            "same shape and sharding gave, or full tensors"
+            f"{name} of shape {tuple(value.shape)} does not fit the average of shape "
+            f"{tuple(self._averages[name].shape)} or its shard; load what state_dict() of a model of the same shape "
+            "and sharding gave, or full tensors"
         )
 
     def _average(self, group: ParameterGroup, index: int) -> torch.Tensor:
@@ -144,6 +155,11 @@ class ShardedEMA:
                 "the model that this average follows has been deleted; make a new one for a new model"
             )
         return model
+
+
+def _described(tensor: torch.Tensor) -> DTensor:
+    assert isinstance(tensor, UnevenDTensor)
+    return tensor if tensor.shard_frame.is_whole else describe_chunks(tensor, tensor.shard_frame)
 
 
 def _check_decay(decay: float) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, refuse_unsupported
 from megatron_fsdp.buffer.lanes import resolve_device
+from megatron_fsdp.checkpoint_access import CheckpointAccess
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
@@ -33,7 +33,7 @@ from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
 logger = logging.getLogger("megatron_fsdp")
 
 
-class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
+class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
@@ -231,11 +231,6 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
         """Forget all gradients, those of this rank that are not reduced yet included."""
         self._engine.clear_gradients()
 
-    def stop_describing_state_dicts(self) -> None:
-        """Leave the tensors of model state dicts without the description that torch.distributed.checkpoint reads."""
-        for handle in self._assembly.state_dict_handles:
-            handle.remove()
-
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
         """Use the `grad_comm_dtype` of another policy inside a block.
@@ -270,12 +265,6 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
             )
         self._engine.change_grad_comm_dtype(new)
         self.mp_policy = new
-
-    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
-        """Describe the chunks of a state tensor that is sharded as its parameter."""
-        group, index = self._engine.places[id(param)]
-        if isinstance(value, DTensor) and value.shape == param.shape:
-            group.describe_chunks(index, value)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
@@ -331,12 +320,6 @@ class MegatronFSDP(HandDriven, ParametersAccess, Reports, nn.Module):
     def _replace_param_with_raw_if_needed(self) -> None:
         for unit in self._engine.units:
             unit.install_full()
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load as `torch.nn.Module.load_state_dict` does, then install the weights."""
-        result = super().load_state_dict(*args, **kwargs)
-        self.install_optimized_model_weights()
-        return result
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer is connected; False where it was already."""

@@ -35,17 +35,17 @@ class FaultyOps(FileOps):
         number = len(self.log)
         self.log.append((name, path))
         if self._at is None or number < self._at:
-            getattr(FileOps, name)(self, path, *rest)
+            act(self, name, path, *rest)
             return
         if self._fault.startswith("error"):
             if self._fault == "error once" and number > self._at:
-                getattr(FileOps, name)(self, path, *rest)
+                act(self, name, path, *rest)
                 return
             raise OSError(28, "No space left on device")
         if self._fault == "killed halfway":
             halfway(name, path)
         if self._fault == "killed after":
-            getattr(FileOps, name)(self, path, *rest)
+            act(self, name, path, *rest)
         self._is_dead = True
         raise Killed
 
@@ -65,8 +65,7 @@ class FaultyOps(FileOps):
         self._step("write_file", path, content)
 
     def sync_file(self, path: Path) -> None:
-        if not any(name == "sync_folder" and path == done for name, done in self.log[-1:]):
-            self._step("sync_file", path)
+        self._step("sync_file", path)
 
     def sync_folder(self, path: Path) -> None:
         self._step("sync_folder", path)
@@ -76,6 +75,14 @@ class FaultyOps(FileOps):
 
     def remove_tree(self, path: Path) -> None:
         self._step("remove_tree", path)
+
+
+def act(ops: FileOps, name: str, path: Path, *rest: Any) -> None:
+    """Do a step, without forcing anything to the disk: thousands of steps are done, and no machine stops."""
+    if name == "write_file":
+        path.write_text(*rest)
+    elif not name.startswith("sync"):
+        getattr(FileOps, name)(ops, path, *rest)
 
 
 def halfway(name: str, path: Path) -> None:

@@ -10,7 +10,6 @@ iteration                                              steps done
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -23,8 +22,6 @@ from megatron_fsdp.errors import ConfigurationError
 
 MODEL, OPTIMIZER, ITERATION = "model", "optimizer", "iteration"
 RESERVED = frozenset({MODEL, OPTIMIZER, ITERATION, rng.SECTION})
-
-_WRAPPERS = re.compile(r"^(module\.)+")
 
 
 class Stateful(Protocol):
@@ -78,11 +75,6 @@ def model_section(model: nn.Module) -> dict[str, Any]:
     if all(key.startswith("module.") for key in found):
         return dict(found)
     return {f"module.{key}": value for key, value in found.items()}
-
-
-def bare(name: str) -> str:
-    """A name without what wrappers put before it: any number of `module.`."""
-    return _WRAPPERS.sub("", name)
 
 
 def check_names(extra: Extras | None) -> None:

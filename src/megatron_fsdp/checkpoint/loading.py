@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, bare, check_names, device_of
+from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, check_names, device_of
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import (
     ExtraMatch,
@@ -26,6 +26,7 @@ from megatron_fsdp.checkpoint.matching import (
     match_model,
     note_left_out,
 )
+from megatron_fsdp.checkpoint.naming import bare
 from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
@@ -107,7 +108,7 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     found, options = None, []
     if optimizer is not None:
         names = [[bare(name) for name in group] for group in optimizer_state.named_parameters_of(optimizer, model)]
-        found = match_optimizer(match, opened, names, optimizer)
+        found = match_optimizer(match, opened, names, optimizer, model)
         try:
             options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
         except ConfigurationError as error:

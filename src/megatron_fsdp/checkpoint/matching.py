@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, Stateful, bare, model_section
+from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, Stateful, model_section
+from megatron_fsdp.checkpoint.naming import bare, is_elsewhere, saved_name
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.rng import SECTION as RNG
 
@@ -83,7 +84,7 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> dic
         else:
             match.missing.append(key)
     _forgive_ties(match, model, stored)
-    match.unexpected += [key for name, key in stored.items() if name not in live]
+    match.unexpected += [key for name, key in stored.items() if name not in live and not is_elsewhere(model, name)]
     return objects
 
 
@@ -97,7 +98,7 @@ def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> Non
     """One of the names of a tied parameter is enough."""
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
-        names_of[id(param)].append(bare(name))
+        names_of[id(param)].append(bare(saved_name(model, name)))
     for names in names_of.values():
         if any(name in stored for name in names):
             spare = {f"{MODEL}.module.{name}" for name in names if name not in stored}
@@ -124,8 +125,8 @@ class ExtraMatch:
 def match_extra(match: Match, folder: CheckpointFolder, name: str, target: Stateful) -> ExtraMatch:
     """Find the state of one of the caller's own objects.
 
-    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so are
-    plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
+    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
+    are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
     """
     leaves, paths = flatten({name: target.state_dict()})
     live = {paths[key]: value for key, value in leaves.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.checkpoint.naming import by_number, listed_names, saved_name
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 
@@ -22,7 +23,7 @@ META = "param_to_group_meta"
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Names of the parameters of each group, in order.
+    """Names in a checkpoint of the parameters of each group, in order.
 
     Raises:
         ConfigurationError: A parameter is none of the model's.
@@ -36,7 +37,7 @@ def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> l
                 f"parameter {unknown[0]} of param_groups[{position}] is not a parameter of the model, so its state has "
                 "no name in a checkpoint; give the model that the optimizer was built on"
             )
-        found.append([names[id(param)] for param in group["params"]])
+        found.append([saved_name(model, names[id(param)]) for param in group["params"]])
     return found
 
 
@@ -46,9 +47,9 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     Raises:
         ConfigurationError: As of `named_parameters_of`.
     """
-    names = named_parameters_of(optimizer, model)
+    names = listed_names(optimizer, model, named_parameters_of(optimizer, model))
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
-    flat = [name for group in names for name in group]
+    flat = by_number(names)
     state = {flat[index]: slots for index, slots in by_index[STATE].items() if slots and isinstance(index, int)}
     options = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": names[position]}

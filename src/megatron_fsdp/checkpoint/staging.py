@@ -1,10 +1,9 @@
 """A copy of a state in host memory that is used again for the next one.
 
-torch's `StateDictStager` does something near, and does not serve here. It copies whole storages, so a state that takes
-some of a flat buffer is charged for all of it; it remembers its buffers by the storage object, so what `state_dict()`
-makes anew each time is allocated anew; a pinned copy of n bytes takes the next power of two; and it copies a DTensor's
-attributes by pickling, after which the chunk functions of a local tensor answer for nothing. `BlockingAsyncStager`
-makes stock DTensors of ours, with torch's even cut.
+The stagers of torch 2.13 do not serve. `StateDictStager` stops at our DTensors ("invalid python storage"); it copies
+whole storages, so a state that takes some of a flat buffer is charged for all of it, and finds its memory again by the
+storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out scalar DTensors
+live, copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
 """
 
 from __future__ import annotations
@@ -83,10 +82,11 @@ class StagingBuffers:
 
         _mapped(frozen, collect)
         self.staged_bytes = sum(local.nbytes for local in sources.values())
-        staged = self._copies(sources)
-        self._events = [
-            _recorded(device) for device in {local.device for local in sources.values()} if _is_remote(device)
-        ]
+        devices = {local.device for local in sources.values() if _is_remote(local.device)}
+        try:
+            staged = self._copies(sources)
+        finally:  # memory that a copy is under way to must not go before it has arrived
+            self._events = [_recorded(device) for device in devices]
         return _mapped(frozen, lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value)
 
     def wait_until_copied(self) -> None:
@@ -96,6 +96,7 @@ class StagingBuffers:
 
     def release(self) -> None:
         """Let the memory go."""
+        self.wait_until_copied()
         self._arenas = []
         self._events = []
 
@@ -176,13 +177,13 @@ def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Ten
     found = staged[_memory(local)]
     if not isinstance(tensor, DTensor):
         return found
-    found = found.view(found.shape)  # an object of its own: it may carry a description, and another one the same memory
+    # A view is an object of its own: several tensors of one memory may carry descriptions of their own.
+    found = found.view(found.shape)
     carry_description(local, found)
     if isinstance(tensor, UnevenDTensor):
         return UnevenDTensor.wrap(found, tensor.shard_frame)
-    return DTensor.from_local(
-        found, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    # The constructor, since `from_local` would move the copy to the device of the mesh.
+    return DTensor(found, tensor._spec, requires_grad=False)
 
 
 def _is_remote(device: torch.device) -> bool:
@@ -191,6 +192,6 @@ def _is_remote(device: torch.device) -> bool:
 
 def _recorded(device: torch.device) -> torch.Event:
     """An event behind what the current stream of a device holds."""
-    event = torch.Event(device, blocking=True)
+    event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import OPTIMIZER, bare
+from megatron_fsdp.checkpoint.live_state import OPTIMIZER
 from megatron_fsdp.checkpoint.matching import Match
+from megatron_fsdp.checkpoint.naming import bare, by_number, listed_names, saved_view
 from megatron_fsdp.checkpoint.optimizer_state import GROUPS, META, STATE, blank_slot, options_by_name
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -43,7 +45,11 @@ class OptimizerMatch:
 
 
 def match_optimizer(
-    match: Match, folder: CheckpointFolder, names: Sequence[Sequence[str]], optimizer: torch.optim.Optimizer
+    match: Match,
+    folder: CheckpointFolder,
+    names: list[list[str]],
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
 ) -> OptimizerMatch:
     """Find the state and options of every parameter of an optimizer.
 
@@ -52,6 +58,7 @@ def match_optimizer(
         folder: The checkpoint.
         names: Bare names of the parameters of each group.
         optimizer: Live; its tensors are loaded in place, those that it does not have yet are made.
+        model: Whose parameters it has.
 
     Raises:
         CheckpointError: The stored options make no sense.
@@ -67,10 +74,17 @@ def match_optimizer(
         for group, in_group in zip(names, optimizer.param_groups, strict=True)
         for name, param in zip(group, in_group["params"], strict=True)
     }
-    slots = _slots(match, keys, flat)
+    listed = [bare(name) for name in by_number(listed_names(optimizer, model, names)).values()]  # other experts, too
+    slots = {name: by_slot for name, by_slot in _slots(match, keys, listed).items() if name in params}
+    own_names = {id(param): bare(name) for name, param in model.named_parameters()}
     for name, by_slot in slots.items():
-        _want(match, folder, found, name, params[name], by_slot, optimizer.state.get(params[name], {}))
-    known = _read_options(match, folder, keys, found, flat)
+        param, own = params[name], own_names[id(params[name])]
+        live = {
+            slot: saved_view(model, own, value) if isinstance(value, torch.Tensor) else value
+            for slot, value in optimizer.state.get(param, {}).items()
+        }
+        _want(match, folder, found, name, saved_view(model, own, param.detach()), by_slot, live)
+    known = _read_options(match, folder, keys, found, listed)
     _note_without_state(match, slots.keys(), flat, known)
     prefixes = (_STATE, _META, f"{_GROUPS}.")
     for key in keys:

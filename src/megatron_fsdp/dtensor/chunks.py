@@ -62,8 +62,13 @@ class LocalChunks:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
 
     def write_items(self, fqn: str, _tensor: object) -> list[WriteItem]:
-        """One item per box; none where this rank holds nothing, or another one saves it."""
+        """One item per box; none where this rank holds nothing, or another one saves it.
+
+        A tensor without any element is one item all the same, or the checkpoint would not have it.
+        """
         chunks = self.chunk_list()
+        if not self.shape.numel():
+            chunks = [ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)]
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -84,6 +89,8 @@ class LocalChunks:
             raise ValueError(
                 f"{index.fqn} was unpickled, and only sharded tensors of a live model can be read by chunk"
             )
+        if not self.shape.numel():
+            return local.view(self.shape)
         first = 0
         for box in self.boxes:
             if index.offset is None or tuple(index.offset) == box.offsets:

@@ -23,13 +23,14 @@ from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.expert_names import mark_ambiguous_experts
+from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
-from megatron_fsdp.runtime.hooks import register_hooks, register_load_hooks, register_state_dict_hooks
+from megatron_fsdp.runtime.hooks import register_hooks
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.state_dicts import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
@@ -125,8 +126,6 @@ def assemble(
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     units = build_units(module, plan, sharding, switches.memory.bucket_numel_on(sharding.dense.num_ranks))
     _warn_of_narrowing(units)
-    if sharding.experts is not None:
-        mark_ambiguous_experts([group for unit in units for group in unit.groups], sharding.experts)
     if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
@@ -134,6 +133,8 @@ def assemble(
     reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
     memory = plan_memory(switches.memory, reduces_early, units)
     engine = Engine(units, memory, mode, sharding, backward_finished)
+    if sharding.experts is not None and index.expt_device_mesh is not None:
+        engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     if switches.check_finite:
         names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
         engine.finite_check = FiniteCheck(names, sharding.reaching_all, device)
@@ -297,7 +298,9 @@ def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Shar
         if not sharding.is_expert(name, p)
     ]
     buffers = [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}" for name, buffer in module.named_buffers()
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}"
+        for name, buffer in module.named_buffers()
+        if not sharding.is_expert(name, buffer)
     ]
     return [*chosen, *params, *buffers, *units]
 

@@ -16,6 +16,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precisio
 from megatron_fsdp.placement import Placement, placements_for
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
+from megatron_fsdp.runtime.expert_names import ExpertNames
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
@@ -83,6 +84,7 @@ class Engine(OnRequest):
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self.handed_out = HandedOut()
+        self.expert_names = ExpertNames()
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._defers = False  # some pass since the last sync leaves sums for later

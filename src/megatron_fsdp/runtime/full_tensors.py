@@ -145,6 +145,8 @@ def _fits(taken: Sequence[_Entry], entry: _Entry, limit_bytes: int) -> bool:
     first = taken[0]
     if entry.group is not first.group or entry.piece.dtype != first.piece.dtype or entry.label[1:] != first.label[1:]:
         return False
+    if _is_cut_further(entry) is not _is_cut_further(first):
+        return False
     if _whole_fits(entry, limit_bytes):
         return True
     layout = entry.group.plan.layout

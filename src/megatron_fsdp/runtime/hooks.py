@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.runtime.compiled import is_compiled_in_place, surround, uncompiled
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 from megatron_fsdp.runtime.schedule import ROOT
@@ -62,34 +61,6 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
                 hook = partial(_take_gradient, reference, unit.index, position, parameter)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     return handles
-
-
-def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
-    """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds."""
-    reference = weakref.ref(engine)
-    return [
-        owner.register_state_dict_post_hook(partial(_describe_state_dict, reference))
-        for owner in module.modules()
-        if owner._parameters
-    ]
-
-
-def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
-    """Keep state dicts honest: sharded parameters are what is saved, and none is replaced by a load."""
-    reference = weakref.ref(engine)
-    owners = [owner for owner in module.modules() if owner._parameters]
-    return [
-        module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
-        *(owner.register_load_state_dict_pre_hook(_refuse_assignment) for owner in owners),
-        *(owner.register_state_dict_post_hook(partial(_note_handed_out, reference)) for owner in owners),
-    ]
-
-
-def _note_handed_out(
-    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
-) -> None:
-    found = [state_dict.get(prefix + name) for name in owner._parameters]
-    _live(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -217,33 +188,6 @@ def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
 
 def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
     _live(reference).before_backward(call)
-
-
-def _describe_state_dict(
-    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
-) -> None:
-    places = _live(reference).places
-    for attribute, param in owner._parameters.items():
-        value = state_dict.get(prefix + attribute)
-        if isinstance(value, DTensor) and id(param) in places:
-            group, index = places[id(param)]
-            group.describe_chunks(index, value)
-
-
-def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
-    engine = _live(reference)
-    if not engine.scheduler.in_forward and not engine.opened:
-        engine.install_sharded()
-
-
-def _refuse_assignment(
-    owner: nn.Module, _state_dict: Any, prefix: str, metadata: Mapping[str, Any], *_unused: Any
-) -> None:
-    if metadata.get("assign_to_params_buffers", False):
-        raise ConfigurationError(
-            f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
-            "which are pieces of flat buffers; load with assign=False, which copies"
-        )
 
 
 def _take_gradient(

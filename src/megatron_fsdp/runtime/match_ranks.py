@@ -27,16 +27,16 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Returns:
         Names of parameters and buffers that differed, in model order.
     """
-    params = dict(module.named_parameters())
-    experts = {name: param for name, param in params.items() if sharding.is_expert(name, param)}
-    dense = {name: param for name, param in params.items() if name not in experts}
+    held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
+    dense = {name: tensor for name, tensor in held.items() if name not in experts}
     differing: set[str] = set()
-    for tensors, domain in (({**dense, **dict(module.named_buffers())}, sharding.dense), (experts, sharding.experts)):
+    for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
         # Over the inner ranks first: then the first of each inner group stands for its group.
         for axis in reversed(domain.axes if domain is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))
-    return tuple(name for name in (*params, *dict(module.named_buffers())) if name in differing)
+    return tuple(name for name in held if name in differing)
 
 
 def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
 
 
+StateDict = dict[str, Any]
+
+
 class ShardedModel(Protocol):
     """What the hooks need of the wrapped model."""
 
@@ -36,6 +39,14 @@ class ShardedModel(Protocol):
 
     def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
         """Describe the chunks of a state tensor that is sharded as its parameter."""
+
+    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """A state dict of an optimizer as all ranks together have it."""
+        ...
+
+    def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The reverse."""
+        ...
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
@@ -102,6 +113,8 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     optimizer.register_step_post_hook(hooks.after)
     if describes_state:
         optimizer.register_state_dict_pre_hook(functools.partial(_describe_state, reference))
+        optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
     original = type(optimizer).zero_grad
     owner = weakref.ref(optimizer)
 
@@ -126,6 +139,30 @@ def _describe_state(model: weakref.ref[ShardedModel], optimizer: torch.optim.Opt
     for param, state in optimizer.state.items():
         for value in state.values():
             alive.describe_optimizer_state(param, value)
+
+
+def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    return _alive(model).optimizer_state_as_saved(optimizer, state_dict)
+
+
+def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    return _alive(model).optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+
+
+def _with_numbers(state_dict: StateDict) -> StateDict:
+    """Bring together what torch.distributed.checkpoint has loaded under "0" with what it has filled under 0.
+
+    It loads tensors in place, but puts other objects back by keys that it has made strings of.
+    """
+    state = state_dict["state"]
+    listed = {key for group in state_dict["param_groups"] for key in group["params"]}
+    texts = {key: int(key) for key in state if isinstance(key, str) and key.isdecimal() and int(key) in listed}
+    if not texts:
+        return state_dict
+    merged = {key: dict(values) for key, values in state.items() if key not in texts}
+    for text, number in texts.items():
+        merged.setdefault(number, {}).update(state[text])
+    return {**state_dict, "state": merged}
 
 
 def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:

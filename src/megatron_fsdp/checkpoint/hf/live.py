@@ -1,0 +1,149 @@
+"""The tensors of a live model that belong in a checkpoint, and which boxes of them this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.dtensor.foreign import boxes_here
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+Piece = tuple[Box, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A parameter or persistent buffer.
+
+    Attributes:
+        name: Its first name in the unwrapped model.
+        aliases: All its names, the first included; several where weights are tied.
+        tensor: What the model holds.
+        is_parameter: Rather than a buffer.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: torch.Tensor
+    is_parameter: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the global tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the main weight."""
+        return self.tensor.dtype
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether it is a DTensor; other tensors are whole, and taken to be the same, on every rank."""
+        return isinstance(self.tensor, DTensor)
+
+    @property
+    def is_saved_here(self) -> bool:
+        """Whether this rank's boxes are for it to save."""
+        tensor = self.tensor
+        return not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.description.is_saved_here
+
+    def pieces(self) -> list[Piece]:
+        """What this rank holds: boxes of the global tensor with views of their elements; none where it has nothing.
+
+        Collective for DTensors that are not of this library.
+
+        Raises:
+            CheckpointError: The tensor has no memory, or other ranks hold another tensor under its name.
+        """
+        tensor = self.tensor.detach()
+        if tensor.device.type == "meta":
+            raise CheckpointError(f"{self.name} is on the meta device; initialise the model before loading or saving")
+        if not isinstance(tensor, DTensor):
+            return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)] if tensor.numel() else []
+        local = tensor._local_tensor
+        if not isinstance(tensor, UnevenDTensor):
+            return [(box, local.view(box.lengths)) for box in boxes_here(tensor) if box.numel]
+        if tensor.shard_frame.problem is not None:
+            raise CheckpointError(tensor.shard_frame.problem)
+        flat, first, found = local.view(-1), 0, []
+        for box in tensor.shard_frame.description.boxes():
+            if box.numel:
+                found.append((box, flat[first : first + box.numel].view(box.lengths)))
+            first += box.numel
+        return found
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers, of which each has nothing but its inner model as `.module`.
+
+    Raises:
+        ConfigurationError: A wrapper shows full parameters at the moment, which are copies.
+    """
+    while True:
+        if hasattr(model, "parameter_groups") and not all(map(_is_sharded, model.parameters())):
+            raise ConfigurationError(
+                "the model shows full parameters at the moment (inside of a forward, or of full_parameters_context); "
+                "load and save outside of that"
+            )
+        children = list(model.named_children())
+        inner = getattr(model, "module", None)
+        if len(children) != 1 or children[0][0] != "module" or not isinstance(inner, nn.Module):
+            return model
+        if next(model.parameters(recurse=False), None) is not None:
+            return model
+        model = inner
+
+
+def _is_sharded(param: torch.Tensor) -> bool:
+    return hasattr(param, "_megatron_fsdp_model")
+
+
+def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
+    """Bring compute weights up to date with the main weights that were written to."""
+    owners = [getattr(live.tensor, "_megatron_fsdp_model", None) for live in tensors]
+    installs = {id(owner.self_reference()): owner for owner in owners if owner is not None}
+    for owner in installs.values():
+        owner.install_optimized_model_weights()
+    install: Any = getattr(model, "install_optimized_model_weights", None)
+    if not installs and install is not None:
+        install()
+
+
+def live_tensors(module: nn.Module) -> list[LiveTensor]:
+    """Parameters and persistent buffers of an unwrapped model, each once, in the order of its modules."""
+    names: dict[int, list[str]] = {}
+    first: dict[int, tuple[torch.Tensor, bool]] = {}
+    for name, tensor, is_parameter in _named_tensors(module):
+        names.setdefault(id(tensor), []).append(name)
+        first.setdefault(id(tensor), (tensor, is_parameter))
+    tied = _tied_names(module)
+    found = []
+    for key, (tensor, is_parameter) in first.items():
+        own = [name for name in names[key] if name not in tied] or names[key]
+        found.append(LiveTensor(own[0], tuple(names[key]), tensor, is_parameter))
+    return found
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in part._parameters.items():
+            if param is not None:
+                yield dot + name, param, True
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield dot + name, buffer, False
+
+
+def _tied_names(module: nn.Module) -> set[str]:
+    """Names that transformers leaves out of files where their weight has another name."""
+    tied = getattr(module, "all_tied_weights_keys", None)
+    return set(tied) if isinstance(tied, dict) else set()

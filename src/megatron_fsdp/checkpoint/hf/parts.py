@@ -1,0 +1,232 @@
+"""Tensors in files as parts of tensors in the model. Pure.
+
+transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of
+which every file tensor is a slice. `FileTensor` behaves enough like a torch tensor (chunk, cat, squeeze...) to be taken
+through transformers' own conversions, which move no data then, but leave behind what lies where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a file tensor that is a box of a model tensor, element by element in the same order.
+
+    Attributes:
+        name: Of the model tensor.
+        offsets: Where the box begins in the model tensor.
+        dims: For each dimension of the file tensor the dimension of the model tensor, or None for one of length 1 that
+            only the file tensor has. Dimensions of the model tensor that are not named here have length 1 in the box.
+        at: Where the box begins in the file tensor.
+        lengths: Of the box, along the dimensions of the file tensor.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    at: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def file_box(self) -> Box:
+        """The box in the file tensor."""
+        return Box(self.at, self.lengths)
+
+    @property
+    def model_box(self) -> Box:
+        """The box in the model tensor."""
+        return self.to_model(self.file_box)
+
+    def to_model(self, box: Box) -> Box:
+        """A box of the file tensor, inside of this part, as a box of the model tensor."""
+        offsets, lengths = list(self.offsets), [1] * len(self.offsets)
+        for dim, at, offset, length in zip(self.dims, self.at, box.offsets, box.lengths, strict=True):
+            if dim is not None:
+                offsets[dim] += offset - at
+                lengths[dim] = length
+        return Box(tuple(offsets), tuple(lengths))
+
+    def to_file(self, box: Box) -> Box:
+        """A box of the model tensor, inside of this part, as a box of the file tensor."""
+        offsets, lengths = list(self.at), [1] * len(self.at)
+        for index, dim in enumerate(self.dims):
+            if dim is not None:
+                offsets[index] += box.offsets[dim] - self.offsets[dim]
+                lengths[index] = box.lengths[dim]
+        return Box(tuple(offsets), tuple(lengths))
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """What two boxes of one tensor share; None where that is nothing."""
+    offsets, lengths = [], []
+    for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True):
+        first, last = max(a, b), min(a + n, b + m)
+        if first >= last:
+            return None
+        offsets.append(first)
+        lengths.append(last - first)
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def inside(box: Box, outer: Box) -> Box:
+    """A box in coordinates of a box around it."""
+    return Box(tuple(a - b for a, b in zip(box.offsets, outer.offsets, strict=True)), box.lengths)
+
+
+class CannotFollowError(CheckpointError):
+    """A conversion does more than put slices of tensors together."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file, put together from parts of model tensors.
+
+    Attributes:
+        shape: In the file.
+        parts: They do not overlap and cover it.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> FileTensor:
+        """A file tensor that is one whole model tensor."""
+        zeros, all_dims = (0,) * len(shape), tuple(range(len(shape)))
+        return cls(tuple(shape), (Part(name, zeros, all_dims, zeros, tuple(shape)),))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def names(self) -> set[str]:
+        """The model tensors it is made of."""
+        return {part.name for part in self.parts}
+
+    def size(self, dim: int) -> int:
+        """Length along a dimension."""
+        return self.shape[dim]
+
+    def contiguous(self) -> FileTensor:
+        """Itself: nothing is stored yet."""
+        return self
+
+    def narrow(self, dim: int, start: int, length: int) -> FileTensor:
+        """A slice along one dimension."""
+        found = []
+        for part in self.parts:
+            first, last = max(part.at[dim], start), min(part.at[dim] + part.lengths[dim], start + length)
+            if first < last:
+                kept = part.to_model(Box(_replaced(part.at, dim, first), _replaced(part.lengths, dim, last - first)))
+                found.append(
+                    replace(
+                        part,
+                        offsets=kept.offsets,
+                        at=_replaced(part.at, dim, first - start),
+                        lengths=_replaced(part.lengths, dim, last - first),
+                    )
+                )
+        return FileTensor(_replaced(self.shape, dim, length), tuple(found))
+
+    def squeeze(self, dim: int) -> FileTensor:
+        """Without a dimension of length 1; unchanged where it is longer."""
+        dim %= max(self.ndim, 1)
+        if not self.shape or self.shape[dim] != 1:
+            return self
+        parts = tuple(
+            replace(part, dims=_without(part.dims, dim), at=_without(part.at, dim), lengths=_without(part.lengths, dim))
+            for part in self.parts
+        )
+        return FileTensor(_without(self.shape, dim), parts)
+
+    def unsqueeze(self, dim: int) -> FileTensor:
+        """With one more dimension, of length 1."""
+        dim %= self.ndim + 1
+        parts = tuple(
+            replace(
+                part,
+                dims=(*part.dims[:dim], None, *part.dims[dim:]),
+                at=(*part.at[:dim], 0, *part.at[dim:]),
+                lengths=(*part.lengths[:dim], 1, *part.lengths[dim:]),
+            )
+            for part in self.parts
+        )
+        return FileTensor((*self.shape[:dim], 1, *self.shape[dim:]), parts)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse every other use.
+
+        Raises:
+            CannotFollowError: Always; for the names that Python itself looks up, an AttributeError.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CannotFollowError(f"transformers converts {sorted(self.names)[0]} by .{name}, which is no slice of it")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out the few functions of torch that only take tensors apart or put them together."""
+        known = _FUNCTIONS.get(getattr(func, "__name__", ""))
+        if known is None:
+            raise CannotFollowError(f"transformers converts weights by {func}, which is more than taking slices")
+        return known(*args, **(kwargs or {}))
+
+
+def _chunk(tensor: FileTensor, chunks: int, dim: int = 0) -> tuple[FileTensor, ...]:
+    return _split(tensor, max(-(-tensor.shape[dim] // chunks), 1), dim)
+
+
+def _split(tensor: FileTensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[FileTensor, ...]:
+    dim %= tensor.ndim
+    sizes, total = split_size_or_sections, tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _unbind(tensor: FileTensor, dim: int = 0) -> tuple[FileTensor, ...]:
+    return tuple(piece.squeeze(dim) for piece in _split(tensor, 1, dim))
+
+
+def _cat(tensors: Sequence[FileTensor], dim: int = 0) -> FileTensor:
+    dim %= tensors[0].ndim
+    parts: list[Part] = []
+    running = 0
+    for tensor in tensors:
+        parts += [replace(part, at=_replaced(part.at, dim, part.at[dim] + running)) for part in tensor.parts]
+        running += tensor.shape[dim]
+    return FileTensor(_replaced(tensors[0].shape, dim, running), tuple(parts))
+
+
+def _stack(tensors: Sequence[FileTensor], dim: int = 0) -> FileTensor:
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index:][1:])
+
+
+def _without(values: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return (*values[:index], *values[index + 1 :])
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "chunk": _chunk,
+    "split": _split,
+    "unbind": _unbind,
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+}

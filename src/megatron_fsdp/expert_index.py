@@ -1,0 +1,232 @@
+"""Which expert a parameter belongs to, over all expert-parallel ranks, as far as names and shapes tell. Pure.
+
+Ranks hold different experts. A checkpoint has to tell them apart, and to give each rank of another arrangement its own:
+
+* A name that counts a rank's own experts from 0 (`experts.1.w`, `experts.local_experts.1.w`, `experts.fc.weight1`) gets
+  the expert's number over all ranks; the ranks' experts follow one another in the order of ranks.
+* A tensor that stacks a rank's experts along its first dimension (`experts.w`, (experts, ...)) is this rank's part of
+  one tensor that stacks them all. What speaks for it: the name has no number below `experts`, all such tensors of a
+  module have the same first dimension, and the ranks' shapes agree in the others.
+* Names that no two ranks share are names over all ranks already.
+
+Everything else cannot be told apart, and is a problem to be reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
+
+_MODULE = re.compile(
+    r"^(?P<container>(?:.*\.)?experts\.)(?P<between>(?:local_experts\.)?)(?P<index>\d+)(?P<after>\..+)$"
+)
+_GROUPED = re.compile(r"^(?P<container>(?:.*\.)?experts\.)(?P<between>.+\.(?:weight|bias))(?P<index>\d+)(?P<after>)$")
+_STACKED = re.compile(r"^(?P<container>(?:.*\.)?experts\.)(?P<rest>[^.].*)$")
+
+
+@dataclass(frozen=True)
+class ExpertName:
+    """A parameter's name, taken apart around the number of its expert.
+
+    Attributes:
+        container: Up to and with `experts.`.
+        between: From there to the number.
+        index: The number.
+        after: The rest.
+    """
+
+    container: str
+    between: str
+    index: int
+    after: str
+
+    def at(self, index: int) -> str:
+        """The name of the same parameter of another expert."""
+        return f"{self.container}{self.between}{index}{self.after}"
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What the namesakes of all experts have in common."""
+        return self.container, self.between, self.after
+
+
+def parse_expert(name: str) -> ExpertName | None:
+    """Find the number of the expert in a name; None where there is none."""
+    found = _MODULE.match(name) or _GROUPED.match(name)
+    if found is None:
+        return None
+    return ExpertName(found["container"], found["between"], int(found["index"]), found["after"])
+
+
+def stack_container(name: str) -> str | None:
+    """The module that a tensor of stacked experts belongs to, up to and with `experts.`; None for other names."""
+    found = _STACKED.match(name)
+    if found is None or any(part.isdigit() for part in found["rest"].split(".")) or parse_expert(name) is not None:
+        return None
+    return found["container"]
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How this rank's experts are called, and where they lie, over all ranks.
+
+    Attributes:
+        offsets: Number of this rank's first expert, by container, where names count from 0 on every rank.
+        held: The numbers over all ranks of this rank's experts, by container.
+        indices: The numbers of all experts over all ranks, by container, ascending.
+        names: All names over all ranks.
+        stacks: For each stacked tensor where the ranks' parts begin and end along the first dimension.
+        rank: This rank's place among the expert-parallel ranks.
+        problems: Why a parameter cannot be told from others, by name.
+        unnumbered: Parameters that some ranks have none of the kind of, or whose expert has no number, so that no list
+            of all ranks' parameters can be made on each rank alone.
+    """
+
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    stacks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rank: int = 0
+    problems: Mapping[str, str] = field(default_factory=dict)
+    unnumbered: tuple[str, ...] = ()
+
+    def to_global(self, name: str) -> str:
+        """The name over all ranks of what this rank calls `name`."""
+        found = parse_expert(name)
+        if found is None or found.container not in self.offsets:
+            return name
+        return found.at(found.index + self.offsets[found.container])
+
+    def to_local(self, name: str) -> str | None:
+        """What this rank calls a parameter of that name over all ranks; None for another rank's expert."""
+        found = parse_expert(name)
+        if found is None or found.index not in self.indices.get(found.container, ()):
+            return name
+        if found.index not in self.held[found.container]:
+            return None
+        return found.at(found.index - self.offsets.get(found.container, 0))
+
+    def namesakes(self, name: str) -> tuple[str, ...]:
+        """The same parameter of every expert of all ranks, by expert; the name itself where experts have no numbers."""
+        found = parse_expert(name)
+        if found is None or found.container not in self.indices:
+            return (name,)
+        return tuple(other for index in self.indices[found.container] if (other := found.at(index)) in self.names)
+
+
+def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPlan:
+    """Tell the experts of all ranks apart.
+
+    Args:
+        everyone: Names and global shapes of the experts' parameters on each expert-parallel rank.
+        rank: This one.
+    """
+    offsets: dict[str, int] = {}
+    held: dict[str, tuple[int, ...]] = {}
+    indices: dict[str, tuple[int, ...]] = {}
+    problems: dict[str, str] = {}
+    names: set[str] = set()
+    unnumbered = [
+        name for each in everyone for name in each if parse_expert(name) is None and not _on_all(name, everyone)
+    ]
+    shared = _shared(everyone)
+    for container in _containers(everyone):
+        numbers = [_indices(names_here, container) for names_here in everyone]
+        members = [[name for name in each if _container_of(name) == container] for each in everyone]
+        if shared.isdisjoint(itertools.chain.from_iterable(members)):
+            starts = [0] * len(everyone)
+        elif all(each == list(range(len(each))) for each in numbers):
+            starts = list(itertools.accumulate(map(len, numbers[:-1]), initial=0))
+            offsets[container] = starts[rank]
+        else:
+            told = f"expert-parallel ranks hold the experts {numbers} under {container[:-1]}, which overlap"
+            problems.update(dict.fromkeys(members[rank], told))
+            continue
+        numbers = [[start + index for index in each] for start, each in zip(starts, numbers, strict=True)]
+        held[container] = tuple(numbers[rank])
+        indices[container] = tuple(sorted(itertools.chain.from_iterable(numbers)))
+        kinds = [{parsed.kind for name in each if (parsed := parse_expert(name))} for each in members]
+        if any(each != kinds[0] for each in kinds):
+            unnumbered += sorted(set(itertools.chain.from_iterable(members)))
+        for start, mine in zip(starts, members, strict=True):
+            names.update(_renumbered(mine, start))
+    stacks, unstacked = _plan_stacks(everyone, rank, shared)
+    names.update(name for each in everyone for name in each if parse_expert(name) is None)
+    found = {**problems, **unstacked}
+    return ExpertPlan(offsets, held, indices, frozenset(names), stacks, rank, found, tuple(unnumbered))
+
+
+def _plan_stacks(
+    everyone: Sequence[Mapping[str, Shape]], rank: int, shared: set[str]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    stacks: dict[str, tuple[int, ...]] = {}
+    problems: dict[str, str] = {}
+    for name in sorted(shared & everyone[rank].keys()):
+        if parse_expert(name) is not None:
+            continue
+        container = stack_container(name)
+        if container is None:
+            problems[name] = "nothing in its name says which expert it is"
+            continue
+        problem = _stack_problem(everyone, name, container)
+        if problem is not None:
+            problems[name] = problem
+            continue
+        stacks[name] = tuple(itertools.accumulate((each[name][0] for each in everyone), initial=0))
+    return stacks, problems
+
+
+def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str, container: str) -> str | None:
+    """Why a tensor cannot be a stack of a rank's experts; the same answer on every rank."""
+    if not _on_all(name, everyone):
+        return "some expert-parallel ranks do not have it"
+    shapes = [each[name] for each in everyone]
+    if any(not shape for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return f"its shapes on expert-parallel ranks are {shapes}, which are no parts along a first dimension"
+    for each in everyone:
+        siblings = {other: shape for other, shape in each.items() if stack_container(other) == container}
+        if len({shape[:1] for shape in siblings.values()}) > 1:
+            told = ", ".join(f"{other} {shape}" for other, shape in sorted(siblings.items()))
+            return f"the first dimensions of {container[:-1]} differ ({told}), so they are no stacks of its experts"
+    return None
+
+
+def _on_all(name: str, everyone: Sequence[Mapping[str, Shape]]) -> bool:
+    return all(name in each for each in everyone)
+
+
+def _shared(everyone: Sequence[Mapping[str, Shape]]) -> set[str]:
+    """Names that more than one rank has."""
+    seen: set[str] = set()
+    shared: set[str] = set()
+    for each in everyone:
+        shared |= seen & each.keys()
+        seen |= each.keys()
+    return shared
+
+
+def _containers(everyone: Sequence[Mapping[str, Shape]]) -> list[str]:
+    found = {_container_of(name) for each in everyone for name in each}
+    return sorted(container for container in found if container is not None)
+
+
+def _container_of(name: str) -> str | None:
+    found = parse_expert(name)
+    return None if found is None else found.container
+
+
+def _indices(names: Iterable[str], container: str) -> list[int]:
+    found = (parse_expert(name) for name in names)
+    return sorted({each.index for each in found if each is not None and each.container == container})
+
+
+def _renumbered(names: Iterable[str], start: int) -> Iterable[str]:
+    for name in names:
+        found = parse_expert(name)
+        if found is not None:
+            yield found.at(found.index + start)

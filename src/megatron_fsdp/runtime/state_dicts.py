@@ -1,0 +1,147 @@
+"""Hooks on a model's state dicts: sharded parameters are what is saved, described, and called as on all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.engine import Engine
+
+
+def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds.
+
+    Experts are shown as all ranks together have them, and brought back when they are loaded: tensors that stack a
+    rank's experts in every state dict, names that count them in state dicts of the model.
+    """
+    reference = weakref.ref(engine)
+    owners = [owner for owner in module.modules() if owner._parameters]
+    handles = [owner.register_state_dict_post_hook(partial(_describe, reference)) for owner in owners]
+    if not engine.expert_names.is_trivial:
+        handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
+        handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
+    return handles
+
+
+def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Keep state dicts honest: sharded parameters are what is saved, and none is replaced by a load.
+
+    Of whole tensors each rank loads its own elements; they have to be the same on every rank.
+    """
+    reference = weakref.ref(engine)
+    owners = [owner for owner in module.modules() if owner._parameters]
+    return [
+        module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
+        *(owner.register_load_state_dict_pre_hook(_refuse_assignment) for owner in owners),
+        *(owner.register_load_state_dict_pre_hook(partial(_to_own_shards, reference)) for owner in owners),
+        *(owner.register_state_dict_post_hook(partial(_note_handed_out, reference)) for owner in owners),
+    ]
+
+
+def _live(reference: weakref.ref[Engine]) -> Engine:
+    engine = reference()
+    if engine is None:
+        raise ScheduleError(
+            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
+            "object that fully_shard returned for as long as the module is used"
+        )
+    return engine
+
+
+def _note_handed_out(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    found = [state_dict.get(prefix + name) for name in owner._parameters]
+    _live(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
+
+
+def _describe(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    engine = _live(reference)
+    for attribute, param in owner._parameters.items():
+        value = state_dict.get(prefix + attribute)
+        if isinstance(value, DTensor) and id(param) in engine.places:
+            group, index = engine.places[id(param)]
+            saved = engine.expert_names.as_saved(group.names[index], value)
+            if isinstance(saved, UnevenDTensor) and not saved.shard_frame.is_whole:
+                describe_chunks(saved, saved.shard_frame)
+            state_dict[prefix + attribute] = saved
+
+
+def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
+    engine = _live(reference)
+    if not engine.scheduler.in_forward and not engine.opened:
+        engine.install_sharded()
+
+
+def _refuse_assignment(
+    owner: nn.Module, _state_dict: Any, prefix: str, metadata: Mapping[str, Any], *_unused: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise ConfigurationError(
+            f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
+            "which are pieces of flat buffers; load with assign=False, which copies"
+        )
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _to_global_names(
+    reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    names = _live(reference).expert_names
+    entries = list(state_dict.items())
+    state_dict.clear()
+    for key, value in entries:
+        is_own = key.startswith(prefix)
+        state_dict[prefix + names.name_of(key.removeprefix(prefix)) if is_own else key] = value
+
+
+def _to_local_names(
+    reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
+) -> None:
+    """What other ranks' experts are called is left out: a state dict may be that of the whole model."""
+    names = _live(reference).expert_names
+    entries = list(state_dict.items())
+    state_dict.clear()
+    for key, value in entries:
+        name = names.name_here(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        if name is not None:
+            state_dict[prefix + name] = value
+        elif not key.startswith(prefix):
+            state_dict[key] = value
+
+
+def _to_own_shards(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
+) -> None:
+    engine = _live(reference)
+    for attribute, param in owner._parameters.items():
+        if prefix + attribute in state_dict and id(param) in engine.places:
+            group, index = engine.places[id(param)]
+            value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
+            state_dict[prefix + attribute] = own_shard(value, group.frames[index])
+
+
+def own_shard(value: Any, frame: ShardFrame) -> Any:
+    """This rank's elements of a whole tensor, as a view; what is none is handed back."""
+    if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
+        if not all(placement.is_replicate() for placement in value.placements):
+            return value
+        value = value._local_tensor
+    if isinstance(value, UnevenDTensor) or not isinstance(value, torch.Tensor) or value.shape != frame.shape:
+        return value
+    return UnevenDTensor.wrap(frame.take(value.detach()), frame)

@@ -1,0 +1,93 @@
+"""Tiny models of transformers for the tests of Hugging Face files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.support.parity import fixed_seed
+
+VOCABULARY = 41
+"""Prime: no number of ranks divides it."""
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+def build(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A model with random weights.
+
+    Args:
+        kind: "llama" (plain), "gpt2" (tied), "mixtral" (experts, other names in files), "qwen_moe" (experts, tied).
+        seed: Of the weights.
+        changes: Of the config.
+    """
+    with fixed_seed(seed):
+        if kind == "llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, **changes}))
+        if kind == "gpt2":
+            sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+            tokens = {name: _SMALL[name] for name in ("bos_token_id", "eos_token_id")}
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **tokens, **changes}))
+        if kind == "mixtral":
+            config = transformers.MixtralConfig(**{**_SMALL, "num_local_experts": 4, **changes})
+            return transformers.MixtralForCausalLM(config)
+        more = {"num_experts": 4, "shared_expert_intermediate_size": 20, "tie_word_embeddings": True}
+        return transformers.Qwen2MoeForCausalLM(
+            transformers.Qwen2MoeConfig(**{**_SMALL, **_EXPERTS, **more, **changes})
+        )
+
+
+def shard(model: nn.Module, strategy: int = 3, **options: Any) -> MegatronFSDP:
+    return fully_shard_model(model, zero_dp_strategy=strategy, **options).eval()
+
+
+def tokens() -> Tensor:
+    return torch.arange(2, 14).reshape(2, 6)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=tokens()).logits
+
+
+def stored(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of a folder, read by the safetensors library."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safetensors.safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                assert key not in found
+                found[key] = file.get_tensor(key)
+    return found
+
+
+def same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    """Whether names, dtypes and bits are the same."""
+    return found.keys() == wanted.keys() and all(
+        value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found.items()
+    )
+
+
+def save_reference(folder: Path, kind: str, max_bytes: str = "5GB", **changes: Any) -> Tensor:
+    """A folder as transformers writes it; returns the logits of the model."""
+    model = build(kind, seed=7, **changes).eval()
+    model.save_pretrained(folder, max_shard_size=max_bytes)
+    return logits(model)

@@ -1,0 +1,94 @@
+"""Tensors cut in every way that sharding knows are saved whole and loaded into their pieces."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megatron_fsdp.checkpoint.hf import load_hf, save_hf
+from megatron_fsdp.errors import CheckpointError
+from tests.checkpoint.hf.hf_models import same_tensors, stored
+from tests.conftest import RunRanks
+from tests.support.arrangements import mesh_of
+from tests.support.uneven import CASES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+def of_dtype(value: Tensor, index: int) -> Tensor:
+    return (value * 1000).to(DTYPES[index % 3])
+
+
+def wholes(num_ranks: int) -> dict[str, Tensor]:
+    found = {f"c{i}": of_dtype(c.whole(i), i) for i, c in enumerate(CASES) if c.num_ranks == num_ranks}
+    if num_ranks == 4:
+        found |= {f"foreign{i}": torch.randn(7, 6, generator=torch.Generator().manual_seed(i)) for i in range(4)}
+    return found
+
+
+def module_of(num_ranks: int) -> nn.Module:
+    """All of them as the parameters and buffers of one module."""
+    module = nn.Module()
+    names = ("dim0", "dim1")
+    for i, case in enumerate(CASES):
+        if case.num_ranks == num_ranks:
+            mesh = mesh_of(case.sizes, names[: len(case.sizes)])
+            tensor = case.tensor(mesh, i)
+            tensor = type(tensor).wrap(of_dtype(tensor._local_tensor, i), tensor.shard_frame)
+            module.register_parameter(f"c{i}", nn.Parameter(tensor, requires_grad=False))
+    if num_ranks == 4:
+        square = mesh_of((2, 2), names)
+        ways = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Replicate(), Replicate())]
+        for i, way in enumerate(ways):
+            whole = torch.randn(7, 6, generator=torch.Generator().manual_seed(i))
+            module.register_parameter(f"foreign{i}", nn.Parameter(distribute_tensor(whole, square, way)))
+    return module
+
+
+def local_parts(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p._local_tensor.clone() for name, p in module.named_parameters() if isinstance(p, DTensor)}
+
+
+def save_and_load(num_ranks: int, folder: str) -> tuple[bool, bool]:
+    module = module_of(num_ranks)
+    before = local_parts(module)
+    save_hf(module, folder, max_shard_bytes=200)
+    with torch.no_grad():
+        for param in module.parameters():
+            param._local_tensor.zero_()  # type: ignore[attr-defined]
+    zeroed = any(value.any() for value in local_parts(module).values())
+    assert load_hf(module, folder).is_complete
+    return zeroed, same_tensors(local_parts(module), before)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_all_cuts_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, num_ranks: int) -> None:
+    found = run_ranks(num_ranks, save_and_load, num_ranks, str(tmp_path / "out"))
+    assert found == [(False, True)] * num_ranks
+    assert same_tensors(stored(tmp_path / "out"), wholes(num_ranks))
+
+
+def refuse_ambiguous(folder: str) -> set[str]:
+    module = module_of(2)
+    param: DTensor = module.c0  # type: ignore[assignment]
+    param.shard_frame.problem = "c0 is another expert on other ranks"  # type: ignore[attr-defined]
+    said = set()
+    with pytest.raises(CheckpointError) as raised:
+        save_hf(module, folder)
+    said.add(str(raised.value))
+    build_whole(folder)
+    with pytest.raises(CheckpointError) as raised:
+        load_hf(module, folder)
+    said.add(str(raised.value))
+    return said
+
+
+def build_whole(folder: str) -> None:
+    save_hf(module_of(2), folder)
+
+
+def test_experts_that_share_a_name_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+    one, other = run_ranks(2, refuse_ambiguous, str(tmp_path / "out"))
+    assert one == other == {"c0 is another expert on other ranks"}

@@ -1,0 +1,136 @@
+"""File tensors as parts of model tensors: what they say lies where is what torch and transformers do."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.hf.names import file_tensors, key_variants, map_keys
+from megatron_fsdp.checkpoint.hf.parts import CannotFollowError, FileTensor, intersect
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.hf.hf_models import build
+
+transformers = pytest.importorskip("transformers")
+
+
+def index_of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))
+
+
+def put_together(tensor: FileTensor, models: dict[str, Tensor]) -> Tensor:
+    """The file tensor by its parts alone; -1 where no part is."""
+    made = torch.full(tensor.shape, -1)
+    for part in tensor.parts:
+        assert (made[index_of(part.file_box)] == -1).all()
+        made[index_of(part.file_box)] = models[part.name][index_of(part.model_box)].reshape(part.lengths)
+    return made
+
+
+def follow(values: list[Any], steps: list[tuple[str, int, int]]) -> list[Any]:
+    """A chain of what conversions do; the same for tensors and file tensors."""
+    for step, dim, count in steps:
+        first = values[0]
+        dim = dim % len(first.shape) if first.shape else 0
+        if step == "stack" and all(v.shape == first.shape for v in values) and len(first.shape) < 4:
+            values = [torch.stack(values, dim=dim)]
+        elif not first.shape:
+            continue
+        elif step == "chunk":
+            values = [*torch.chunk(first, count, dim=dim), *values[1:]]
+        elif step == "unbind" and first.shape[dim] < 5 and len(first.shape) > 1:
+            values = [*torch.unbind(first, dim), *values[1:]]
+        elif step == "squeeze":
+            values = [first.squeeze(dim).contiguous(), *values[1:]]
+        elif step == "cat":
+            fitting = [v for v in values if len(v.shape) == len(first.shape) and _fits(v.shape, first.shape, dim)]
+            values = [torch.cat(fitting, dim=dim)]
+    return values
+
+
+def _fits(one: Any, other: Any, dim: int) -> bool:
+    return all(a == b for i, (a, b) in enumerate(zip(one, other, strict=True)) if i != dim)
+
+
+STEPS = st.tuples(st.sampled_from(["chunk", "unbind", "squeeze", "cat", "stack"]), st.integers(0, 3), st.integers(1, 4))
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3),
+    steps=st.lists(STEPS, max_size=6),
+)
+def test_file_tensors_follow_torch(shapes: list[list[int]], steps: list[tuple[str, int, int]]) -> None:
+    models, start = {}, 0
+    for i, shape in enumerate(shapes):
+        numel = torch.Size(shape).numel()
+        models[f"m{i}"] = torch.arange(start, start + numel).view(shape)
+        start += numel
+    wanted = follow(list(models.values()), steps)
+    found = follow([FileTensor.of(name, tensor.shape) for name, tensor in models.items()], steps)
+    assert [tuple(value.shape) for value in found] == [tuple(value.shape) for value in wanted]
+    for tensor, values in zip(found, wanted, strict=True):
+        assert torch.equal(put_together(tensor, models), values)
+        for part in tensor.parts:
+            assert part.to_file(part.model_box) == part.file_box
+
+
+def test_what_is_more_than_slices_is_refused() -> None:
+    tensor = FileTensor.of("w", (4, 6))
+    with pytest.raises(CannotFollowError, match="transpose"):
+        torch.transpose(tensor, 0, 1)  # type: ignore[call-overload]
+    with pytest.raises(CannotFollowError, match=r"w by \.reshape"):
+        tensor.reshape(24)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "qwen_moe"])
+def test_models_are_taken_apart_as_transformers_does(kind: str) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = build(kind)
+    numbers, start = {}, 0
+    for name, param in model.named_parameters():
+        numbers[name] = torch.arange(start, start + param.numel()).view(param.shape)
+        start += param.numel()
+    wanted = revert_weight_conversion(model, dict(numbers))
+    found = file_tensors(model, {name: tuple(value.shape) for name, value in numbers.items()})
+    assert found.keys() == wanted.keys()
+    assert any(len(tensor.names) == 1 and "experts.3" in key for key, tensor in found.items()) == (
+        kind in ("mixtral", "qwen_moe")
+    )
+    for key, tensor in found.items():
+        assert torch.equal(put_together(tensor, numbers), wanted[key])
+
+
+def test_intersections() -> None:
+    assert intersect(Box((0, 2), (4, 3)), Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
+    assert intersect(Box((0,), (4,)), Box((4,), (1,))) is None
+    assert intersect(Box((), ()), Box((), ())) == Box((), ())
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_mapped() -> None:
+    keys = ["transformer.h.0.w", "head"]
+    assert map_keys(keys, None) == {key: key for key in keys}
+    assert map_keys(keys, {r"^transformer\.h\.(\d+)": r"layers.\1", "head$": "lm_head"}) == {
+        "layers.0.w": "transformer.h.0.w",
+        "lm_head": "head",
+    }
+    assert map_keys(keys, str.upper) == {"TRANSFORMER.H.0.W": keys[0], "HEAD": keys[1]}
+    with pytest.raises(CheckpointError, match="the same name 'x'"):
+        map_keys(keys, {".*": "x"})
+    with pytest.raises(ConfigurationError, match="no set of regular expressions"):
+        map_keys(keys, {"(": "x"})
+    with pytest.raises(ConfigurationError, match="key_mapping is a list"):
+        map_keys(keys, ["a"])  # type: ignore[arg-type]
+
+
+def test_the_prefix_of_the_base_model_may_be_there_or_not() -> None:
+    model = build("llama")
+    assert key_variants(model, "model.norm.weight") == ("model.norm.weight", "norm.weight")
+    assert key_variants(model, "lm_head.weight") == ("lm_head.weight", "model.lm_head.weight")
+    assert key_variants(torch.nn.Linear(1, 1), "weight") == ("weight",)

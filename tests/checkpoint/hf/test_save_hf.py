@@ -1,0 +1,366 @@
+"""A sharded model is saved as transformers saves it, by several ranks, all or nothing."""
+
+import json
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.checkpoint.hf import load_hf, save_hf
+from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
+from megatron_fsdp.checkpoint.hf.live import live_tensors, unwrap
+from megatron_fsdp.checkpoint.hf.names import file_tensors
+from megatron_fsdp.checkpoint.hf.saving import plan_job
+from megatron_fsdp.checkpoint.hf.writing import write_files
+from megatron_fsdp.ema import ShardedEMA
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid_arguments
+from tests.support.parity import fixed_seed
+
+transformers = pytest.importorskip("transformers")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one rank had when it saved."""
+
+    weights: dict[str, Tensor]
+    logits: Tensor
+
+
+def train_and_save(kind: str, folder: str, strategy: int, is_hybrid: bool, options: dict[str, Any]) -> Saved:
+    plain = build(kind)
+    arguments = hybrid_arguments(2, dist.get_world_size() // 2) if is_hybrid else {}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy, **arguments)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    model.eval()
+    save_hf(model, folder, **options)
+    return Saved(model.full_parameters(), logits(model))
+
+
+def transformers_would_store(saved: Saved, kind: str) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(build(kind), saved.weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "strategy", "is_hybrid", "max_bytes"),
+    [
+        ("llama", 1, 3, False, 2**30),
+        ("gpt2", 2, 0, False, 5000),
+        ("mixtral", 3, 3, False, 5000),
+        ("qwen_moe", 2, 1, False, 2**30),
+        ("qwen_moe", 4, 3, True, 3000),
+    ],
+)
+def test_what_is_saved_is_what_transformers_loads(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, num_ranks: int, strategy: int, is_hybrid: bool, max_bytes: int
+) -> None:
+    folder, options = tmp_path / "out", {"max_shard_bytes": max_bytes}
+    found = run_ranks(num_ranks, train_and_save, kind, str(folder), strategy, is_hybrid, options)
+    assert not same_tensors(found[0].weights, dict(build(kind).named_parameters()))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert same_tensors(dict(loaded.named_parameters()), found[0].weights)
+    assert all(torch.equal(logits(loaded), saved.logits) for saved in found)
+    on_disk = stored(folder)
+    assert same_tensors(on_disk, transformers_would_store(found[0], kind))
+    assert (folder / MODEL_FILE).exists() == (max_bytes == 2**30)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    if max_bytes < 2**30:
+        check_index(folder, on_disk, max_bytes)
+
+
+def check_index(folder: Path, on_disk: dict[str, Tensor], max_bytes: int) -> None:
+    index = json.loads((folder / INDEX_FILE).read_text())
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in on_disk.items()}
+    assert index["weight_map"].keys() == on_disk.keys()
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for file in files:
+        inside = [key for key, value in index["weight_map"].items() if value == file]
+        assert len(inside) == 1 or sum(sizes[key] for key in inside) <= max_bytes
+
+
+def write_in_small_stretches(kind: str, folder: str) -> bool:
+    model = shard(build(kind))
+    module = unwrap(model)
+    live = live_tensors(module)
+    job = plan_job(live, lambda shapes: file_tensors(module, shapes), Path(folder), None, (5000, MODEL_FILE), None)
+    write_files(job, Path(folder), stretch_bytes=52)
+    return same_tensors(model.full_parameters(), dict(build(kind).named_parameters()))
+
+
+def test_the_size_of_stretches_does_not_matter(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(3, write_in_small_stretches, "mixtral", str(tmp_path)) == [True] * 3
+    build("mixtral").save_pretrained(tmp_path / "reference")
+    assert same_tensors(stored(tmp_path), stored(tmp_path / "reference"))
+
+
+# ---- dtypes and the files beside the weights -------------------------------------------------------------------------
+
+
+def save_main_weights(folder: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    model = shard(build("llama").to(torch.bfloat16), 3, mixed_precision_policy=policy)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.001)
+    model.install_optimized_model_weights()
+    save_hf(model, folder, **options)
+    return model.full_parameters(), logits(model)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_main_weights_are_saved_and_may_be_cast(run_ranks: RunRanks, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    weights, found = run_ranks(2, save_main_weights, str(tmp_path), {"dtype": dtype})[0]
+    on_disk = stored(tmp_path)
+    assert any(not torch.equal(value, value.to(torch.bfloat16).float()) for value in weights.values())
+    assert same_tensors(on_disk, {name: value.to(dtype or torch.float32) for name, value in weights.items()})
+    said = json.loads((tmp_path / "config.json").read_text())["dtype"]
+    assert said == ("bfloat16" if dtype else "float32")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert torch.equal(logits(loaded), found)
+
+
+def make_source(folder: Path) -> None:
+    build("llama", rope_theta=77.0).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "chat_template.jinja", "LICENSE.txt", "modeling_own.py"):
+        (folder / name).write_text(name)
+    for name in ("pytorch_model.bin", "optimizer.pt", INDEX_FILE, "trainer_state.json", "README.md", "a.safetensors"):
+        (folder / name).write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("tools")
+
+
+def test_config_and_tokenizer_files_are_carried_along(tmp_path: Path) -> None:
+    make_source(tmp_path / "source")
+    save_hf(build("llama"), tmp_path / "out", carry_from=tmp_path / "source")
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "LICENSE.txt",
+        "modeling_own.py",
+        "additional_chat_templates/tools.jinja",
+    }
+    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "source" / "config.json").read_text()
+    save_hf(build("llama"), tmp_path / "cast", carry_from=tmp_path / "source", dtype=torch.float16)
+    assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "float16"
+
+
+class Tokenizer:
+    """Stands for one of transformers, which all have this method; notes what is in the target while it is called."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.seen: list[bool] = []
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.seen.append(self.target.exists())
+        (Path(folder) / "tokenizer.json").write_text("given")
+
+
+def test_a_config_and_a_tokenizer_that_are_given_go_first(tmp_path: Path) -> None:
+    make_source(tmp_path / "source")
+    model = build("llama")
+    given = build("llama", max_position_embeddings=99).config
+    tokenizer = Tokenizer(tmp_path / "out")
+    save_hf(model, tmp_path / "out", carry_from=tmp_path / "source", config=given, tokenizer=tokenizer)
+    assert tokenizer.seen == [False]  # the folder appears when it is complete
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 99
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "given"
+
+
+def save_plain_module(folder: str) -> dict[str, Tensor]:
+    with fixed_seed(0):
+        model = shard(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)))
+    model.module[1].running_mean += dist.get_rank()  # ranks differ in buffers: the first one's are saved
+    save_hf(model, folder)
+    return {**model.full_parameters(), **dict(model.module.named_buffers())}
+
+
+def test_modules_without_a_config_and_their_buffers_are_saved(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, _ = run_ranks(2, save_plain_module, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [MODEL_FILE]
+    assert same_tensors(stored(tmp_path), first)
+
+
+def save_averages(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = shard(build("llama"))
+    average = ShardedEMA(model, decay=0.5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+    average.update()
+    with average.applied():
+        save_hf(model, folder)
+        averages = model.full_parameters()
+    return averages, model.full_parameters()
+
+
+def test_averages_are_saved_while_they_are_applied(run_ranks: RunRanks, tmp_path: Path) -> None:
+    averages, weights = run_ranks(2, save_averages, str(tmp_path))[0]
+    assert same_tensors(stored(tmp_path), averages)
+    plain = dict(build("llama").named_parameters())
+    assert all(torch.allclose(value, 2 * plain[name]) for name, value in averages.items())
+    assert all(torch.equal(value, 3 * plain[name]) for name, value in weights.items())
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def refuse(folder: str, options: dict[str, Any], spoil: Callable[[nn.Module], None] | None = None) -> str:
+    model = shard(build("llama"))
+    if spoil is not None:
+        spoil(model)
+    with pytest.raises(CheckpointError) as raised:
+        save_hf(model, folder, **options)
+    return str(raised.value)
+
+
+def test_a_folder_that_holds_something_is_left_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (message,) = set(run_ranks(2, refuse, str(tmp_path / "full"), {}))
+    assert "is not empty" in message
+    (message,) = set(run_ranks(2, refuse, str(tmp_path / "file"), {}))
+    assert "is no folder" in message
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert found == ["file", "full", "full/notes.txt"]
+
+
+def with_a_full_disk(folder: str) -> str:
+    """The operating system lets rank 1 write no more than 2000 bytes to a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        return refuse(folder, {"max_shard_bytes": 3000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_rank_that_cannot_write_stops_all_and_nothing_is_left(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (message,) = set(run_ranks(2, with_a_full_disk, str(tmp_path / "out")))
+    assert "rank 1: OSError" in message
+    assert "rank 0" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_config_is_not_carried_from(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), {"carry_from": str(tmp_path / "none")}))
+    assert "has no config.json" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_shape_on_rank_1(model: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        model.module.register_buffer("extra", torch.zeros(2))  # type: ignore[union-attr]
+    else:
+        model.module.register_buffer("extra", torch.zeros(3))  # type: ignore[union-attr]
+
+
+def on_the_meta_device(model: nn.Module) -> None:
+    model.module.register_buffer("extra", torch.zeros(3, device="meta"))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (other_shape_on_rank_1, "extra is (2,) torch.float32 on rank 1"),
+        (on_the_meta_device, "extra is on the meta device"),
+    ],
+)
+def test_models_that_cannot_be_saved_are_refused(
+    run_ranks: RunRanks, tmp_path: Path, spoil: Callable[[nn.Module], None], said: str
+) -> None:
+    (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), {}, spoil))
+    assert said in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    for options, said in (
+        ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
+        ({"dtype": torch.int8}, r"dtype=torch\.int8"),
+        ({"dtype": torch.float8_e5m2}, r"dtype=torch\.float8_e5m2 cannot hold weights as they are"),
+        ({"config": {"a": 1}}, "config is a dict without save_pretrained"),
+        ({"tokenizer": "gpt2"}, "tokenizer is a str without save_pretrained"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            save_hf(model, tmp_path / "out", **options)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="nothing to save"):
+        save_hf(nn.ReLU(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_current_folder_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_hf(nn.Linear(2, 3), ".")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == ["here/model.safetensors"]
+
+
+def test_weights_that_are_stored_in_another_arrangement_are_refused(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    model = build("llama")
+    save_hf(model, tmp_path / "plain")
+    model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Transpose(0, 1)])]
+    with pytest.raises(CheckpointError, match=r"transformers converts weights by .*transpose"):
+        save_hf(model, tmp_path / "out")
+    report = load_hf(model, tmp_path / "plain")
+    assert report.is_complete
+    assert report.notes[0].startswith("tensors were looked for only as the model names them: transformers converts")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+# ---- tied weights ----------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_stored_once_and_loaded_from_either_name(tmp_path: Path) -> None:
+    model = build("gpt2", seed=7).eval()
+    save_hf(model, tmp_path / "out")
+    weights = stored(tmp_path / "out")
+    assert "transformer.wte.weight" in weights
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights.pop("transformer.wte.weight")
+    from safetensors.torch import save_file
+
+    save_file(weights, tmp_path / "out" / MODEL_FILE, metadata={"format": "pt"})
+    other = build("gpt2").eval()
+    assert load_hf(other, tmp_path / "out").is_complete
+    assert torch.equal(logits(other), logits(model))
+    weights["transformer.wte.weight"] = weights["lm_head.weight"].double()  # in another dtype, but the same
+    save_file(weights, tmp_path / "out" / MODEL_FILE, metadata={"format": "pt"})
+    both = build("gpt2").eval()
+    assert load_hf(both, tmp_path / "out").is_complete  # twice the same is no contradiction
+    assert torch.equal(logits(both), logits(model))
+
+
+def test_an_untied_model_does_not_take_a_tied_one(tmp_path: Path) -> None:
+    save_hf(build("gpt2"), tmp_path / "out")
+    untied = build("gpt2", tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"1 missing(.|\n)*lm_head.weight"):
+        load_hf(untied, tmp_path / "out")

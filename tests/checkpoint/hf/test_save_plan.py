@@ -1,0 +1,128 @@
+"""How files are laid out, shared out and filled: pure plans."""
+
+import itertools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from megatron_fsdp.boxes import Box, boxes_of_range
+from megatron_fsdp.checkpoint.hf.catalog import Held
+from megatron_fsdp.checkpoint.hf.parts import FileTensor, intersect
+from megatron_fsdp.checkpoint.hf.safetensors_format import lay_out_file
+from megatron_fsdp.checkpoint.hf.save_plan import (
+    lay_out_files,
+    moves_of,
+    share_out_files,
+    split_into_files,
+    stretches_of,
+)
+from megatron_fsdp.errors import CheckpointError
+
+
+def index_of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))
+
+
+def held(shape: tuple[int, ...], edges: list[int], dtype: torch.dtype = torch.float32) -> Held:
+    """A tensor cut at these elements, one rank after another."""
+    holders = {
+        box: (rank,)
+        for rank, (start, stop) in enumerate(itertools.pairwise(edges))
+        for box in boxes_of_range(shape, start, stop)
+    }
+    return Held(shape, dtype, holders, True)
+
+
+def test_files_are_filled_in_order() -> None:
+    sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1}
+    assert split_into_files(sizes, 8, "m.safetensors") == [
+        ("m-00001-of-00004.safetensors", ["a", "b"]),
+        ("m-00002-of-00004.safetensors", ["c"]),
+        ("m-00003-of-00004.safetensors", ["d"]),
+        ("m-00004-of-00004.safetensors", ["e"]),
+    ]
+    assert split_into_files(sizes, 21, "m.safetensors") == [("m.safetensors", list(sizes))]
+    assert split_into_files({}, 1, "m.safetensors") == [("m.safetensors", [])]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 6))
+def test_files_are_shared_out_evenly(sizes: list[int], num_ranks: int) -> None:
+    files = [lay_out_file(str(i), [("w", torch.uint8, (size,))], {}) for i, size in enumerate(sizes)]
+    shared = share_out_files(files, num_ranks)
+    assert sorted(file.name for of_rank in shared for file in of_rank) == sorted(file.name for file in files)
+    loads = [sum(file.nbytes for file in of_rank) for of_rank in shared]
+    assert max(loads) - min(loads) <= max(file.nbytes for file in files)
+
+
+def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
+    tensors = {name: FileTensor.of(name, (2,)) for name in ("w", "n")}
+    catalog = {"w": held((2,), [0, 2]), "n": held((2,), [0, 2], torch.int64)}
+    (file,) = lay_out_files(tensors, catalog, torch.bfloat16, 100, "m.safetensors")
+    assert {tensor.key: tensor.dtype for tensor in file.tensors} == {"w": torch.bfloat16, "n": torch.int64}
+    mixed = {"x": torch.cat([tensors["w"], tensors["n"]])}  # type: ignore[call-overload]
+    with pytest.raises(CheckpointError, match="x would be made of tensors of several dtypes"):
+        lay_out_files(mixed, catalog, None, 100, "m.safetensors")
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int]]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    numel = math.prod(shape)
+    edges = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
+    return shape, [0, *edges, numel]
+
+
+@given(cut_tensors(), st.integers(1, 3), st.integers(0, 2), st.integers(4, 64))
+def test_stretches_are_filled_by_their_holders_once(
+    case: tuple[tuple[int, ...], list[int]], chunks: int, dim: int, max_bytes: int
+) -> None:
+    """File tensors that are pieces of a model tensor (or it whole) come out right, stretch by stretch."""
+    shape, edges = case
+    model = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    catalog = {"w": held(shape, edges)}
+    pieces = torch.chunk(FileTensor.of("w", shape), chunks, dim=dim % len(shape))  # type: ignore[call-overload]
+    tensors = {f"k{i}": piece for i, piece in enumerate(pieces)}
+    (file,) = lay_out_files(tensors, catalog, None, 10_000, "m.safetensors")
+    made = {tensor.key: torch.full((math.prod(tensor.shape),), -1.0) for tensor in file.tensors}
+    for stretch in stretches_of([file], max_bytes):
+        assert stretch.count * 4 <= max_bytes
+        values = made[stretch.stored.key][stretch.first : stretch.first + stretch.count]
+        assert stretch.start == stretch.stored.start + 4 * stretch.first
+        for move in moves_of(stretch, tensors[stretch.stored.key], catalog, 0):
+            assert catalog["w"].holders[move.held] == (move.source,)
+            target = values[move.target_first : move.target_first + move.target.numel].view(move.target.lengths)
+            assert (target[index_of(move.place)] == -1).all()
+            target[index_of(move.place)] = model[index_of(move.box)].reshape(move.place.lengths)
+    for key, wanted in zip(tensors, torch.chunk(model, chunks, dim=dim % len(shape)), strict=True):
+        assert torch.equal(made[key].view(wanted.shape), wanted)
+
+
+def test_holders_of_the_same_elements_take_turns() -> None:
+    box = Box((0,), (4,))
+    shared = Held((4,), torch.float32, {box: (1, 3)}, True)
+    assert [shared.source_of(box, writer) for writer in range(4)] == [1, 1, 1, 3]
+    whole = Held((4,), torch.float32, {box: (0, 1, 2)}, False)
+    assert [whole.source_of(box, writer) for writer in range(3)] == [0, 0, 0]
+
+
+@given(cut_tensors(), st.integers(0, 4), st.integers(1, 4))
+def test_holders_near_a_box_are_all_that_share_elements_with_it(
+    case: tuple[tuple[int, ...], list[int]], first: int, rows: int
+) -> None:
+    shape, edges = case
+    tensor = held(shape, edges)
+    start = min(first, shape[0] - 1)
+    box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
+    near = tensor.near(box)
+    assert {b for b in tensor.holders if intersect(b, box)} <= set(near)
+    assert all(b.offsets[0] < box.offsets[0] + box.lengths[0] for b in near)
+
+
+def test_holders_far_from_a_box_are_not_looked_at() -> None:
+    tensor = held((1000, 4), list(range(0, 4001, 4)))
+    assert tensor.near(Box((500, 0), (2, 4))) == [Box((500, 0), (1, 4)), Box((501, 0), (1, 4))]
+    scalar = Held((), torch.float32, {Box((), ()): (0,)}, False)
+    assert scalar.near(Box((), ())) == [Box((), ())]

@@ -1,0 +1,269 @@
+"""Saving while training goes on: what is saved, who hears of errors, and how it ends."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.checkpoint.background import BackgroundSaver
+from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, ModelName
+from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.source_tree import SOURCE
+
+
+def message_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_was_there_at_the_start() -> None:
+    weight, saved, go = torch.zeros(1000), list[Tensor](), threading.Event()
+
+    def save(state: dict[str, Any], group: object) -> None:
+        assert group is None
+        assert go.wait(30.0)
+        saved.append(state["weight"].clone())
+
+    with BackgroundSaver() as saver:
+        saver.start({"weight": weight}, save)
+        assert saver.is_saving
+        weight.add_(1.0)
+        go.set()
+        saver.wait()
+        assert not saver.is_saving
+        saver.start({"weight": weight}, save)
+        assert saver.staged_bytes == 4000
+        assert 4000 <= saver.reserved_bytes < 4064
+    assert [tensor.unique().tolist() for tensor in saved] == [[0.0], [1.0]]
+
+
+def test_a_second_save_waits_for_the_first_and_uses_its_memory() -> None:
+    weight, order, go = torch.zeros(10), list[tuple[str, int]](), threading.Event()
+
+    def slow(state: dict[str, Any], _group: object) -> None:
+        assert go.wait(30.0)
+        order.append(("first", state["weight"].data_ptr()))
+
+    def quick(state: dict[str, Any], _group: object) -> None:
+        order.append(("second", state["weight"].data_ptr()))
+
+    with BackgroundSaver() as saver:
+        saver.start({"weight": weight}, slow)
+        threading.Timer(0.05, go.set).start()
+        saver.start({"weight": weight}, quick)
+        assert [name for name, _ in order[:1]] == ["first"]
+    assert [name for name, _ in order] == ["first", "second"]
+    assert order[0][1] == order[1][1] != weight.data_ptr()
+
+
+def failing(_state: object, _group: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("then", ["wait", "start", "close"])
+def test_an_error_is_raised_once_by_whatever_comes_next(then: str) -> None:
+    saver = BackgroundSaver()
+    saver.start({}, failing)
+    acts = {"wait": saver.wait, "start": lambda: saver.start({}, failing), "close": saver.close}
+    with pytest.raises(
+        CheckpointError, match=r"^saving in the background failed \(OSError: \[Errno 28\] No space left"
+    ):
+        acts[then]()
+    saver.wait()
+    saver.close()
+    with pytest.raises(ConfigurationError, match="this BackgroundSaver is closed"):
+        saver.start({}, failing)
+
+
+def test_what_cannot_be_copied_is_told_like_any_error() -> None:
+    called: list[object] = []
+    with BackgroundSaver() as saver:
+        saver.start({"a": torch.empty(1, device="meta")}, lambda state, _: called.append(state))
+        with pytest.raises(CheckpointError, match=r"a Tensor \(torch.strided, on meta\) cannot be copied"):
+            saver.wait()
+    assert called == []
+
+
+def test_python_ends_when_the_save_has_ended(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, torch\n"
+        "from pathlib import Path\n"
+        "from megatron_fsdp.checkpoint.background import BackgroundSaver\n"
+        "from megatron_fsdp.checkpoint.store import CheckpointStore\n"
+        "store, saver = CheckpointStore(sys.argv[1]), BackgroundSaver()\n"
+        "def save(state, group):\n"
+        "    time.sleep(0.3)\n"
+        "    total = str(state['a'].sum().item())\n"
+        "    store.over(group).write(1, lambda folder: (folder / '.metadata').write_text(total))\n"
+        "    raise ValueError('told at the end')\n"
+        "saver.start({'a': torch.ones(5)}, save)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (CheckpointStore(tmp_path).resolve() / ".metadata").read_text() == "5.0"
+    assert "nobody has asked: saving in the background failed (ValueError: told at the end)" in ended.stderr
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def build(name: ModelName, seed: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    case = MODEL_CASES[name]
+    with fixed_seed(seed):
+        model = case.build()
+    return fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), fsdp_unit_modules=list(case.unit_classes))
+
+
+def train(name: ModelName, model: MegatronFSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    case = MODEL_CASES[name]
+    batch = case.make_batch(8, torch.Generator().manual_seed(seed)).part(dist.get_rank(), dist.get_world_size())
+    case.loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def locals_of(state: Any) -> dict[str, Tensor]:
+    """This rank's elements by path."""
+    found: dict[str, Tensor] = {}
+    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for key, value in pairs:
+        if isinstance(value, Tensor):
+            found[str(key)] = getattr(value, "_local_tensor", value).clone()
+        else:
+            found.update({f"{key}/{path}": tensor for path, tensor in locals_of(value).items()})
+    return found
+
+
+def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool, bool]:
+    """Save twice while training goes on; what was there at the second start, and what was saved then."""
+    model, optimizer = build(name, seed=0)
+    train(name, model, optimizer, 1)
+    store = CheckpointStore(root, keep_last=1)
+    places = []
+    exact = True
+    with BackgroundSaver() as saver:
+        for iteration in (1, 2):
+            go = threading.Event()
+
+            def save(state: dict[str, Any], group: Any, iteration: int = iteration, go: threading.Event = go) -> None:
+                assert go.wait(60.0)
+                places.append([tensor._local_tensor.data_ptr() for tensor in state["model"].values()])
+                store.over(group).write(
+                    iteration, lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group)
+                )
+
+            state = state_of(model, optimizer)
+            before = locals_of(state)
+            saver.start(state, save)
+            exact &= saver.staged_bytes == sum(tensor.nbytes for tensor in before.values())
+            del state
+            for step in (2, 3):  # gathers and reductions while the thread holds the copy, or writes it
+                train(name, model, optimizer, 10 * iteration + step)
+                go.set()
+    other, its_optimizer = build(name, seed=7)
+    train(name, other, its_optimizer, 1)
+    loaded = state_of(other, its_optimizer)
+    dcp.load(loaded, checkpoint_id=store.resolve(2))
+    return before, locals_of(loaded), exact, places[0] == places[1]
+
+
+@pytest.mark.parametrize("name", ["odd_shapes", "transformer"])
+def test_training_does_not_leak_into_what_is_saved(run_ranks: RunRanks, tmp_path: Path, name: ModelName) -> None:
+    for before, loaded, exact, reused in run_ranks(2, train_while_saving, name, tmp_path / "run"):
+        assert len(before) > 10
+        assert_equal_tensors(loaded, before)
+        assert exact
+        assert reused
+    assert CheckpointStore(tmp_path / "run").iterations() == [2]
+
+
+def errors_of_one_rank(root: Path) -> dict[str, str]:
+    store, rank = CheckpointStore(root), dist.get_rank()
+    said: dict[str, str] = {}
+    with BackgroundSaver() as saver:
+        assert saver.group is not dist.group.WORLD
+        state = {"a": torch.ones(2)}
+
+        def alone(_state: object, _group: object) -> None:
+            if rank == 1:
+                failing(_state, _group)
+
+        def writer(folder: Path) -> None:
+            (folder / ".metadata").write_text("whole")
+            alone(folder, None)
+
+        saver.start(state, alone)
+        said["alone"] = message_of(saver.wait)
+        saver.start(state, lambda _, group: store.over(group).write(10, writer))
+        said["store"] = message_of(lambda: saver.start(state, alone))
+        saver.start({"a": torch.ones(2, device="meta" if rank == 1 else "cpu")}, alone)
+        said["copy"] = message_of(saver.wait)
+        saver.start(state, lambda _, group: store.over(group).write(20, lambda folder: mark_from_first(folder, rank)))
+    said["latest"] = str(store.iterations())
+    return said
+
+
+def mark_from_first(folder: Path, rank: int) -> None:
+    if rank == 0:
+        (folder / ".metadata").write_text("whole")
+
+
+def test_errors_of_one_rank_are_told_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    found = run_ranks(2, errors_of_one_rank, root)
+    assert found[0] == found[1]
+    assert found[0] == {
+        "alone": "saving in the background failed (rank 1: OSError: [Errno 28] No space left on device)",
+        "store": f"saving {root}/iter_0000010 failed (rank 1: OSError: [Errno 28] No space left on device)",
+        "copy": "copying the state for a background save failed (rank 1: CheckpointError: a Tensor (torch.strided, on "
+        "meta) cannot be copied for a background save; save it in the foreground, or give a plain tensor)",
+        "latest": "[20]",
+    }
+
+
+def save_in_a_part(root: Path) -> list[str]:
+    """Ranks 0 and 1 save together, rank 2 alone, at the same time."""
+    rank = dist.get_rank()
+    pair, single = dist.new_group([0, 1]), dist.new_group([2])
+    group = single if rank == 2 else pair
+    with BackgroundSaver(group) as saver:
+        mine = CheckpointStore(root / ("single" if rank == 2 else "pair"))
+
+        def writer(folder: Path) -> None:
+            (folder / f"rank{rank}").write_text("")
+            mark_from_first(folder, dist.get_rank(group))
+
+        saver.start({}, lambda _, twin: mine.over(twin).write(1, writer))
+    folder = CheckpointStore(mine.root, group=group).resolve()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_some_of_the_ranks_save_for_themselves(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pair = [".metadata", "rank0", "rank1"]
+    assert run_ranks(3, save_in_a_part, tmp_path) == [pair, pair, [".metadata", "rank2"]]

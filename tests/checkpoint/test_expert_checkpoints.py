@@ -1,0 +1,261 @@
+"""Experts saved by one number of expert-parallel ranks load into another: weights and optimizer, bit for bit."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from megatron_fsdp.checkpoint.live_state import collect
+from megatron_fsdp.checkpoint.loading import read_checkpoint
+from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.arrangements import FLAT, Arrangement
+from tests.support.dcp_contents import assert_same_contents, contents
+from tests.support.expert_meshes import Sizes, experts_of
+from tests.support.mixture import Experts, ListedExperts
+from tests.support.models import ModelCase
+from tests.support.parallel_transformer import ParallelBlock, build_with_experts, make_tokens, mean_loss
+from tests.support.parity import assert_equal_tensors
+from tests.support.sharded_run import Run, Scenario, Setting
+
+KINDS = {"stacked": Experts, "listed": ListedExperts}
+
+
+def sizes(ep: int, dp: int) -> Sizes:
+    return (("ep", ep), ("dp_shard", dp))
+
+
+def case_of(kind: str) -> ModelCase:
+    return ModelCase(partial(build_with_experts, 2, "experts", KINDS[kind]), make_tokens, mean_loss, (ParallelBlock,))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as weight decay is usually given."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() <= 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+
+
+def trained(kind: str, arrangement: Arrangement, strategy: int, batches: tuple[int, ...], outer: int = 0) -> Run:
+    make = adamw if kind == "stacked" else by_kind
+    scenario = Scenario(lambda _run: None, case_of(kind), make)
+    run = Run(scenario, Setting(strategy, outer_strategy=outer, arrangement=arrangement), dist.get_world_size())
+    run.train(*batches)
+    return run
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+
+
+def named(run: Run) -> dict[str, Tensor]:
+    """Whole weights of this rank's experts and of everything else, by their names over all ranks."""
+    assert run.sharded is not None
+    return {run.sharded.checkpoint_name(name): value for name, value in run.sharded.full_parameters().items()}
+
+
+def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer: int = 0) -> dict[str, Tensor]:
+    run = trained(kind, arrangement, strategy, (0, 1), outer)
+    dcp.save(state_of(run), checkpoint_id=folder)
+    return named(run)
+
+
+def load_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> dict[str, Tensor]:
+    run = trained(kind, arrangement, strategy, (5,))
+    state = state_of(run)
+    dcp.load(state, checkpoint_id=source)
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    dcp.save(state_of(run), checkpoint_id=target)
+    run.train(7)
+    return named(run)
+
+
+def merged(by_rank: list[dict[str, Tensor]], parts: int) -> dict[str, Tensor]:
+    """The whole model: numbered experts by name, stacked ones of `parts` consecutive blocks of ranks."""
+    found = {name: value for each in by_rank for name, value in each.items()}
+    for name in found:
+        if name.endswith(("experts.up", "experts.down", "experts.shift")):
+            every = len(by_rank) // parts
+            found[name] = torch.cat([by_rank[rank][name] for rank in range(0, len(by_rank), every)])
+    return found
+
+
+WAYS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "EP 2 on 4 ranks to EP 1 on 2": ((2, 2, 3), (1, 2, 2)),
+    "EP 4 to EP 2": ((4, 1, 3), (2, 1, 3)),
+    "EP 1 to EP 4": ((1, 2, 1), (4, 1, 3)),
+    "EP 2 to EP 4": ((2, 1, 0), (4, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_load_into_another_number_of_expert_parallel_ranks(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, way: str
+) -> None:
+    (ep, dp, strategy), (to_ep, to_dp, to_strategy) = WAYS[way]
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    weights = merged(run_ranks(ep * dp, save, kind, experts_of(sizes(ep, dp)), strategy, source), ep)
+    found = contents(source)
+    assert_equal_tensors(
+        {key.removeprefix("model.module."): value for key, value in found.items() if key.startswith("model.")}, weights
+    )
+    moments = [value for key, value in found.items() if key.endswith("exp_avg") and value.dim() > 1]
+    assert len({value.double().sum().item() for value in moments}) == len(moments)
+    run_ranks(to_ep * to_dp, load_and_save, kind, experts_of(sizes(to_ep, to_dp)), to_strategy, source, target)
+    assert_same_contents(contents(target), found)
+
+
+def test_it_is_numbered_as_a_model_without_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """What EP ranks saved goes on in a model that holds all experts, as one that was never divided."""
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    run_ranks(4, save, "listed", experts_of(sizes(2, 2)), 3, source)
+    run_ranks(2, load_and_save, "listed", FLAT, 3, source, target)
+    assert_same_contents(contents(target), contents(source))
+    run_ranks(2, save, "listed", FLAT, 3, str(tmp_path / "flat"))
+    assert contents(str(tmp_path / "flat")).keys() == contents(source).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
+    hybrid: Sizes = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    run_ranks(4, save, kind, experts_of(hybrid), 3, source, 1)
+    run_ranks(2, load_and_save, kind, experts_of(sizes(2, 1)), 3, source, target)
+    assert_same_contents(contents(target), contents(source))
+
+
+# ---- the library's own checkpoints -----------------------------------------------------------------------------------
+
+
+def save_both(kind: str, arrangement: Arrangement, strategy: int, folder: str) -> None:
+    run = trained(kind, arrangement, strategy, (0, 1))
+    dcp.save(state_of(run), checkpoint_id=f"{folder}/plain")
+    write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
+
+
+def read_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> list[str]:
+    """Both read by the library into fresh models, and saved again by plain calls."""
+    told = []
+    for what in ("own", "plain"):
+        run = trained(kind, arrangement, strategy, ())
+        report = read_checkpoint(f"{source}/{what}", run.model, run.optimizer, with_rng=False)
+        told.append("" if report.is_complete else str(report))
+        dcp.save(state_of(run), checkpoint_id=f"{target}/{what}")
+        run.train(7)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded"), [("listed", (2, 2, 3), (4, 1, 2)), ("stacked", (2, 1, 3), (1, 2, 3))]
+)
+def test_the_librarys_own_checkpoints_know_experts_by_name(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, saved: tuple[int, int, int], loaded: tuple[int, int, int]
+) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    ep, dp, strategy = saved
+    run_ranks(ep * dp, save_both, kind, experts_of(sizes(ep, dp)), strategy, source)
+    ep, dp, strategy = loaded
+    for told in run_ranks(ep * dp, read_and_save, kind, experts_of(sizes(ep, dp)), strategy, source, target):
+        assert told == ["", ""]
+    for what in ("own", "plain"):
+        assert_same_contents(contents(f"{target}/{what}"), contents(f"{source}/plain"))
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def whole_dict(kind: str, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {f"module.{name}": value for name, value in case_of(kind).build().state_dict().items()}
+
+
+def look_at_state_dicts(kind: str) -> dict[str, Any]:
+    run = trained(kind, experts_of(sizes(2, 1)), 3, (0,))
+    assert run.sharded is not None
+    before = named(run)
+    run.model.load_state_dict(run.model.state_dict())
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert_equal_tensors(named(run), before)
+    found: dict[str, Any] = {"shapes": {key: tuple(value.shape) for key, value in run.model.state_dict().items()}}
+    found["params"] = [group["params"] for group in run.optimizer.state_dict()["param_groups"]]
+    run.model.load_state_dict(whole_dict(kind, 3))
+    found["loaded"] = named(run)
+    wrong = {key: value for key, value in whole_dict(kind, 4).items() if "experts" not in key}
+    with pytest.raises(CheckpointError, match="Missing key"):
+        run.model.load_state_dict(wrong)
+    assert_equal_tensors(named(run), found["loaded"])
+    with pytest.raises(dcp.CheckpointException) as raised:
+        dcp.save(dict(run.sharded.module.named_parameters()), checkpoint_id="never written")
+    found["told"] = str(raised.value)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_is_that_of_all_experts_and_a_whole_one_loads(run_ranks: RunRanks, kind: str) -> None:
+    whole = whole_dict(kind, 3)
+    by_rank = run_ranks(2, look_at_state_dicts, kind)
+    for rank, found in enumerate(by_rank):
+        expected = {key: tuple(value.shape) for key, value in whole.items()}
+        own = {key: shape for key, shape in expected.items() if ".experts." not in key or kind == "stacked"}
+        first = 2 * rank
+        own |= {
+            key: expected[key] for key in expected if f".experts.{first}." in key or f".experts.{first + 1}." in key
+        }
+        assert found["shapes"] == own
+        assert sorted(number for group in found["params"] for number in group) == list(range(len(whole)))
+        assert "save model.state_dict()" in found["told"]
+    loaded = merged([found["loaded"] for found in by_rank], 2)
+    assert_equal_tensors(loaded, {key.removeprefix("module."): value for key, value in whole.items()})
+
+
+class Odd(nn.Module):
+    """Experts whose tensors do not say where one expert ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(4, 6))
+        self.experts.down = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.experts.up, self.experts.down
+        assert isinstance(up, Tensor)
+        assert isinstance(down, Tensor)
+        return x @ up @ down
+
+
+def odd_experts(folder: str) -> str:
+    from megatron_fsdp import fully_shard
+
+    model = Odd()
+    wrapped, optimizer = fully_shard(
+        model, torch.optim.AdamW(model.parameters()), **experts_of(sizes(2, 1)).arguments()
+    )
+    wrapped(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    told = []
+    for what in (wrapped.state_dict(), optimizer.state_dict()):
+        with pytest.raises(dcp.CheckpointException) as raised:
+            dcp.save({"state": what}, checkpoint_id=folder)
+        told.append(str(raised.value))
+    with pytest.raises(ConfigurationError, match="another expert"):
+        wrapped.state_dict()["module.experts.up"].__create_chunk_list__()
+    return "\n".join(told)
+
+
+def test_experts_that_cannot_be_told_apart_are_refused_in_words(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for told in run_ranks(2, odd_experts, str(tmp_path / "never")):
+        assert told.count("first dimensions of experts differ") >= 2
+        assert "name experts by their index over all ranks" in told

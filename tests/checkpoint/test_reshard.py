@@ -1,0 +1,145 @@
+"""Saved by one arrangement of ranks, loaded by all others: weights and optimizer, bit for bit, by plain dcp calls."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid
+from tests.support.dcp_contents import contents
+from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.sharded_run import Run, Scenario, Setting
+from tests.support.tensor_meshes import hybrid_tensor_parallel, tensor_parallel
+from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
+
+Places = dict[str, tuple[int, Setting]]
+
+ODD = MODEL_CASES["odd_shapes"]
+DENSE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
+FLAT: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s in ((1, 0), (2, 3), (3, 2), (4, 1))}
+HYBRID: Places = {
+    "HSDP": (4, Setting(3, outer_strategy=0, arrangement=hybrid(2, 2))),
+    "HFSDP": (4, Setting(3, outer_strategy=1, arrangement=hybrid(2, 2))),
+}
+TARGETS: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s in ((1, 3), (2, 1), (3, 3), (4, 3))}
+SEQUENCES, TENSORS = tensor_parallel(divide_tensors_and_sequences), tensor_parallel(divide_tensors)
+TENSOR_PARALLEL: Places = {
+    "three ranks": (3, Setting(3)),
+    "FSDP x TP": (4, Setting(3, arrangement=SEQUENCES)),
+    "TP alone": (2, Setting(2, arrangement=TENSORS)),
+    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=hybrid_tensor_parallel(2, divide_tensors))),
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def trained(case: ModelCase, setting: Setting, *batches: int) -> Run:
+    run = Run(Scenario(lambda _run: None, case, adamw), setting, dist.get_world_size())
+    run.train(*batches)
+    return run
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+
+
+def whole_state(run: Run) -> dict[str, Tensor]:
+    """Weights and moments, gathered by the model's own means, under the keys that a checkpoint gives them."""
+    assert run.sharded is not None
+    found = {f"model.module.{name}": value.clone() for name, value in run.sharded.iter_full_tensors()}
+    numbers = {id(param): number for number, param in enumerate(run.optimizer.param_groups[0]["params"])}
+    by_name = {name: numbers.get(key) for key, name in run.sharded.sharded_names().items()}
+    for name, kind, value in run.sharded.iter_full_optimizer_state(run.optimizer):
+        found[f"optimizer.state.{by_name[name]}.{kind}"] = value.clone()
+    return found
+
+
+def save(case: ModelCase, setting: Setting, folder: str) -> dict[str, Tensor]:
+    run = trained(case, setting, 0, 1)
+    dcp.save(state_of(run), checkpoint_id=folder)
+    return whole_state(run)
+
+
+def load_each(case: ModelCase, setting: Setting, folders: list[str]) -> dict[str, list[str]]:
+    """Load checkpoints one after another; by folder what differs."""
+    run = trained(case, setting, 5)
+    told = {}
+    for folder in folders:
+        state = state_of(run)
+        dcp.load(state, checkpoint_id=folder)
+        run.model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        told[folder] = differences(whole_state(run), contents(folder))
+    return told
+
+
+def differences(found: dict[str, Tensor], saved: dict[str, Any]) -> list[str]:
+    tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor) and not key.endswith(".step")}
+    told = [f"only in one: {key}" for key in found.keys() ^ tensors.keys()]
+    return told + [key for key in found.keys() & tensors.keys() if not torch.equal(found[key], tensors[key])]
+
+
+def check(run_ranks: RunRanks, case: ModelCase, saved: Places, loaded: Places, folder: Path) -> None:
+    folders = []
+    for number, (ranks, setting) in enumerate(saved.values()):
+        folders.append(str(folder / str(number)))
+        whole = run_ranks(ranks, save, case, setting, folders[-1])[0]
+        assert differences(whole, contents(folders[-1])) == []
+        assert sum(key.endswith(".exp_avg") for key in whole) > 3
+    for place, (ranks, setting) in loaded.items():
+        for told in run_ranks(ranks, load_each, case, setting, folders):
+            assert told == {key: [] for key in folders}, place
+
+
+def test_one_to_four_ranks_and_hybrids_in_every_direction(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Rows that do not divide, and shards cut inside rows."""
+    check(run_ranks, ODD, {**FLAT, **HYBRID}, {**TARGETS, **HYBRID}, tmp_path)
+
+
+def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check(run_ranks, DENSE, TENSOR_PARALLEL, TENSOR_PARALLEL, tmp_path)
+
+
+def scramble(case: ModelCase, folder: str) -> list[str]:
+    """What the comparison above says where something is wrong."""
+    run = trained(case, Setting(3), 0)
+    dcp.save(state_of(run), checkpoint_id=folder)
+    run.train(1)
+    return differences(whole_state(run), contents(folder))
+
+
+def test_the_comparison_sees_a_difference(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert len(run_ranks(2, scramble, ODD, str(tmp_path / "saved"))[0]) > 5
+
+
+# ---- wrong checkpoints -----------------------------------------------------------------------------------------------
+
+
+def load_wrong(folder: str) -> list[str]:
+    run = trained(ODD, Setting(3), 0)
+    dcp.save(state_of(run), checkpoint_id=folder)
+    before = whole_state(run)
+    told = []
+    lacking = {**run.model.state_dict(), "module.more": torch.zeros(2)}
+    name, value = next((key, value) for key, value in run.model.state_dict().items() if value.dim() == 2)
+    reshaped = {name: torch.zeros(value.shape[0] + 1, value.shape[1])}
+    for wrong in (lacking, reshaped):
+        with pytest.raises(dcp.CheckpointException) as raised:
+            dcp.load({"model": wrong}, checkpoint_id=folder)
+        told.append(str(raised.value))
+    assert all(torch.equal(value, before[key]) for key, value in whole_state(run).items())
+    return told
+
+
+def test_a_missing_key_and_another_shape_are_named(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for missing, reshaped in run_ranks(2, load_wrong, str(tmp_path / "saved")):
+        assert "model.module.more" in missing
+        assert "Size mismatch" in reshaped

@@ -1,0 +1,190 @@
+"""`load_state_dict` of shards and of whole tensors, and all that it refuses; `torch.save` of state dicts."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.test_reshard import DENSE, HYBRID, ODD, TENSOR_PARALLEL, Places, trained, whole_state
+from tests.conftest import RunRanks
+from tests.support.models import ModelCase
+from tests.support.parity import assert_equal_tensors
+from tests.support.sharded_run import Setting
+
+PLACES: Places = {
+    **{f"strategy {strategy}": (3, Setting(strategy)) for strategy in (0, 3)},
+    "HFSDP": HYBRID["HFSDP"],
+    "FSDP x TP": TENSOR_PARALLEL["FSDP x TP"],
+}
+
+
+def case_at(place: str) -> ModelCase:
+    return DENSE if "TP" in place else ODD
+
+
+def whole_tensors(case: ModelCase, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {f"module.{name}": value for name, value in case.build().state_dict().items()}
+
+
+def load_whole(place: str) -> None:
+    case, (_, setting) = case_at(place), PLACES[place]
+    run = trained(case, setting, 0)
+    wanted = whole_tensors(case, 3)
+    result = run.model.load_state_dict(wanted)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert run.sharded is not None
+    found = {f"module.{name}": value for name, value in run.sharded.full_parameters().items()}
+    assert_equal_tensors(found, wanted)
+    with torch.no_grad():
+        run.case.loss(run.model, run.batch(1))  # the weights are installed
+    half = {**wanted, **{key: value for key, value in run.model.state_dict().items() if "weight" in key}}
+    run.model.load_state_dict(half)
+    assert_equal_tensors({f"module.{name}": value for name, value in run.sharded.full_parameters().items()}, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whole_tensors_load_and_may_be_mixed_with_shards(run_ranks: RunRanks, place: str) -> None:
+    run_ranks(PLACES[place][0], load_whole, place)
+
+
+class WithState(nn.Module):
+    """A buffer, and state of its own that is no tensor of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 6)
+        self.b = nn.Linear(6, 2)
+        self.register_buffer("seen", torch.zeros(3))
+        self.extra = "before"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def get_extra_state(self) -> str:
+        return self.extra
+
+    def set_extra_state(self, state: str) -> None:
+        self.extra = state
+
+
+def wrap() -> MegatronFSDP:
+    torch.manual_seed(0)
+    model = WithState()
+    wrapped, _ = fully_shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mixed_precision_policy=MixedPrecisionPolicy()
+    )
+    return wrapped
+
+
+def everything(model: MegatronFSDP) -> dict[str, Tensor]:
+    return {**model.full_parameters(), **{name: value.clone() for name, value in model.named_buffers()}}
+
+
+def refuse_bad_entries() -> list[str]:
+    """Every kind of misfit at once, with an entry that fits: nothing of it is taken."""
+    model = wrap()
+    before = everything(model)
+    good = {key: torch.full_like(value, 9.0) for key, value in whole_state_of(model).items()}
+    good["module._extra_state"] = "after"  # type: ignore[assignment]
+    bad = {**good, "module.a.weight": torch.zeros(6, 5), "module.more": torch.zeros(1)}
+    del bad["module.b.bias"]
+    told = []
+    for strict in (True, False):
+        with pytest.raises(CheckpointError) as raised:
+            model.load_state_dict(bad, strict=strict)
+        told.append(str(raised.value))
+        assert_equal_tensors(everything(model), before)
+        assert model.module.extra == "before"
+    with pytest.raises(CheckpointError, match=r"a\.weight"):
+        model.load_state_dict({**good, "module.a.weight": "a text"})
+    with pytest.raises(ConfigurationError, match="assign"):
+        model.load_state_dict(good, assign=True)
+    assert_equal_tensors(everything(model), before)
+    fitting = {key: value for key, value in bad.items() if key != "module.a.weight"}
+    result = model.load_state_dict(fitting, strict=False)
+    told.append(f"{result.missing_keys} {result.unexpected_keys}")
+    after = everything(model)
+    changed = sorted(name for name in after if not torch.equal(after[name], before[name]))
+    return [*told, str(changed), model.module.extra]  # type: ignore[list-item]
+
+
+def whole_state_of(model: MegatronFSDP) -> dict[str, Tensor]:
+    """Every entry of a state dict, whole; buffers are named by the wrapper already."""
+    return {f"module.{name.removeprefix('module.')}": value for name, value in everything(model).items()}
+
+
+def test_what_does_not_fit_is_listed_at_once_and_nothing_is_loaded(run_ranks: RunRanks) -> None:
+    for strict, loose, result, changed, extra in run_ranks(2, refuse_bad_entries):
+        for part in ("nothing was loaded", "Missing key", "b.bias", "Unexpected key", "module.more", "size mismatch"):
+            assert part in strict
+        assert "size mismatch for module.a.weight" in loose
+        assert result == "['module.a.weight', 'module.b.bias'] ['module.more']"
+        assert changed == "['a.bias', 'b.weight', 'module.seen']"
+        assert extra == "after"
+
+
+def only_one_rank() -> str | None:
+    """Each rank judges what it was given; nothing waits for the others."""
+    model = wrap()
+    state = dict(model.state_dict())
+    if dist.get_rank() == 1:
+        del state["module.a.bias"]
+    try:
+        model.load_state_dict(state)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_a_problem_of_one_rank_is_raised_there_without_a_hang(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, only_one_rank)
+    assert first is None
+    assert second is not None
+    assert "module.a.bias" in second
+
+
+# ---- torch.save ------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(value: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def save_and_load(place: str) -> None:
+    case, (_, setting) = case_at(place), PLACES[place]
+    run = trained(case, setting, 0, 1)
+    expected = whole_state(run)
+    model, optimizer = through_a_file(run.model.state_dict()), through_a_file(run.optimizer.state_dict())
+    for key, value in run.model.state_dict().items():
+        assert type(model[key]) is UnevenDTensor
+        assert model[key].shard_frame == value.shard_frame
+        assert model[key].placements == value.placements
+    run.train(2)
+    assert not all(torch.equal(value, expected[key]) for key, value in whole_state(run).items())
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    assert_equal_tensors(whole_state(run), expected)
+    size = len(_bytes(run.model.state_dict()))
+    elements = sum(value._local_tensor.numel() for value in run.model.state_dict().values())  # type: ignore[attr-defined]
+    assert size < 4 * elements + 3000 * len(model)  # a rank's shards, not the buffers they are views of
+
+
+def _bytes(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_torch_save_keeps_each_ranks_shards(run_ranks: RunRanks, place: str) -> None:
+    run_ranks(PLACES[place][0], save_and_load, place)
