@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -40,6 +41,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._open_files: dict[str, IO[bytes]] | None = None
         self.metadata: Metadata = read_metadata(self.path)
         tensors, objects = entries_of(self.metadata, str(self.path / METADATA))
         self.tensors: dict[str, TensorEntry] = tensors
@@ -176,6 +178,24 @@ class CheckpointFolder:
         """
         return load_object_bytes(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Inside, a file is opened once, and closed at the end, however many spans of it are read."""
+        with contextlib.ExitStack() as stack:
+            self._open_files = {}
+            stack.callback(setattr, self, "_open_files", None)
+            stack.callback(lambda: [file.close() for file in (self._open_files or {}).values()])
+            yield
+
+    def _opened(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        if self._open_files is None:
+            return (self.path / name).open("rb")
+        if name not in self._open_files:
+            while self._open_files:  # who reads in the order of files needs no more than one
+                self._open_files.popitem()[1].close()
+            self._open_files[name] = (self.path / name).open("rb")
+        return contextlib.nullcontext(self._open_files[name])
+
     def read_span(self, span: Span, transforms: Sequence[str], where: str) -> bytes:
         """Some bytes of one file, with torch's stream extensions undone.
 
@@ -183,7 +203,7 @@ class CheckpointFolder:
             CheckpointError: The file is missing or too short, or an extension is unknown.
         """
         try:
-            with (self.path / span.file).open("rb") as file:
+            with self._opened(span.file) as file:
                 file.seek(span.offset)
                 raw = file.read(span.length)
         except OSError as error:

@@ -47,8 +47,9 @@ class SafeReader(FileSystemReader):
         for item in plan.items:
             info: _StorageInfo = self.storage_data[item.storage_index]
             wanted.setdefault((info.relative_path, info.offset), (info, []))[1].append(item)
-        for place in sorted(wanted):
-            self._read_chunk(*wanted[place], planner)
+        with self._folder.kept_open():
+            for place in sorted(wanted):
+                self._read_chunk(*wanted[place], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
