@@ -55,7 +55,7 @@ class SafeReader(FileSystemReader):
         return done
 
     def _read_chunk(self, info: _StorageInfo, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        where = f"{items[0].storage_index.fqn} in {self._folder.path / info.relative_path}"
+        where = f"{items[0].storage_index.fqn} in {self._folder.path}/{info.relative_path}"
         span = Span(info.relative_path, info.offset, info.length)
         raw = self._folder.read_span(span, tuple(info.transform_descriptors or ()), where)
         if items[0].type is LoadItemType.BYTE_IO:
