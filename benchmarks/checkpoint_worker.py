@@ -50,14 +50,12 @@ class Act:
         cpu_s: Per round, of all threads of the process.
         counts: Of one act.
         tensor_bytes: The most that was allocated for tensors at a time by the calling thread, beyond what was before.
-        resident_bytes: How far the resident memory rose.
     """
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     tensor_bytes: int = 0
-    resident_bytes: int = 0
 
 
 @dataclass
@@ -110,7 +108,7 @@ def _prepare(saver: Saver) -> Reading:
     expected = {key: value.clone() for key, value in local_values(saver.job).items()}
     reading = Reading(sum(value.nbytes for value in expected.values()))
     for act, note in ((saver.save, reading.save), (saver.load, reading.load)):
-        for measure in (_counted, _tensor_peak, _resident_peak):
+        for measure in (_tensor_peak, _counted):  # memory first: what is kept for the next save counts
             if act == saver.load:
                 forget(saver)
             dist.barrier()
@@ -137,19 +135,6 @@ def _tensor_peak(note: Act, act: Callable[[], None], finish: Callable[[], None])
         if event.name() == "[memory]":
             held += event.nbytes()
             note.tensor_bytes = max(note.tensor_bytes, held)
-
-
-def _resident_peak(note: Act, act: Callable[[], None], finish: Callable[[], None]) -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = _status("VmRSS")
-    act()
-    finish()
-    note.resident_bytes = _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _timed(note: Act, act: Callable[[], None], finish: Callable[[], None] | None = None) -> None:

@@ -43,8 +43,8 @@ _LEGEND = (
     "Medians over rounds. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios are taken "
     f"within a round, over *{PEER}* (`get_state_dict` and `dcp.save`, `dcp.load` and `set_state_dict`). A save in the "
     "background is timed until control returns. Collectives, pickled bytes, files opened, and bytes read and written "
-    "are exact and of the rank with most; so is peak memory: of tensors beyond those of before (by the thread that "
-    "calls), and how far resident memory rose, with what the allocator keeps and what a background save holds."
+    "are exact and of the rank with most; so is what the calling thread allocates for tensors at its peak, in the "
+    "first save: the copy of a save in the background counts, and is kept for the next."
 )
 
 
@@ -78,7 +78,7 @@ def table(readings: dict[str, list[Reading]], what: str) -> list[str]:
     """The rows of "save" or "load"."""
     acts = {name: [getattr(one, what) for one in ranks] for name, ranks in readings.items()}
     heads = ["", "wall ms", "CPU ms", "wall ratio", "CPU ratio", "collectives", "pickled KiB", "opened", "read MiB"]
-    heads += ["written MiB", "synced", "tensors MiB", "resident MiB"]
+    heads += ["written MiB", "synced", "tensors MiB"]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
     return lines + [_row(name, ranks, acts[PEER]) for name, ranks in acts.items()]
 
@@ -100,7 +100,6 @@ def _row(name: str, ranks: list[Act], peers: list[Act]) -> str:
         f"{max(one.written_bytes for one in counts) / _MIB:.2f}",
         str(max(one.synced for one in counts)),
         f"{max(one.tensor_bytes for one in ranks) / _MIB:.2f}",
-        f"{max(one.resident_bytes for one in ranks) / _MIB:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
