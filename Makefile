@@ -25,10 +25,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test fuzz lint fmt bench gpu-check clean check-python
+.PHONY: help venv run test fuzz lint fmt bench bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test fuzz lint fmt bench gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test fuzz lint fmt bench bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -69,6 +69,10 @@ fmt: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/compare.py $(ARGS)
+
+# Saving and loading against plain torch.distributed.checkpoint.
+bench-checkpoints: $(READY)
+	$(PY) benchmarks/checkpoints.py $(ARGS)
 
 # The checks that need a GPU; where there is none it says so and succeeds.
 gpu-check: $(READY)

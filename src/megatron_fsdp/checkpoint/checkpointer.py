@@ -32,9 +32,9 @@ class Checkpointer:
                 ...
                 checkpoints.save(step + 1, model, optimizer, extra={"schedule": schedule})
 
-    A save is published whole or not at all (`docs/saving.md`). Memory: in the foreground, besides torch's own, one
-    block of 64 Ki elements while checksums are taken; in the background one copy of this rank's shards in host memory,
-    kept for the next save.
+    A save is published whole or not at all (`docs/saving.md`). Memory: in the foreground one block of 64 Ki elements
+    while checksums are taken, and one tensor of this rank where it has to be copied from a device; in the background
+    one copy of this rank's shards in host memory, kept for the next save.
 
     Attributes:
         store: The folder of the run.
@@ -97,12 +97,15 @@ class Checkpointer:
         )
         if self._saver is None:
             return self.store.write(
-                iteration, lambda folder: write_state(state, folder, self._group), overwrite=overwrite
+                iteration,
+                lambda folder: write_state(state, folder, self._group),
+                overwrite=overwrite,
+                is_synced=True,
             )
 
         def write(copied: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
             self.store.over(group).write(
-                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite
+                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite, is_synced=True
             )
 
         self._saver.start(state, write)

@@ -38,6 +38,8 @@ def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[i
         return 0
     values = values.detach().contiguous()
     lengths = tuple(values.shape)
+    if lengths == tuple(shape):
+        return int(_run_sum(values.reshape(-1), 0)) & _MASK
     run_dims = _contiguous_dims(lengths, shape)  # these trailing dimensions form runs of the flattened tensor
     run = math.prod(lengths[len(lengths) - run_dims :])
     runs = values.reshape(-1, run)
@@ -89,8 +91,11 @@ def _run_sum(values: torch.Tensor, start: int) -> torch.Tensor:
     while done < numel:
         block, inside = divmod(start + done, BLOCK)
         count = min(BLOCK - inside, numel - done)
-        weights = low[inside : inside + count] ^ _high_part(block)
-        total += _bits(values[done : done + count]).mul_(weights).sum()
+        weights = low[inside : inside + count] ^ _high_part(block) if block else low[inside : inside + count]
+        part = _bits(values[done : done + count]).mul_(weights).sum()
+        if count == numel:
+            return part
+        total += part
         done += count
     return total
 

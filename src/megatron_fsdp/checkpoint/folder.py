@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
+        self._open_files: dict[str, io.BufferedReader] | None = None
         self.metadata: Metadata = read_metadata(self.path)
         where = str(self.path / METADATA)
         tensors, objects = reading(where, lambda: entries_of(self.metadata, where))
@@ -212,6 +214,27 @@ class CheckpointFolder:
         """
         return load_object_bytes(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Inside, a file is opened once, and closed at the end, however many spans of it are read."""
+        files: dict[str, io.BufferedReader] = {}
+        self._open_files = files
+        try:
+            yield
+        finally:
+            self._open_files = None
+            for file in files.values():
+                file.close()
+
+    def _opened(self, name: str) -> contextlib.AbstractContextManager[io.BufferedReader]:
+        if self._open_files is None:
+            return (self.path / name).open("rb")
+        if name not in self._open_files:
+            while self._open_files:  # who reads in the order of files needs no more than one
+                self._open_files.popitem()[1].close()
+            self._open_files[name] = (self.path / name).open("rb")
+        return contextlib.nullcontext(self._open_files[name])
+
     def read_span(
         self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
     ) -> bytearray:
@@ -226,9 +249,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The file is missing or too short, or an extension is unknown or fails.
         """
-        path = self.path / span.file
         try:
-            with path.open("rb") as file:
+            with self._opened(span.file) as file:
                 there = max(0, min(span.length, os.fstat(file.fileno()).st_size - span.offset))
                 raw = bytearray(there)  # not more than there is, whatever the metadata say
                 file.seek(span.offset)

@@ -83,19 +83,25 @@ def read_checkpoint(
         ConfigurationError: The arguments do not belong together.
     """
     doing = f"loading {folder}"
-    plan = together(doing, lambda: _plan(Path(folder), model, optimizer, extra or {}), group)
-    report = plan.match.report(plan.iteration)
-    together(doing, lambda: report.require_complete(str(folder)) if strict else None, group)
-    notes = []
-    if verify:
-        rank, ranks = rank_of(group), world_size_of(group)
-        notes.append(together(doing, lambda: require_sound(plan.folder, rank, ranks), group))
-    objects = together(doing, lambda: {key: plan.folder.read_object(key) for key in plan.match.objects}, group)
+    notes: list[str] = []
+
+    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any]]:
+        plan = _plan(Path(folder), model, optimizer, extra or {})
+        report = plan.match.report(plan.iteration)
+        if strict:
+            report.require_complete(str(folder))
+        if verify:
+            notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group)))
+        return plan, report, {key: plan.folder.read_object(key) for key in plan.match.objects}
+
+    def install() -> None:
+        _install(plan, objects, model, optimizer)
+        if with_rng:
+            notes.append(_restore_rng(plan.folder, model, group))
+
+    plan, report, objects = together(doing, prepare, group)
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
-    installed = "its weights are in memory now: load a whole one"
-    together(doing, lambda: _telling(installed, lambda: _install(plan, objects, model, optimizer)), group)
-    if with_rng:
-        notes.append(together(doing, lambda: _restore_rng(plan.folder, model, group), group))
+    together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     return replace(report, notes=(*report.notes, *notes))
 
 

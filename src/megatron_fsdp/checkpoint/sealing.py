@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -30,6 +30,7 @@ from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
 from megatron_fsdp.checkpoint.objects import load_object_bytes
+from megatron_fsdp.checkpoint.tensor_archive import TensorArchives
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
 
@@ -99,12 +100,28 @@ class SealingPlanner(DefaultSavePlanner):
 
 
 class SealingWriter(FileSystemWriter):
-    """torch's writer, which also writes the manifest, last but for the metadata."""
+    """torch's writer, which also writes the manifest, last but for the metadata.
+
+    Of the data it writes the same bytes to the same file as torch's. But torch's keeps every tensor that it had to copy
+    (and that is every view of a flat buffer) until the file is done; here one tensor is held at a time.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, and add its sums to the results."""
+        """Write this rank's file, force it to the disk, and add its sums to the results."""
         assert isinstance(planner, SealingPlanner), "made together by write_state"
-        results = super().write_data(plan, planner).wait()
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        archives, results = TensorArchives(), []
+        with (Path(self.path) / name).open("wb") as stream:
+            for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
+                offset, data = stream.tell(), planner.resolve_data(item)
+                if isinstance(data, torch.Tensor):
+                    archives.write(data, stream)
+                else:
+                    stream.write(data.getbuffer())
+                length = stream.tell() - offset
+                results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])
         return done

@@ -57,8 +57,9 @@ class SafeReader(FileSystemReader):
                 which = self._chunk_of[key, tuple(item.storage_index.offset or ())]
                 place = self._folder.tensors[key].chunks[which].span
             wanted.setdefault((place.file, place.offset, key), (which, []))[1].append(item)
-        for _, (which, items) in sorted(wanted.items()):
-            self._read_one(which, items, planner)
+        with self._folder.kept_open():
+            for _, (which, items) in sorted(wanted.items()):
+                self._read_one(which, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done

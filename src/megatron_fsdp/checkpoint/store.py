@@ -134,7 +134,7 @@ class CheckpointStore:
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
-    def write(self, iteration: int, writer: Writer, *, overwrite: bool = False) -> Path:
+    def write(self, iteration: int, writer: Writer, *, overwrite: bool = False, is_synced: bool = False) -> Path:
         """Save a checkpoint: all of it, or none; collective.
 
         Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`. Then the
@@ -147,6 +147,7 @@ class CheckpointStore:
             iteration: From 0.
             writer: What it raises on some ranks only must not leave others waiting in a collective of its own.
             overwrite: Whether a checkpoint of this iteration may be replaced.
+            is_synced: Whether the writer forces its files to the disk itself.
 
         Returns:
             The folder of the checkpoint.
@@ -166,7 +167,8 @@ class CheckpointStore:
         try:
             self._require_common_ground(staging, iteration, first, doing)
             self._together(lambda: writer(staging), doing)
-            self._together(lambda: self._sync_share(staging), doing)
+            if not is_synced:
+                self._together(lambda: self._sync_share(staging), doing)
             decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
         except BaseException:
             if rank_of(self.group) == 0:

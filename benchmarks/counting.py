@@ -1,0 +1,109 @@
+"""Exact counts of what a block of code asks of ranks and files; in all threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+@dataclass
+class Counts:
+    """What one rank has asked for.
+
+    Attributes:
+        collectives: Of all process groups, those that torch makes to send one object counted one by one.
+        object_bytes: Pickled to be sent, by this rank.
+        opened: Files opened through `pathlib` or `io`.
+        read_bytes: From these files; what buffering reads ahead is included.
+        written_bytes: To these files.
+        synced: Files and folders forced to the disk.
+    """
+
+    collectives: int = 0
+    object_bytes: int = 0
+    opened: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    synced: int = 0
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what happens inside; the number of collectives is there once the block is left."""
+    counts = Counts()
+    before = _collectives()
+    patches = (
+        mock.patch.object(io, "open", _counting_open(counts)),
+        mock.patch.object(os, "fsync", _counting_sync(counts, os.fsync)),
+        mock.patch.object(
+            distributed_c10d, "_object_to_tensor", _counting_pickles(counts, distributed_c10d._object_to_tensor)
+        ),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield counts
+    counts.collectives = sum(after - before.get(group, 0) for group, after in _collectives().items())
+
+
+def _collectives() -> dict[dist.ProcessGroup, int]:
+    """How many collectives each process group has counted so far."""
+    groups = distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    return {group: group._get_sequence_number_for_group() for group in groups if group is not None}
+
+
+def _counting_open(counts: Counts) -> Callable[..., Any]:
+    class File(io.FileIO):
+        """A file without a buffer, which sees what is asked of the system."""
+
+        def readinto(self, buffer: Any, /) -> Any:
+            found = super().readinto(buffer)
+            counts.read_bytes += found or 0
+            return found
+
+        def readall(self) -> Any:
+            found = super().readall()
+            counts.read_bytes += len(found or b"")
+            return found
+
+        def write(self, data: Any, /) -> Any:
+            found = super().write(data)
+            counts.written_bytes += found or 0
+            return found
+
+    def opened(path: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        counts.opened += 1
+        plain = mode.replace("b", "").replace("t", "")
+        raw = File(path, plain)
+        size = io.DEFAULT_BUFFER_SIZE if buffering < 2 else buffering
+        if buffering == 0:
+            return raw
+        stream: Any = io.BufferedReader(raw, size) if plain == "r" else io.BufferedWriter(raw, size)
+        return stream if "b" in mode else io.TextIOWrapper(stream, encoding or "utf-8", *rest, **kwargs)
+
+    return opened
+
+
+def _counting_sync(counts: Counts, sync: Callable[[int], None]) -> Callable[[int], None]:
+    def counted(descriptor: int) -> None:
+        counts.synced += 1
+        sync(descriptor)
+
+    return counted
+
+
+def _counting_pickles(counts: Counts, pickled: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found = pickled(*args, **kwargs)
+        counts.object_bytes += found[0].numel()
+        return found
+
+    return counted

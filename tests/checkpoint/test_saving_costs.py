@@ -1,0 +1,106 @@
+"""What a save and a load cost, in exact counts: collectives, bytes, files, memory; whatever the number of tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.counting import counting
+from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.checksum import BLOCK
+from tests.conftest import RunRanks
+from tests.support.live_bytes import LiveBytes
+
+SAVE_COLLECTIVES, LOAD_COLLECTIVES = 19, 8
+SAVE_FILES_OF_RANK, SAVE_FILES_OF_FIRST = 1, 4  # data; manifest, metadata and the pointer
+SMALL, LARGE = 16, 256
+BLOCK_BYTES = 2 * 8 * BLOCK  # the integers of a block of elements, and their weights
+
+
+def job(count: int, features: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of `count` square weights that has stepped once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(features, features, bias=False) for _ in range(count)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear])
+    model(torch.ones(2, features)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def payload(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's weights and moments."""
+    found = [*model.parameters(), *(slots[key] for slots in optimizer.state.values() for key in slots if key != "step")]
+    return sum(value.to_local().nbytes for value in found)
+
+
+def counts_of(count: int, root: str) -> dict[str, Any]:
+    model, optimizer = job(count, SMALL)
+    with counting() as saving:
+        save_checkpoint(model, optimizer, root, iteration=1)
+    with counting() as loading:
+        Checkpointer(root).load(model, optimizer)
+    with Checkpointer(root, in_background=True) as checkpoints, counting() as behind:
+        checkpoints.save(2, model, optimizer)
+        checkpoints.wait()
+    sizes = sum(path.stat().st_size for path in Path(root, "iter_0000001").iterdir())
+    total = torch.tensor(payload(model, optimizer))
+    dist.all_reduce(total)
+    return {"save": saving, "load": loading, "behind": behind, "on disk": sizes, "payload": int(total)}
+
+
+def test_collectives_and_files_do_not_depend_on_the_number_of_tensors(run_ranks: RunRanks, tmp_path: Path) -> None:
+    few = run_ranks(2, counts_of, 4, str(tmp_path / "few"))
+    many = run_ranks(2, counts_of, 40, str(tmp_path / "many"))
+    for rank, (one, other) in enumerate(zip(few, many, strict=True)):
+        for found in (one, other):
+            assert found["save"].collectives == SAVE_COLLECTIVES
+            assert found["load"].collectives == LOAD_COLLECTIVES
+            assert found["save"].opened == (SAVE_FILES_OF_FIRST if rank == 0 else SAVE_FILES_OF_RANK)
+        assert one["behind"].collectives == other["behind"].collectives
+        assert one["load"].object_bytes == other["load"].object_bytes < 100
+        assert other["load"].opened - one["load"].opened < 4  # one data file may hold nothing that this rank wants
+        assert one["save"].synced == other["save"].synced
+    for found, tensors in ((few[0], 4 * 4), (many[0], 40 * 4)):
+        overhead = found["on disk"] - found["payload"]
+        assert 0 < overhead < 2 * tensors * 4096 + 65536  # an archive and its description for each rank's part
+
+
+def memory_of(root: str) -> tuple[dict[str, int], int, int]:
+    model, optimizer = job(6, LARGE)
+    found = {}
+    with LiveBytes() as seen:
+        save_checkpoint(model, optimizer, root, iteration=1)
+    found["save"] = seen.peak_bytes
+    with LiveBytes() as seen:
+        load_checkpoint(model, optimizer, root)
+    found["load"] = seen.peak_bytes
+    whole = payload(model, optimizer)
+    with Checkpointer(root, in_background=True) as checkpoints:
+        for iteration in (2, 3):
+            checkpoints.save(iteration, model, optimizer)
+            checkpoints.wait()
+            found["staged"] = checkpoints._saver.staged_bytes
+            found["reserved"] = checkpoints._saver.reserved_bytes
+    optimizer.state.clear()
+    with LiveBytes() as seen:
+        load_checkpoint(model, optimizer, root)
+    found["load fresh"] = seen.peak_bytes
+    largest = max(param.to_local().nbytes for param in model.parameters())
+    return found, whole, largest
+
+
+def test_memory_is_bounded_as_documented(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for found, whole, largest in run_ranks(2, memory_of, str(tmp_path)):
+        rng_bytes = 2 * 8192
+        assert found["save"] <= 2 * BLOCK_BYTES + rng_bytes < whole
+        chunk = LARGE * LARGE * 4
+        assert largest <= chunk
+        assert found["load"] <= 2 * chunk + rng_bytes < whole
+        assert whole * 2 // 3 <= found["load fresh"] <= whole * 2 // 3 + 2 * chunk + rng_bytes
+        assert whole <= found["staged"] <= whole + 6 * 16 + rng_bytes
+        assert found["staged"] <= found["reserved"] <= whole + 64 * 100 + rng_bytes
