@@ -195,7 +195,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     @property
     def is_param_fsdp_distributed(self) -> bool:
         """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
-        return not any(unit.shows_full for unit in self._engine.units)
+        return not self._engine.opened and not any(unit.shows_full for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Mesh and process groups."""

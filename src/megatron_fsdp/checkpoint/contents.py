@@ -89,7 +89,7 @@ def _tensor_problem(folder: CheckpointFolder, manifest: Manifest, key: str) -> s
         return f"is {entry.shape} of {entry.dtype}, and {seal.shape} of {seal.dtype} in the manifest"
     try:
         sums = [
-            checksum_box(folder.read_chunk(key, index), chunk.box.offsets, entry.shape)
+            checksum_box(folder.read_chunk(key, index, check=True), chunk.box.offsets, entry.shape)
             for index, chunk in enumerate(entry.chunks)
         ]
     except CheckpointError as error:

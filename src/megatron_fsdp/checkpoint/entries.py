@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_fsdp.boxes import Box
+from megatron_fsdp.checkpoint.flat_state import is_key
 from megatron_fsdp.checkpoint.restricted_pickle import printable
 from megatron_fsdp.errors import CheckpointError
 
@@ -110,8 +111,8 @@ def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], di
         found = described[key]
         if not isinstance(key, str):
             raise CheckpointError(f"{where} has a key that is not text but {type(key).__name__}")
-        if not key.isprintable():
-            raise CheckpointError(f"{where} has a key that cannot be printed: {key!a:.200}")
+        if not is_key(key):
+            raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
         if isinstance(found, TensorStorageMetadata):
             tensors[key] = _tensor_entry(key, found, storage, where)
         elif isinstance(found, BytesStorageMetadata):

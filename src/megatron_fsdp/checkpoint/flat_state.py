@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,19 +15,21 @@ KeyPath = tuple[str, ...]
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Leaves of nested dicts by dotted key.
 
-    A dict whose keys are all text is walked into; everything else (a list, an empty dict, a dict with other keys) is a
-    leaf and stored in one piece.
+    A dict whose keys are all text is walked into; everything else (a list, an empty dict, a dict with other keys or of
+    another kind, but for OrderedDict) is a leaf and stored in one piece.
 
     Returns:
         Leaf by key, and the path of each key, which tells `a.b` of {"a": {"b": ...}} from that of {"a.b": ...}.
 
     Raises:
-        ConfigurationError: Two leaves would have the same key.
+        ConfigurationError: Two leaves would have the same key, or a key holds control characters.
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for path, value in _leaves(state, ()):
         key = ".".join(path)
+        if not is_key(key):
+            raise ConfigurationError(f"{key!a} holds control characters, which no key of a checkpoint may; rename it")
         if key in leaves:
             raise ConfigurationError(f"two values of the state would be stored as {key}; rename one of them")
         leaves[key], paths[key] = value, path
@@ -44,9 +48,16 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
     return nested
 
 
+def is_key(key: str) -> bool:
+    """Whether a text may be a key: control characters would act on terminals, and surrogates cannot be written."""
+    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in key)
+
+
 def is_walked(value: object) -> bool:
     """Whether `flatten` looks inside."""
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
+    if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):
+        return False
+    return bool(value) and all(isinstance(key, str) for key in value)
 
 
 def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

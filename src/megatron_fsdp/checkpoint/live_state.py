@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
+from megatron_fsdp.checkpoint.extra_optimizer import as_extra
+from megatron_fsdp.checkpoint.naming import PREFIX, own_name
 from megatron_fsdp.errors import ConfigurationError
 
 MODEL, OPTIMIZER, ITERATION = "model", "optimizer", "iteration"
@@ -65,16 +67,13 @@ def collect(
         state[OPTIMIZER] = optimizer_state.collect(optimizer, model)
     if with_rng:
         state |= rng.collect(rng.logical_rank_of(model, group), device_of(model))
-    state |= {name: value.state_dict() for name, value in (extra or {}).items()}
+    state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
     return state
 
 
 def model_section(model: nn.Module) -> dict[str, Any]:
     """The model's state, with one `module.` before each name, whether a wrapper puts it there or not."""
-    found = model.state_dict()
-    if all(key.startswith("module.") for key in found):
-        return dict(found)
-    return {f"module.{key}": value for key, value in found.items()}
+    return {f"{PREFIX}{own_name(model, key)}": value for key, value in model.state_dict().items()}
 
 
 def check_names(extra: Extras | None) -> None:

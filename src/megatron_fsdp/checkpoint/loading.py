@@ -14,22 +14,16 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.contents import require_sound
+from megatron_fsdp.checkpoint.extra_optimizer import as_extra
+from megatron_fsdp.checkpoint.extras import ExtraMatch, match_extra
 from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, check_names, device_of
-from megatron_fsdp.checkpoint.matching import (
-    ExtraMatch,
-    Match,
-    asked_sections,
-    match_extra,
-    match_model,
-    note_left_out,
-)
-from megatron_fsdp.checkpoint.naming import bare
+from megatron_fsdp.checkpoint.matching import Match, asked_sections, match_model, note_left_out
 from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
-from megatron_fsdp.checkpoint.stored_optimizer import OptimizerMatch, match_optimizer, with_step
+from megatron_fsdp.checkpoint.stored_optimizer import OptimizerMatch, match_optimizer
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 
@@ -39,7 +33,6 @@ class _Plan:
 
     folder: CheckpointFolder
     match: Match
-    module_objects: Mapping[str, str]
     names: list[list[str]]
     optimizer: OptimizerMatch | None
     options: list[dict[str, Any]]
@@ -107,21 +100,26 @@ def read_checkpoint(
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
     check_names(extra)
+    if not getattr(model, "is_param_fsdp_distributed", True):
+        raise ConfigurationError(
+            "the model shows full parameters at the moment, whose values are dropped afterwards; load outside of "
+            "full_parameters_context(), forward and backward"
+        )
     opened, match = CheckpointFolder(folder), Match()
-    module_objects = match_model(match, opened, model)
+    states = match_model(match, opened, model)
     names: list[list[str]] = []
     found, options = None, []
     if optimizer is not None:
-        names = [[bare(name) for name in group] for group in optimizer_state.named_parameters_of(optimizer, model)]
+        names = optimizer_state.named_parameters_of(optimizer, model)
         found = match_optimizer(match, opened, names, optimizer, model)
         try:
             options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
         except ConfigurationError as error:
             raise CheckpointError(f"{folder}: {error}") from error
-    extras = tuple(match_extra(match, opened, name, target) for name, target in extra.items())
+    extras = tuple(match_extra(match, opened, (name,), as_extra(target)) for name, target in extra.items())
     note_left_out(match, opened, asked_sections(optimizer), extra)
     _note_dtypes(match, opened)
-    return _Plan(opened, match, module_objects, names, found, options, extras, _iteration(opened))
+    return _Plan(opened, match, names, found, options, (*states, *extras), _iteration(opened))
 
 
 def _telling(what_is_left: str, act: Callable[[], None]) -> None:
@@ -164,30 +162,19 @@ def _install(
     install_weights = getattr(model, "install_optimized_model_weights", None)
     if install_weights is not None:
         install_weights()
-    for name, key in plan.module_objects.items():
-        owner = getattr(model, "module", model) if install_weights is not None else model
-        owner.get_submodule(name.rpartition(".")[0]).set_extra_state(objects[key])
     if optimizer is not None and plan.optimizer is not None:
-        state: dict[str, dict[str, Any]] = {}
-        for name, slots in plan.optimizer.tensors.items():
-            state.setdefault(name, {}).update(slots)
-        for name, keys in plan.optimizer.objects.items():
-            state.setdefault(name, {}).update({slot: objects[key] for slot, key in keys.items()})
-        with_step(plan.optimizer, state)
-        nested = {
-            name: unflatten(slots, {key: tuple(key.split(".")) for key in slots}) for name, slots in state.items()
-        }
         rest = {name: objects[key] for name, key in plan.optimizer.rest.items()}
-        optimizer_state.install(optimizer, plan.names, nested, plan.options, rest)
+        state, kept = plan.optimizer.state(objects), plan.optimizer.kept
+        optimizer_state.install(optimizer, plan.names, state, kept, plan.options, rest)
     for extra in plan.extras:
+        if extra.is_absent:
+            continue  # reported as missing; the object stays as it is
         if extra.root_key is not None:
             extra.target.load_state_dict(objects[extra.root_key])
             continue
-        leaves: dict[str, Any] = {}
-        paths = {".".join(path): path for path in [*extra.tensors, *extra.objects]}
-        leaves |= {".".join(path): tensor for path, tensor in extra.tensors.items()}
-        leaves |= {".".join(path): objects[key] for path, key in extra.objects.items()}
-        extra.target.load_state_dict(unflatten(leaves, paths))
+        found = {**extra.tensors, **{path: objects[key] for path, key in extra.objects.items()}}
+        paths = {".".join(path): path for path in extra.order if path in found}
+        extra.target.load_state_dict(unflatten({key: found[path] for key, path in paths.items()}, paths))
 
 
 def _restore_rng(folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.flat_state import flatten
+from megatron_fsdp.checkpoint.extras import ExtraMatch, ModuleState, match_extra, path_of
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, Stateful, model_section
-from megatron_fsdp.checkpoint.naming import bare, is_elsewhere, saved_name
+from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, model_section
+from megatron_fsdp.checkpoint.naming import PREFIX, is_elsewhere, saved_name, unwrapped
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.rng import SECTION as RNG
 
@@ -29,6 +29,8 @@ class Match:
         unexpected: As in `LoadReport`.
         reshaped: As in `LoadReport`.
         notes: As in `LoadReport`.
+        model_keys: Key of each parameter and buffer in the checkpoint, by its name without prefixes.
+        prefixes: How many `module.` stand before the names of the checkpoint's model.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -37,6 +39,8 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    model_keys: dict[str, str] = field(default_factory=dict)
+    prefixes: int = 1
 
     def want_tensor(self, folder: CheckpointFolder, key: str, target: torch.Tensor) -> bool:
         """Ask for a tensor; False, and noted, where the checkpoint has another shape or an object there."""
@@ -63,104 +67,52 @@ class Match:
         )
 
 
-def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> dict[str, str]:
+def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> list[ExtraMatch]:
     """Find every parameter and buffer of a model.
 
     Returns:
-        Key of each object in the model's state (what modules keep as `_extra_state`), by its name in the model.
+        What modules keep as `_extra_state`.
     """
-    live = {bare(key): value for key, value in model_section(model).items()}
-    stored = keys_below(folder, MODEL)
-    objects: dict[str, str] = {}
+    live = {key.removeprefix(PREFIX): value for key, value in model_section(model).items()}
+    stored, match.prefixes = keys_below(folder, MODEL, live.__contains__)
+    match.model_keys = stored
+    states: list[ExtraMatch] = []
+    inside: set[str] = set()
     for name, value in live.items():
         key = stored.get(name)
-        if key is None:
-            match.missing.append(f"{MODEL}.module.{name}")
-        elif isinstance(value, torch.Tensor):
-            match.want_tensor(folder, key, value)
-        elif key in folder.objects:
-            objects[name] = key
-            match.objects.add(key)
-        else:
-            match.missing.append(key)
+        if isinstance(value, torch.Tensor):
+            if key is None:
+                match.missing.append(f"{MODEL}.{PREFIX}{name}")
+            else:
+                match.want_tensor(folder, key, value)
+            continue
+        below = [each for each in stored if each == name or each.startswith(f"{name}.")]
+        inside.update(below)
+        head = path_of(folder, stored[below[0]])[:2] if below else (MODEL, PREFIX + name)
+        states.append(match_extra(match, folder, head, ModuleState(model, name, value)))
     _forgive_ties(match, model, stored)
-    match.unexpected += [key for name, key in stored.items() if name not in live and not is_elsewhere(model, name)]
-    return objects
+    known = live.keys() | inside
+    match.unexpected += [key for name, key in stored.items() if name not in known and not is_elsewhere(model, name)]
+    return states
 
 
-def keys_below(folder: CheckpointFolder, section: str) -> dict[str, str]:
-    """Keys of a section by the name that follows it, without what wrappers put before it."""
+def keys_below(folder: CheckpointFolder, section: str, known: Callable[[str], bool]) -> tuple[dict[str, str], int]:
+    """Keys of a section by the name that follows it, without what wrappers put before it, and how much that was."""
     prefix = f"{section}."
-    return {bare(key.removeprefix(prefix)): key for key in [*folder.tensors, *folder.objects] if key.startswith(prefix)}
+    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(prefix)]
+    names, count = unwrapped([key.removeprefix(prefix) for key in keys], known)
+    return {name: prefix + stored for name, stored in names.items()}, count
 
 
 def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> None:
     """One of the names of a tied parameter is enough."""
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
-        names_of[id(param)].append(bare(saved_name(model, name)))
+        names_of[id(param)].append(saved_name(model, name))
     for names in names_of.values():
         if any(name in stored for name in names):
             spare = {f"{MODEL}.module.{name}" for name in names if name not in stored}
             match.missing = [key for key in match.missing if key not in spare]
-
-
-@dataclass(frozen=True)
-class ExtraMatch:
-    """What belongs to one of the caller's own objects.
-
-    Attributes:
-        target: The object.
-        tensors: By path inside its state: tensors to be read.
-        objects: By path: key of each object.
-        root_key: Key of the state where it is one object in all.
-    """
-
-    target: Stateful
-    tensors: dict[tuple[str, ...], torch.Tensor]
-    objects: dict[tuple[str, ...], str]
-    root_key: str | None
-
-
-def match_extra(match: Match, folder: CheckpointFolder, name: str, target: Stateful) -> ExtraMatch:
-    """Find the state of one of the caller's own objects.
-
-    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
-    are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
-    """
-    leaves, paths = flatten({name: target.state_dict()})
-    live = {paths[key]: value for key, value in leaves.items()}
-    tensors: dict[tuple[str, ...], torch.Tensor] = {}
-    objects: dict[tuple[str, ...], str] = {}
-    keys = [key for key in [*folder.tensors, *folder.objects] if key == name or key.startswith(f"{name}.")]
-    found = {path_of(folder, key): key for key in keys}
-    if found:
-        match.missing += [
-            ".".join(path) for path in live if not any(path[:cut] in found for cut in range(len(path) + 1))
-        ]
-    else:
-        match.missing.append(name)
-    for path, key in found.items():
-        here = live.get(path)
-        if key in folder.objects:
-            objects[path[1:]] = key
-            match.objects.add(key)
-            continue
-        entry = folder.tensors[key]
-        fits = isinstance(here, DTensor) or (isinstance(here, torch.Tensor) and tuple(here.shape) == entry.shape)
-        target_tensor = cast(torch.Tensor, here) if fits else torch.empty(entry.shape, dtype=entry.dtype)
-        if match.want_tensor(folder, key, target_tensor):
-            tensors[path[1:]] = target_tensor
-    return ExtraMatch(target, tensors, objects, name if name in folder.objects else None)
-
-
-def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
-    """How a key nests; where the checkpoint does not say, dots part it."""
-    found = folder.metadata.planner_data
-    path = found.get(key) if isinstance(found, dict) else None
-    if isinstance(path, tuple) and all(isinstance(part, str) for part in path):
-        return path
-    return tuple(key.split("."))
 
 
 def note_left_out(match: Match, folder: CheckpointFolder, asked: set[str], extra: Extras) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,21 +11,46 @@ from torch import nn
 
 Names = list[list[str]]
 
-_WRAPPERS = re.compile(r"^(module\.)+")
+PREFIX = "module."
+_MOST_WRAPPERS = 8
 
 
-def bare(name: str) -> str:
-    """A name without what wrappers put before it: any number of `module.`."""
-    return _WRAPPERS.sub("", name)
+def own_name(model: nn.Module, name: str) -> str:
+    """A name as the model inside of our wrapper has it."""
+    return name.removeprefix(PREFIX) if hasattr(model, "install_optimized_model_weights") else name
 
 
 def saved_name(model: nn.Module, name: str) -> str:
-    """The name in a checkpoint of a parameter or buffer; what wrappers put before it stays."""
+    """The name in a checkpoint of a parameter or buffer of `named_parameters()`, without a prefix."""
     translate: Callable[[str], str] | None = getattr(model, "checkpoint_name", None)
-    if translate is None:
-        return name
-    inner = bare(name)
-    return name.removesuffix(inner) + translate(inner)
+    inner = own_name(model, name)
+    return inner if translate is None else translate(inner)
+
+
+def unwrapped(
+    stored: Collection[str], known: Callable[[str], bool], first_guess: int = 0
+) -> tuple[dict[str, str], int]:
+    """Stored names without what wrappers put before them: as many `module.` as fit the known names best.
+
+    Args:
+        stored: Names with the same number of prefixes each.
+        known: Whether a name, without prefixes, is one of the live model's.
+        first_guess: How many prefixes to take where several fit as well.
+
+    Returns:
+        Stored name by the name without prefixes, and how many were taken.
+    """
+    most = min((_prefixes(name) for name in stored), default=0)
+    guesses = sorted(range(most + 1), key=lambda count: (count != first_guess, -count))
+    best = max(guesses, key=lambda count: sum(known(name[count * len(PREFIX) :]) for name in stored))
+    return {name[best * len(PREFIX) :]: name for name in stored}, best
+
+
+def _prefixes(name: str) -> int:
+    count = 0
+    while count < _MOST_WRAPPERS and name.startswith(PREFIX, count * len(PREFIX)):
+        count += 1
+    return count
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
@@ -51,7 +75,7 @@ def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names)
     """
     names: Callable[[torch.optim.Optimizer], Names | None] | None = getattr(model, "optimizer_names", None)
     found = None if names is None else names(optimizer)
-    return own if found is None else [[f"module.{name}" for name in group] for group in found]
+    return own if found is None else found
 
 
 def by_number(names: Names) -> dict[Any, str]:

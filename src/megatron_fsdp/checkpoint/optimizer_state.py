@@ -6,24 +6,25 @@ torch keys optimizer state by the position of parameters in the groups. In a che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.naming import by_number, listed_names, saved_name
+from megatron_fsdp.checkpoint.naming import PREFIX, by_number, listed_names, saved_name
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 
 GROUPS = "param_groups"
 STATE = "state"
 META = "param_to_group_meta"
+KIND = "class"
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Names in a checkpoint of the parameters of each group, in order.
+    """Names in a checkpoint of the parameters of each group, in order, without a prefix.
 
     Raises:
         ConfigurationError: A parameter is none of the model's.
@@ -50,13 +51,18 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     names = listed_names(optimizer, model, named_parameters_of(optimizer, model))
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
     flat = by_number(names)
-    state = {flat[index]: slots for index, slots in by_index[STATE].items() if slots and isinstance(index, int)}
+    state = {
+        PREFIX + flat[index]: slots for index, slots in by_index[STATE].items() if slots and isinstance(index, int)
+    }
     options = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": names[position]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [PREFIX + name for name in names[position]],
+        }
         for position, group in enumerate(by_index[GROUPS])
     ]
     rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
-    return {STATE: state, GROUPS: options, **rest}
+    return {STATE: state, GROUPS: options, KIND: type(optimizer).__name__, **rest}
 
 
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -137,6 +143,7 @@ def install(
     optimizer: torch.optim.Optimizer,
     names: Sequence[Sequence[str]],
     state: Mapping[str, Mapping[str, Any]],
+    kept: Collection[str],
     options: Sequence[Mapping[str, Any]],
     rest: Mapping[str, Any],
 ) -> None:
@@ -146,6 +153,7 @@ def install(
         optimizer: Changed in place.
         names: Of the parameters of each group.
         state: Slots by name of the parameter.
+        kept: Parameters whose state stays.
         options: Of each group; those left out stay.
         rest: What else its state dict has.
     """
@@ -155,6 +163,10 @@ def install(
         own = {key: value for key, value in group.items() if key != "params"}
         groups.append({**own, **wanted, "params": [positions[name] for name in params]})
     by_index = {positions[name]: dict(slots) for name, slots in state.items()}
+    for group, params in zip(optimizer.param_groups, names, strict=True):
+        for param, name in zip(group["params"], params, strict=True):
+            if name in kept and optimizer.state.get(param):
+                by_index[positions[name]] = dict(optimizer.state[param])
     optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
 
 

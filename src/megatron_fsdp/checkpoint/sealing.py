@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
@@ -161,17 +163,33 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
     Raises:
         CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
     """
-    alone = not dist.is_initialized()
+    alone = group is None and not dist.is_initialized()
+    if alone:
+        _require_whole(state)
     try:
-        save(
-            dict(state),
-            storage_writer=SealingWriter(folder),
-            planner=SealingPlanner(),
-            process_group=group,
-            no_dist=alone,
-        )
+        with warnings.catch_warnings():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+            save(
+                dict(state),
+                storage_writer=SealingWriter(folder),
+                planner=SealingPlanner(),
+                process_group=group,
+                no_dist=alone,
+            )
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
+
+
+def _require_whole(state: Mapping[str, Any]) -> None:
+    """Refuse to let one process save what other ranks hold a part of, as when torch.distributed was taken down."""
+    for key, value in flatten(state)[0].items():
+        if isinstance(value, DTensor) and value.device_mesh.size() > 1:
+            raise CheckpointError(
+                f"{key} is spread over {value.device_mesh.size()} ranks, and torch.distributed is not initialised (any "
+                "more), so this process alone would save a part of it; save, and wait for saves in the background, "
+                "before destroy_process_group()"
+            )
 
 
 def failures_in_words(error: CheckpointException) -> str:

@@ -1,0 +1,277 @@
+"""States that are easily mistaken for others: numbers as names, names of wrappers, other shapes, nested slots."""
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
+from tests.conftest import RunRanks
+
+
+def sequential(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Wrapping(nn.Module):
+    """Names `weight` and `module.weight`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.module = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x @ self.weight)
+
+
+def wrapping(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Wrapping()
+
+
+class OddSGD(torch.optim.SGD):
+    """Keeps momentum under a name with a dot, and nested."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["ex.avg"] = torch.zeros_like(param)
+                    state["inner"] = {"sum": torch.zeros_like(param), "count": 0, "none": None}
+                state["ex.avg"].mul_(0.9).add_(param.grad)
+                state["inner"]["sum"].add_(param.grad)
+                state["inner"]["count"] += 1
+                param.sub_(group["lr"] * (state["ex.avg"] + 0.1 * state["inner"]["sum"]))
+
+
+MODELS = {"sequential": sequential, "wrapping": wrapping}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(torch.linspace(-1, 1, 12).reshape(3, 4) * (step + 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def resumed(kind: str, optimizer_kind: str, is_sharded: bool, is_stepped: bool, folder: str) -> tuple[Any, Any]:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = MODELS[kind](seed)
+        optimizer: torch.optim.Optimizer = (
+            OddSGD(model.parameters(), lr=0.1)
+            if optimizer_kind == "odd"
+            else torch.optim.AdamW(model.parameters(), lr=0.1)
+        )
+        return fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear]) if is_sharded else (model, optimizer)
+
+    model, optimizer = make(0)
+    train(model, optimizer, range(3))
+    save_checkpoint(model, optimizer, folder, iteration=3)
+    other, other_optimizer = make(9)
+    if is_stepped:
+        train(other, other_optimizer, range(5, 6))
+    report = load_checkpoint(other, other_optimizer, folder, verify=True)
+    assert report.is_complete
+    return train(model, optimizer, range(3, 6)), train(other, other_optimizer, range(3, 6))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("optimizer_kind", ["adamw", "odd"])
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_plain_model_goes_on_as_it_would_have(
+    tmp_path: Path, kind: str, optimizer_kind: str, is_stepped: bool
+) -> None:
+    whole, again = resumed(kind, optimizer_kind, False, is_stepped, str(tmp_path))
+    assert whole == again
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("optimizer_kind", ["adamw", "odd"])
+def test_a_sharded_model_goes_on_as_it_would_have(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, optimizer_kind: str
+) -> None:
+    for is_stepped in (False, True):
+        folder = str(tmp_path / str(is_stepped))
+        for whole, again in run_ranks(2, resumed, kind, optimizer_kind, True, is_stepped, folder):
+            assert whole == again
+
+
+def another_shape(folder: str) -> tuple[Any, ...]:
+    def make(width: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width))
+        return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[nn.Linear])
+
+    model, optimizer = make(4)
+    train(model, optimizer, range(2))
+    save_checkpoint(model, optimizer, folder, iteration=2)
+    save_checkpoint(model, None, folder + "-weights", iteration=2)
+    other, other_optimizer = make(5)
+    train(other, other_optimizer, range(1))
+    before = {
+        key: value.full_tensor()
+        for key, value in other_optimizer.state[other.module[1].weight].items()
+        if key != "step"
+    }
+    report = load_checkpoint(other, other_optimizer, folder, strict=False)
+    state = other_optimizer.state[other.module[1].weight]
+    kept = (
+        all(torch.equal(state[key].full_tensor(), value) for key, value in before.items()) and float(state["step"]) == 1
+    )
+    taken = float(other_optimizer.state[other.module[0].weight]["step"])
+    train(other, other_optimizer, range(2))
+    slots = {param: set(found) for param, found in other_optimizer.state.items()}
+    load_checkpoint(other, other_optimizer, folder + "-weights", strict=False)
+    return sorted(report.reshaped), kept, taken, slots == {p: set(found) for p, found in other_optimizer.state.items()}
+
+
+def test_what_does_not_fit_stays_as_it_was(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for reshaped, kept, taken, all_kept in run_ranks(2, another_shape, str(tmp_path / "a")):
+        assert reshaped == [
+            "model.module.1.bias",
+            "model.module.1.weight",
+            "optimizer.state.module.1.bias.exp_avg",
+            "optimizer.state.module.1.bias.exp_avg_sq",
+            "optimizer.state.module.1.weight.exp_avg",
+            "optimizer.state.module.1.weight.exp_avg_sq",
+        ]
+        assert kept
+        assert taken == 2
+        assert all_kept
+
+
+def two_models(folder: str) -> tuple[Any, Any]:
+    def make(seed: int) -> list[Any]:
+        pairs = []
+        for offset in (0, 1):
+            model = sequential(seed + offset)
+            pairs += fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+        return pairs
+
+    def go_on(pairs: list[Any], steps: range) -> list[float]:
+        return train(pairs[0], pairs[1], steps) + train(pairs[2], pairs[3], steps)
+
+    first = make(0)
+    go_on(first, range(2))
+    save_checkpoint(first[0], first[1], folder, iteration=2, extra={"critic": first[2], "critic_optimizer": first[3]})
+    second = make(5)
+    load_checkpoint(second[0], second[1], folder, extra={"critic": second[2], "critic_optimizer": second[3]})
+    return go_on(first, range(2, 5)), go_on(second, range(2, 5))
+
+
+def test_a_second_model_and_its_optimizer_are_extras(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for whole, again in run_ranks(2, two_models, str(tmp_path)):
+        assert whole == again
+
+
+class Box:
+    def __init__(self, state: Any = None) -> None:
+        self.state = state or {}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_dicts_keep_their_order_and_odd_ones_are_refused(tmp_path: Path) -> None:
+    model, box = nn.Linear(2, 2), Box()
+    kept = {"z": 1, "a": {"y": 2, "b": torch.ones(2)}, "m\u00a0n": [3]}
+    save_checkpoint(model, None, tmp_path, iteration=1, extra={"box": Box(kept)})
+    load_checkpoint(model, None, tmp_path, extra={"box": box})
+    assert list(box.state) == ["z", "a", "m\u00a0n"]
+    assert list(box.state["a"]) == ["y", "b"]
+    for odd in ({"a": collections.defaultdict(list)}, {"a\nb": 1}, {"\ud800": 1}):
+        with pytest.raises(MegatronFSDPError, match="box"):
+            save_checkpoint(model, None, tmp_path, iteration=2, extra={"box": Box(odd)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_conjugated_and_flipped_elements(tmp_path: Path) -> None:
+    values = (torch.arange(6) * (1 + 2j)).to(torch.complex64)
+    box = Box()
+    save_checkpoint(nn.Linear(2, 2), None, tmp_path, iteration=1, extra={"box": Box({"c": values.conj()})})
+    load_checkpoint(nn.Linear(2, 2), None, tmp_path, extra={"box": box}, strict=False, verify=True)
+    assert torch.equal(box.state["c"], values.conj().resolve_conj())
+    path = next((tmp_path / "iter_0000001").glob("*.distcp"))
+    raw = bytearray(path.read_bytes())
+    at = raw.index(values.conj().resolve_conj().numpy().tobytes())
+    raw[at + 11] ^= 0x80
+    raw[at + 27] ^= 0x80
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"box\.c"):
+        load_checkpoint(nn.Linear(2, 2), None, tmp_path, extra={"box": box}, strict=False, verify=True)
+
+
+class WithExtraState(nn.Linear):
+    def __init__(self, value: Any) -> None:
+        super().__init__(3, 3)
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+@pytest.mark.parametrize(("saved", "fresh"), [({"n": 5, "t": torch.ones(2)}, {"n": 0, "t": torch.zeros(2)}), ([1], [])])
+def test_extra_state_of_modules(tmp_path: Path, saved: Any, fresh: Any) -> None:
+    save_checkpoint(nn.Sequential(WithExtraState(saved)), None, tmp_path, iteration=1)
+    model = nn.Sequential(WithExtraState(fresh))
+    assert load_checkpoint(model, None, tmp_path).is_complete
+    assert str(model[0].value) == str(saved)
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, tmp_path, iteration=1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(CheckpointError, match="state of AdamW, and the optimizer is SGD"):
+        load_checkpoint(model, other, tmp_path)
+    assert not other.state
+
+
+def test_what_an_old_run_has_not_is_left_alone_and_empty_ones_are_filled(tmp_path: Path) -> None:
+    model, new = nn.Linear(2, 2), Box({"count": 3})
+    save_checkpoint(model, None, tmp_path, iteration=1, extra={"seen": Box({"files": {"a.txt": 5}})})
+    report = load_checkpoint(model, None, tmp_path, extra={"new": new}, strict=False)
+    assert report.missing == ("new",)
+    assert new.state == {"count": 3}
+    fresh = Box({"files": {}})
+    assert load_checkpoint(model, None, tmp_path, extra={"seen": fresh}).is_complete
+    assert fresh.state == {"files": {"a.txt": 5}}
+
+
+def inside_full_parameters(folder: str) -> str:
+    model = sequential(0)
+    wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+    save_checkpoint(wrapped, None, folder, iteration=1)
+    with wrapped.full_parameters_context(), pytest.raises(MegatronFSDPError) as caught:
+        load_checkpoint(wrapped, None, folder)
+    return str(caught.value)
+
+
+def test_loading_where_full_parameters_are_shown_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, inside_full_parameters, str(tmp_path))
+    assert first == second
+    assert "load outside of full_parameters_context()" in first
