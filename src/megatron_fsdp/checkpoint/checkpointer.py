@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.background import BackgroundSaver
-from megatron_fsdp.checkpoint.folder import METADATA
 from megatron_fsdp.checkpoint.live_state import Extras, collect
-from megatron_fsdp.checkpoint.loading import read_checkpoint
+from megatron_fsdp.checkpoint.loading import facts_of, read_checkpoint
 from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.sealing import write_state
-from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.errors import ConfigurationError
 
 
 class Checkpointer:
@@ -48,7 +47,7 @@ class Checkpointer:
         in_background: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """A checkpointer; nothing is written yet. Collective with `in_background`.
+        """A checkpointer; nothing is written yet, and the ranks do not meet.
 
         Args:
             root: Folder of the run, which all ranks share.
@@ -61,7 +60,9 @@ class Checkpointer:
         """
         self.store = CheckpointStore(root, keep_last=keep_last, group=group)
         self._group = group
-        self._saver = BackgroundSaver(group) if in_background else None
+        self._is_in_background, self._is_closed = bool(in_background), False
+        # Made by the first save: the group that it needs can be made only once ranks agree that they need it.
+        self._saver: BackgroundSaver | None = None
 
     def save(
         self,
@@ -89,13 +90,23 @@ class Checkpointer:
         Raises:
             CheckpointError: It could not be saved, nothing of it is published, and older ones are as they were; the
                 same on every rank. In the background, what the save *before* has met.
-            ConfigurationError: The arguments do not belong together.
+            ConfigurationError: The arguments do not belong together, or ranks give different ones.
         """
-        target = self.store.path_of(iteration)
-        state = together(
-            f"saving {target}", lambda: collect(model, optimizer, iteration, extra, with_rng, self._group), self._group
-        )
-        if self._saver is None:
+
+        def prepare() -> tuple[Path, dict[str, Any]]:
+            if self._is_in_background and self._is_closed:
+                raise ConfigurationError("this Checkpointer is closed; make another one to save in the background")
+            target = self.store.path_of(iteration)
+            return target, collect(model, optimizer, iteration, extra, with_rng, self._group)
+
+        facts = {
+            "iteration": repr(iteration),
+            "overwrite": str(bool(overwrite)),
+            "in_background": str(self._is_in_background),
+        } | facts_of(optimizer, extra, with_rng)
+        doing = f"saving iteration {iteration!r} in {self.store.root}"
+        target, state = together(doing, prepare, self._group, facts)
+        if not self._is_in_background:
             return self.store.write(
                 iteration,
                 lambda folder: write_state(state, folder, self._group),
@@ -108,6 +119,8 @@ class Checkpointer:
                 iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite, is_synced=True
             )
 
+        if self._saver is None:
+            self._saver = BackgroundSaver(self._group)
         self._saver.start(state, write)
         return target
 
@@ -134,6 +147,7 @@ class Checkpointer:
             strict=strict,
             verify=verify,
             group=self._group,
+            facts={"iteration": repr(iteration), "in_background": str(self._is_in_background)},
         )
 
     def latest(self) -> Path | None:
@@ -155,6 +169,7 @@ class Checkpointer:
         Raises:
             CheckpointError: As `wait`.
         """
+        self._is_closed = True
         if self._saver is not None:
             self._saver.close()
 
@@ -222,11 +237,16 @@ def load_checkpoint(
     Raises:
         CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
             same on every rank. Nothing was changed, unless the message says otherwise.
-        ConfigurationError: The arguments do not belong together.
+        ConfigurationError: The arguments do not belong together, or ranks give different ones.
     """
-    path = Path(root)
-    is_one = decided_by_first(lambda: (path / METADATA).is_file(), f"looking into {path}", group)
-    folder = path if is_one and iteration is None else CheckpointStore(path, group=group).resolve(iteration)
     return read_checkpoint(
-        folder, model, optimizer, extra=extra, with_rng=with_rng, strict=strict, verify=verify, group=group
+        CheckpointStore(root, group=group).resolve_or_itself(iteration),
+        model,
+        optimizer,
+        extra=extra,
+        with_rng=with_rng,
+        strict=strict,
+        verify=verify,
+        group=group,
+        facts={"iteration": repr(iteration)},
     )

@@ -50,6 +50,7 @@ def read_checkpoint(
     strict: bool = True,
     verify: bool = False,
     group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
     """Load one checkpoint folder; collective.
 
@@ -66,6 +67,7 @@ def read_checkpoint(
             fits and reports the rest.
         verify: Compare everything with the manifest first; ranks share the work.
         group: The ranks; None: all.
+        facts: What else all ranks have to have been asked for alike, by name.
 
     Returns:
         What was loaded and what was not.
@@ -73,29 +75,41 @@ def read_checkpoint(
     Raises:
         CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
             same on every rank. Nothing was changed, unless the message says otherwise.
-        ConfigurationError: The arguments do not belong together.
+        ConfigurationError: The arguments do not belong together, or ranks give different ones.
     """
     doing = f"loading {folder}"
     notes: list[str] = []
 
-    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any]]:
+    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], rng.RandomStates | None]:
         plan = _plan(Path(folder), model, optimizer, extra or {})
         report = plan.match.report(plan.iteration)
         if strict:
             report.require_complete(str(folder))
         if verify:
             notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group)))
-        return plan, report, {key: plan.folder.read_object(key) for key in plan.match.objects}
+        objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
+        return plan, report, objects, _random_states(plan.folder, model, group) if with_rng else None
 
     def install() -> None:
         _install(plan, objects, model, optimizer)
         if with_rng:
-            notes.append(_restore_rng(plan.folder, model, group))
+            notes.append(_restore_rng(random_states))
 
-    plan, report, objects = together(doing, prepare, group)
+    asked = {"strict": str(bool(strict)), "verify": str(bool(verify))} | facts_of(optimizer, extra, with_rng)
+    plan, report, objects, random_states = together(doing, prepare, group, {**(facts or {}), **asked})
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     return replace(report, notes=(*report.notes, *notes))
+
+
+def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with_rng: bool) -> dict[str, str]:
+    """What all ranks have to ask for alike when they save or load, in words; raises nothing."""
+    names = ", ".join(sorted(map(str, extra))) if isinstance(extra, Mapping) else ""
+    return {
+        "optimizer": "None" if optimizer is None else "given",
+        "extra": names or "empty",
+        "with_rng": str(bool(with_rng)),
+    }
 
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
@@ -177,11 +191,21 @@ def _install(
         extra.target.load_state_dict(unflatten({key: found[path] for key, path in paths.items()}, paths))
 
 
-def _restore_rng(folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None) -> str:
+def _random_states(
+    folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None
+) -> rng.RandomStates | None:
+    """What to set once all else is in memory; read and tried before, so that damage changes nothing."""
     keys = [key for key in folder.objects if key.startswith(f"{rng.SECTION}.")]
     if f"{rng.SECTION}.topology" not in keys:
-        return "random states: none that this library has saved, so the streams go on as they are"
+        return None
     place = rng.logical_rank_of(model, group)
     same = folder.read_object(f"{rng.SECTION}.topology") == [place.tensor_size, place.data_size]
     wanted = [key for key in keys if not same or key.endswith((".topology", f".{place.key}.states"))]
-    return rng.restore({key: folder.read_object(key) for key in wanted}, place, device_of(model))
+    return rng.prepare({key: folder.read_object(key) for key in wanted}, place, device_of(model))
+
+
+def _restore_rng(states: rng.RandomStates | None) -> str:
+    if states is None:
+        return "random states: none that this library has saved, so the streams go on as they are"
+    rng.restore(states)
+    return states.told

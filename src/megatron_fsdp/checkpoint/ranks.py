@@ -1,31 +1,47 @@
-"""What goes wrong on one rank stops all of them, with the same message."""
+"""What goes wrong on one rank stops all of them, with the same message; so does what they were asked differently."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 
 Result = TypeVar("Result")
 
+_SHOWN = 8
 
-def raise_together(error: BaseException | None, doing: str, group: dist.ProcessGroup | None = None) -> None:
+
+def raise_together(
+    error: BaseException | None,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
     """Let all ranks raise what any of them met; one small collective.
 
     Args:
         error: What this rank met; None if all went well.
         doing: What was being done, for the message: "writing runs/a/iter_0000010".
         group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
+        facts: As for `together`.
 
     Raises:
         CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
+        ConfigurationError: Ranks have different facts.
         Exception: `error` itself, if it is of this library and every rank has met the same.
     """
     told = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = gather_objects(told, group)
+    if facts is None:
+        everyone = gather_objects(told, group)
+    else:
+        found = gather_objects((told, _digest(facts)), group)
+        if len({digest for _, digest in found}) > 1:
+            _raise_different(gather_objects(dict(facts), group), error)
+        everyone = [text for text, _ in found]
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
     if not failed:
         return
@@ -34,19 +50,27 @@ def raise_together(error: BaseException | None, doing: str, group: dist.ProcessG
     raise CheckpointError(f"{doing} failed ({told if len(everyone) == 1 else '; '.join(failed)})") from error
 
 
-def together(doing: str, act: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+def together(
+    doing: str,
+    act: Callable[[], Result],
+    group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> Result:
     """Do something on every rank, and go on only if all of them could; one small collective.
 
     Args:
         doing: As for `raise_together`.
         act: What to do; makes no collective that could be missed by a rank that failed.
         group: The ranks.
+        facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
+            before errors are looked at, and only a digest of them is sent unless they differ.
 
     Returns:
         What `act` returned here.
 
     Raises:
         CheckpointError: As `raise_together`.
+        ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
     """
     error: Exception | None = None
     result: Result | None = None
@@ -54,8 +78,38 @@ def together(doing: str, act: Callable[[], Result], group: dist.ProcessGroup | N
         result = act()
     except Exception as met:  # noqa: BLE001 - the other ranks have to hear of it
         error = met
-    raise_together(error, doing, group)
+    raise_together(error, doing, group, facts)
     return cast(Result, result)
+
+
+def by_value(values: Sequence[str]) -> str:
+    """What ranks have, each value once: "True on rank 0, False on ranks 1, 2".
+
+    Args:
+        values: By rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    told = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
+    return ", ".join([*told, "..."] if len(ranks) > _SHOWN else told)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _digest(facts: Mapping[str, str]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest())
+
+
+def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | None) -> None:
+    """What differs, without what was being done: that may name what differs, and so be another text on every rank."""
+    names = dict.fromkeys(name for of_rank in facts for name in of_rank)
+    values = {name: [of_rank.get(name, "nothing") for of_rank in facts] for name in names}
+    told = "; ".join(f"{name} is {by_value(each)}" for name, each in values.items() if len(set(each)) > 1)
+    raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

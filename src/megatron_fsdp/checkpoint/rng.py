@@ -9,10 +9,11 @@ on the same new ranks gives the same numbers again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,37 +94,62 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
     return {SECTION: {outer: {inner: {"states": [states]}}, "topology": [place.tensor_size, place.data_size]}}
 
 
-def restore(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> str:
-    """Bring back this rank's random states.
+@dataclass(frozen=True)
+class RandomStates:
+    """What a rank's streams are to be set to.
+
+    Attributes:
+        device: Whose accelerator stream to set.
+        states: The very states that were saved; None: seed anew.
+        seed: To seed with, where there are no states.
+        told: What this does, for the report.
+    """
+
+    device: torch.device
+    states: Mapping[str, Any] | None
+    seed: int
+    told: str
+
+
+def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> RandomStates:
+    """What `restore` is to set; tried out on generators of its own, and nothing is set yet.
 
     Args:
         found: Objects of the section by key.
         place: Of this rank now.
         device: Whose accelerator stream to set.
 
-    Returns:
-        What was done, for the report.
-
     Raises:
-        CheckpointError: The states are not of the kind that `collect` writes; nothing was set then.
+        CheckpointError: The states are not of the kind that `collect` writes.
     """
     topology = found.get(f"{SECTION}.topology")
     if topology == [place.tensor_size, place.data_size]:
         states = _states_of(found.get(f"{SECTION}.{place.key}.states"), place.key)
-        _set(states, device)
+        _try(states, device)
         lacks = device.type != "cpu" and "accelerator_rng_state" not in states
         added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
-        return f"random states: restored for every logical rank{added}"
-    seed = _seed(found, place)
-    random.seed(seed)
-    torch.manual_seed(seed)  # accelerators too
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    return (
+        return RandomStates(device, states, 0, f"random states: restored for every logical rank{added}")
+    told = (
         f"random states: saved with (tensor, data) ranks {topology}, now ({place.tensor_size}, {place.data_size}), so "
         "every rank was seeded anew from the saved states and its logical rank"
     )
+    return RandomStates(device, None, _seed(found, place), told)
+
+
+def restore(prepared: RandomStates) -> None:
+    """Set this rank's streams.
+
+    Raises:
+        CheckpointError: They cannot be set here.
+    """
+    if prepared.states is not None:
+        _set(prepared.states, prepared.device)
+        return
+    random.seed(prepared.seed)
+    torch.manual_seed(prepared.seed)  # accelerators too
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(prepared.seed % 2**32)
 
 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:
@@ -135,8 +161,20 @@ def _states_of(found: Any, key: str) -> Mapping[str, Any]:
     return states
 
 
+def _try(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set generators that nobody draws from."""
+    with _told_as_unfit():
+        torch.Generator().set_state(states["torch_rng_state"])
+        random.Random().setstate(states["random_rng_state"])
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "np_rng_state" in states:
+            numpy.random.RandomState().set_state(states["np_rng_state"])
+        if device.type != "cpu" and "accelerator_rng_state" in states:
+            torch.Generator(device).set_state(states["accelerator_rng_state"])
+
+
 def _set(states: Mapping[str, Any], device: torch.device) -> None:
-    try:
+    with _told_as_unfit():
         torch.set_rng_state(states["torch_rng_state"])
         random.setstate(states["random_rng_state"])
         numpy = sys.modules.get("numpy")
@@ -144,7 +182,13 @@ def _set(states: Mapping[str, Any], device: torch.device) -> None:
             numpy.random.set_state(states["np_rng_state"])
         if device.type != "cpu" and "accelerator_rng_state" in states:
             torch.get_device_module(device.type).set_rng_state(states["accelerator_rng_state"], device)
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+
+
+@contextlib.contextmanager
+def _told_as_unfit() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"the saved random states cannot be set ({error}); load with with_rng=False") from error
 
 

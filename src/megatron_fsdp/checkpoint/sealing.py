@@ -32,6 +32,7 @@ from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
 from megatron_fsdp.checkpoint.objects import load_object_bytes
+from megatron_fsdp.checkpoint.ranks import by_value
 from megatron_fsdp.checkpoint.tensor_archive import TensorArchives
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
@@ -77,7 +78,12 @@ class SealingPlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's, with the nesting of every rank's keys."""
+        """torch's, with the nesting of every rank's keys.
+
+        Raises:
+            CheckpointError: Ranks give different things for one key, of which torch would write one and drop the rest.
+        """
+        require_alike(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
         metadata.planner_data = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
         return plans, metadata
@@ -138,6 +144,43 @@ class SealingWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         super().finish(metadata, written)
+
+
+def require_alike(plans: Sequence[SavePlan]) -> None:
+    """Refuse keys that are not the same global tensor, or not objects, on all ranks that have them.
+
+    Args:
+        plans: By rank, as they come from the ranks.
+
+    Raises:
+        CheckpointError: There are some.
+    """
+    first: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
+    differing: dict[str, None] = {}
+    for plan in plans:
+        for item in plan.items:
+            kind = _kind(item)
+            if first.setdefault(item.index.fqn, kind) != kind:
+                differing[item.index.fqn] = None
+    if not differing:
+        return
+    key = next(iter(differing))
+    found = [{_kind(item) for item in plan.items if item.index.fqn == key} for plan in plans]
+    told = by_value([" and ".join(sorted(map(_kind_in_words, kinds))) or "nothing" for kinds in found])
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    raise CheckpointError(
+        f"{key}{more} is not the same on all ranks: {told}; of plain tensors one copy is stored, so keep what is "
+        "sharded in a DTensor, as torch.zeros_like(param) makes it for a sharded param, or under a name for each rank"
+    )
+
+
+def _kind(item: WriteItem) -> tuple[torch.Size, torch.dtype] | None:
+    described = item.tensor_data
+    return None if described is None else (described.size, described.properties.dtype)
+
+
+def _kind_in_words(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "an object" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 
 def manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:

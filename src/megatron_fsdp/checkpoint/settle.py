@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of, world_size_of
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 Answer = TypeVar("Answer")
 
@@ -27,23 +27,27 @@ def decided_by_first(decide: Callable[[], Answer], doing: str, group: dist.Proce
 
     Raises:
         CheckpointError: Rank 0 has met an error; the same on every rank.
+        ConfigurationError: Rank 0 has met this one.
     """
     answer: Any = None
-    problem: str | None = None
+    problem: tuple[type[CheckpointError | ConfigurationError], str] | None = None
     cause: Exception | None = None
     if rank_of(group) == 0:
         try:
             answer = decide()
         except CheckpointError as error:
-            problem, cause = str(error), error
+            problem, cause = (CheckpointError, str(error)), error
+        except ConfigurationError as error:
+            problem, cause = (ConfigurationError, str(error)), error
         except Exception as error:  # noqa: BLE001  told to the others, then raised
-            problem, cause = f"{doing} failed ({type(error).__name__}: {error})", error
+            problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
     if world_size_of(group) > 1:
         told = [answer, problem]
         dist.broadcast_object_list(told, group=group, group_src=0)
         answer, problem = told
     if problem is not None:
-        raise CheckpointError(problem) from cause
+        kind, message = problem
+        raise kind(message) from cause
     return answer
 
 

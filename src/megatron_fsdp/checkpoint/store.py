@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.file_ops import FileOps
 from megatron_fsdp.checkpoint.publish import Publisher
-from megatron_fsdp.checkpoint.ranks import gather_objects, rank_of, world_size_of
-from megatron_fsdp.checkpoint.run_folder import RunFolder
+from megatron_fsdp.checkpoint.ranks import by_value, gather_objects, rank_of, world_size_of
+from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER, RunFolder, is_whole
 from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -117,18 +117,40 @@ class CheckpointStore:
             CheckpointError: As `latest`, or there is no such whole checkpoint; says which are there.
             ConfigurationError: The iteration is no whole number from 0.
         """
-        if iteration is not None:
-            self.path_of(iteration)
         found = self._found(functools.partial(self._folder.resolve, iteration))
         assert found is not None
         return found
 
+    def resolve_or_itself(self, iteration: int | None = None) -> Path:
+        """As `resolve`, but a root that is itself a checkpoint is the one to load, where no iteration is asked for.
+
+        Raises:
+            CheckpointError: As `resolve`, or the root is a checkpoint and also holds those of a run.
+            ConfigurationError: The iteration is no whole number from 0.
+        """
+        found = self._found(functools.partial(self._itself_or_one_of, iteration))
+        assert found is not None
+        return found
+
+    def _itself_or_one_of(self, iteration: int | None) -> Path:
+        if iteration is not None or not is_whole(self.root):
+            return self._folder.resolve(iteration)
+        others = self._folder.iterations()
+        if others:
+            newest = self._folder.find(others[-1])
+            raise CheckpointError(
+                f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
+                f"checkpoints of its own; give the folder of one of these, as {newest}, or move its {POINTER} and "
+                "iter_ folders elsewhere to load the other one"
+            )
+        return self.root
+
     def _found(self, find: Callable[[], Path | None]) -> Path | None:
         def name() -> str | None:
             path = find()
-            return None if path is None else path.name
+            return None if path is None else str(path.relative_to(self.root))
 
-        # A name and not a path: ranks may see the root under different paths.
+        # Below the root, and not a whole path: ranks may see the root under different ones.
         found = decided_by_first(name, f"looking into {self.root}", self.group)
         return None if found is None else self.root / found
 
@@ -157,12 +179,10 @@ class CheckpointStore:
                 message on every rank. Nothing was published, and what was written is removed.
             ConfigurationError: The iteration is no whole number from 0.
         """
-        target = self.path_of(iteration)
         first, name, doing = decided_by_first(
-            lambda: (iteration, self._publisher.begin(iteration, overwrite).name, f"saving {target}"),
-            f"saving {target}",
-            self.group,
+            lambda: self._begin(iteration, overwrite), f"saving iteration {iteration} in {self.root}", self.group
         )
+        target = self.path_of(first)
         staging = self.root / name
         try:
             self._require_common_ground(staging, iteration, first, doing)
@@ -176,6 +196,19 @@ class CheckpointStore:
             raise
         return target
 
+    def _begin(self, iteration: int, overwrite: bool) -> tuple[int, str, str]:
+        """On rank 0: the iteration, the name of the hidden folder, and what is being done."""
+        doing = f"saving {self.path_of(iteration)}"
+        try:
+            if is_whole(self.root):
+                raise CheckpointError(
+                    f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which "
+                    "holds nothing but the run's checkpoints"
+                )
+            return iteration, self._publisher.begin(iteration, overwrite).name, doing
+        except OSError as error:
+            raise CheckpointError(f"{doing} failed ({type(error).__name__}: {error})") from error
+
     def _together(self, act: Callable[[], object], doing: str) -> None:
         problem: BaseException | None = None
         try:
@@ -187,8 +220,8 @@ class CheckpointStore:
     def _require_common_ground(self, staging: Path, iteration: int, first: int, doing: str) -> None:
         """Refuse ranks that save different iterations, or do not see what rank 0 sees."""
         everyone = gather_objects((iteration, self._sees(staging)), self.group)
-        if any(theirs != first for theirs, _ in everyone):
-            each = ", ".join(f"{theirs} on rank {rank}" for rank, (theirs, _) in enumerate(everyone))
+        if any(type(theirs) is not int or theirs != first for theirs, _ in everyone):
+            each = by_value([repr(theirs) for theirs, _ in everyone])
             raise CheckpointError(f"ranks save different iterations: {each}; give all the same")
         blind = [rank for rank, (_, sees) in enumerate(everyone) if not sees]
         if blind:
