@@ -49,6 +49,7 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
         ConfigurationError: As of `named_parameters_of`.
     """
     names = listed_names(optimizer, model, named_parameters_of(optimizer, model))
+    _require_no_local_parts(optimizer)
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
     flat = by_number(names)
     state = {
@@ -63,6 +64,21 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     ]
     rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
     return {STATE: state, GROUPS: options, KIND: type(optimizer).__name__, **rest}
+
+
+def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that holds this rank's part of a parameter as a plain tensor: one rank's would be kept for all."""
+    for param, slots in optimizer.state.items():
+        if not isinstance(param, DTensor) or param._local_tensor.shape == param.shape:
+            continue
+        for slot, value in slots.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and value.dim() and value.shape == param._local_tensor.shape:
+                raise ConfigurationError(
+                    f"state {slot!r} of a parameter of shape {tuple(param.shape)} is a plain tensor of this rank's "
+                    f"part, {tuple(value.shape)}, which a checkpoint cannot tell from that of other ranks; keep it as "
+                    "the parameter is, as torch.zeros_like(param) makes it"
+                )
 
 
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -113,8 +113,12 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank has, by rank; this process's alone where torch.distributed is not initialised."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    """What every rank has, by rank; this process's alone where torch.distributed is not initialised.
+
+    Raises:
+        CheckpointError: There is a group, and torch.distributed has been taken down.
+    """
+    if not _is_up(group) or dist.get_world_size(group) == 1:
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -122,10 +126,22 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 
 def rank_of(group: dist.ProcessGroup | None = None) -> int:
-    """This process among the ranks."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    """This process among the ranks; errors as of `gather_objects`."""
+    return dist.get_rank(group) if _is_up(group) else 0
 
 
 def world_size_of(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks there are."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    """How many ranks there are; errors as of `gather_objects`."""
+    return dist.get_world_size(group) if _is_up(group) else 1
+
+
+def _is_up(group: dist.ProcessGroup | None) -> bool:
+    """Whether there are ranks; a process whose group is gone must not take itself for the only one."""
+    if dist.is_initialized():
+        return True
+    if group is not None:
+        raise CheckpointError(
+            "torch.distributed was taken down while a checkpoint was being saved or loaded; close the Checkpointer (or "
+            "wait() for it) before destroy_process_group()"
+        )
+    return False

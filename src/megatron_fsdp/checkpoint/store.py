@@ -184,6 +184,7 @@ class CheckpointStore:
         )
         target = self.path_of(first)
         staging = self.root / name
+        is_first = rank_of(self.group) == 0  # asked for now: torch.distributed may be gone after an error
         try:
             self._require_common_ground(staging, iteration, first, doing)
             self._together(lambda: writer(staging), doing)
@@ -191,7 +192,7 @@ class CheckpointStore:
                 self._together(lambda: self._sync_share(staging), doing)
             decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
         except BaseException:
-            if rank_of(self.group) == 0:
+            if is_first:
                 self._publisher.discard(staging)
             raise
         return target
