@@ -70,8 +70,11 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
     stale = _STALE if has_same_keys else _STALE | {STRUCTURE_FILE}
     copied = [path for path in others if _comes_along(path, stale)]
     with new_folder(target) as temporary:
-        write_folder(temporary, _sources(folder, kept), paths)
+        beside = {path.name: path.read_bytes() for path in copied if path.name == STRUCTURE_FILE}
+        write_folder(temporary, _sources(folder, kept), paths, beside=beside)
         for path in copied:
+            if path.name in beside:
+                continue
             if path.is_dir():
                 shutil.copytree(path, temporary / path.name, symlinks=True)
             else:
