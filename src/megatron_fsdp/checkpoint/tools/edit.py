@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.tools.edit_plan import Kept, Operation, edited_paths, plan_edit
 from megatron_fsdp.checkpoint.tools.kinds import MANIFEST
 from megatron_fsdp.checkpoint.tools.nesting import STRUCTURE_FILE, nested_paths
-from megatron_fsdp.checkpoint.tools.new_folder import new_folder
+from megatron_fsdp.checkpoint.tools.new_folder import new_folder, require_apart
 from megatron_fsdp.checkpoint.tools.pieces import whole
 from megatron_fsdp.checkpoint.tools.stream_write import ObjectSource, TensorSource, write_folder
 from megatron_fsdp.errors import CheckpointError
@@ -52,9 +52,11 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
         operations: Applied in their order.
 
     Raises:
-        CheckpointError: The source is damaged or cannot be edited, or the target is not empty or not writable.
+        CheckpointError: The source is damaged or cannot be edited, or the target is not empty, not writable
+            or inside the source.
         ConfigurationError: As of `plan_edit` and `edited_paths`.
     """
+    require_apart(target, folder.path)
     if getattr(folder.metadata, "mcore_data", None):
         raise CheckpointError(
             f"{folder.path} is of generation G1: its metadata describe flattened tensors by key, and edited keys would "
