@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=Path,
-                        help="the iter_* folder of a torch_dist checkpoint, or that of a run: then its latest")  # fmt: skip
+                        help="iter_* folder of a torch_dist checkpoint, or that of a run: then its latest")  # fmt: skip
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; must not exist, or be empty")
     parser.add_argument("--from", dest="source_format", choices=["torch_dist"], default="torch_dist")
     parser.add_argument("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor")
