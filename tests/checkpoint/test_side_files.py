@@ -8,6 +8,7 @@ import torch
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.edit import edit
 from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
+from megatron_fsdp.checkpoint.tools.side_files import noted_files
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import VerifyReport, verify
 from tests.support.torch_dist.gpt import GptSpec, make_truth
@@ -39,6 +40,13 @@ def test_the_structure_of_a_state_dict(tmp_path: Path, is_edited: bool) -> None:
     (folder / "manifest.json").unlink()
     structure.write_text("nul")
     assert files(verify(folder)) == {"damaged": {"structure.json"}}
+
+
+def test_a_manifest_of_nonsense_names_nothing() -> None:
+    names = ["", ".", "..", "a/b", "../x", "a" * 300, "\ud800", "a\0b", "\n"]
+    assert noted_files({"files": dict.fromkeys([*names, "good.json"], "0")}) == {"good.json": "0"}
+    assert noted_files({"files": {"good.json": 1}}) == {}
+    assert noted_files({"files": ["good.json"]}) == {}
 
 
 @pytest.mark.parametrize("generation", [1, 2, 3])

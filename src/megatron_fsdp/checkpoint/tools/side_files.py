@@ -17,6 +17,7 @@ FILES_FACT = "files"
 """Under which of the manifest's facts the SHA-256 of side files stand, by name."""
 
 _SHARDED_OBJECT = re.compile(r"/shard_[\d.]+_[\d.]+\Z")  # how torch_dist names objects
+_NAME_LENGTH = 200
 _BACKEND = "torch_dist"
 
 
@@ -61,7 +62,8 @@ def side_file_problems(folder: CheckpointFolder, facts: Mapping[str, Any]) -> li
 
 
 def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= _NAME_LENGTH
+    return is_plain and name not in (".", "..") and not set(name) & set("/\\")
 
 
 def _compared(folder: CheckpointFolder, name: str, digest: str) -> SideFileProblem | None:
