@@ -183,7 +183,7 @@ def test_metadata_that_let_two_tensors_share_their_bytes(folder: Path) -> None:
 
 def test_a_file_of_megatron_beside_the_data(folder: Path) -> None:
     (folder / "common.pt").write_bytes(saved_bytes(argparse.Namespace(layers=2)))
-    (folder / "metadata.json").write_text("{}")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     assert names(verify(folder)) == (set(), set(), set())
     (folder / "common.pt").write_bytes(b"PK")
     assert names(verify(folder))[0] == {("file", "common.pt")}

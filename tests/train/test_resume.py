@@ -1,5 +1,7 @@
 """The trainer's checkpoints: a run in two parts equals a run in one, an interrupted run is kept, misuse is refused."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.arguments import Arguments, resolve_settings
 from megatron_fsdp.train.checkpoint_arguments import CheckpointArguments
+from megatron_fsdp.train.checkpoints import in_options
 from megatron_fsdp.train.job import run_job
 from megatron_fsdp.train.metrics import read_records
 from tests.conftest import RunRanks
@@ -91,15 +94,53 @@ def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, text_file: P
         "CheckpointError: ": CheckpointArguments(load=tmp_path / "nowhere"),
         "has 2 steps already: give --steps above 2": CheckpointArguments(load=saved, no_load_optim=True),
         "holds a checkpoint of step 2, and this run begins after step 0": CheckpointArguments(save=saved),
-        "missing:\n  optimizer\n": CheckpointArguments(load=saved),
+        "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim": CheckpointArguments(load=saved),
+        "file cannot be written (File exists): give a folder that can be": CheckpointArguments(save=tmp_path / "file"),
     }
+    (tmp_path / "file").touch()
     for number, (words, options) in enumerate(cases.items()):
         told = run_ranks(2, refusal, replace(base, out=tmp_path / f"refused{number}", checkpoints=options))
         assert words in told[0]
         assert told[0] == told[1]
+        assert "strict=False" not in told[0]
+        assert not list((tmp_path / f"refused{number}").glob("metrics*"))  # before the first step
     fitting = CheckpointArguments(load=saved, no_load_optim=True, no_load_rng=True)
     run_ranks(2, train, replace(base, steps=3, out=tmp_path / "1", checkpoints=fitting))
     assert list(losses(tmp_path / "1")) == [3]
+
+
+def output_of(arguments: Arguments) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        train(arguments)
+    return " ".join(shown.getvalue().split())
+
+
+def test_a_job_that_is_started_again_and_again_ends_well(run_ranks: RunRanks, text_file: Path, tmp_path: Path) -> None:
+    saved, run = tmp_path / "saved", replace(BASE, data=str(text_file))
+    options = CheckpointArguments(save=saved, load=saved, save_interval=2)
+    left = saved / "iter_0000002"
+    left.mkdir(parents=True)
+    (left / "x").write_text("half a copy")
+    run_ranks(2, train, replace(run, steps=4, out=tmp_path / "0", checkpoints=options))
+    assert not (left / "x").exists()  # replaced by what the run has saved itself
+    # A kill between the name of a checkpoint and the pointer.
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    run_ranks(2, train, replace(run, steps=4, out=tmp_path / "1", checkpoints=options))
+    first, second = losses(tmp_path / "0"), losses(tmp_path / "1")
+    assert list(second) == [3, 4]
+    assert second == {step: first[step] for step in (3, 4)}
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    told, _ = run_ranks(2, output_of, replace(run, steps=4, out=tmp_path / "2", checkpoints=options))
+    assert "has all 4 steps: the training is done" in told
+    assert not (tmp_path / "2" / "metrics.jsonl").exists()
+
+
+def test_an_error_names_options_and_no_arguments() -> None:
+    with pytest.raises(CheckpointError, match="move it away") as caught, in_options():
+        raise CheckpointError("a exists; pass overwrite=True to replace it, or save another iteration")
+    assert "overwrite" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"^as it is$"), in_options():
+        raise CheckpointError("as it is")
 
 
 def test_options_that_do_nothing_or_do_not_exist_are_refused() -> None:

@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", type=Path, help="the iter_* folder of a torch_dist checkpoint")
+    parser.add_argument("source", metavar="SRC", type=Path,
+                        help="iter_* folder of a torch_dist checkpoint, or that of a run: then its latest")  # fmt: skip
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; must not exist, or be empty")
     parser.add_argument("--from", dest="source_format", choices=["torch_dist"], default="torch_dist")
     parser.add_argument("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor")
@@ -172,6 +173,7 @@ def _tell(report: ConversionReport, args: argparse.Namespace) -> str:
     lines += list(plan.notes)
     if args.dry_run:
         lines += [f"{m.source} {_box(m.offsets, m.lengths)} -> {m.target} {list(m.shape)}" for m in plan.moves]
+    lines += [] if report.source == args.source else [f"read {report.source}"]
     did = "would write" if not report.written else "wrote and verified" if report.verified else "wrote"
     size = f"{len(plan.moves)} tensors ({plan.nbytes / 2**20:,.1f} MiB) and {len(plan.values)} values"
     return "\n".join([*lines, f"{did} {size} to {args.target}"]) + "\n"

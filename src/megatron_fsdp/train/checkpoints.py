@@ -1,16 +1,22 @@
 """Where the training loop meets its checkpoints: go on from one, save on the way, save when interrupted."""
 
 import hashlib
+import os
 import signal
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.checkpoint.run_folder import iteration_of
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.loop import Progress, Run
+from megatron_fsdp.train.ranks import agree
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -51,7 +57,8 @@ class RunCheckpoints:
     """The checkpoints of one run of the trainer; without folders it does nothing. Every method is collective.
 
     While it is entered and there is a folder to save to, SIGINT and SIGTERM no longer end the process: `is_interrupted`
-    becomes true on this rank, and the loop lets the ranks agree, saves and ends.
+    becomes true on this rank, and the loop lets the ranks agree, saves and ends. `is_finished` is true after
+    `start` where an earlier run of the same command has done all steps.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
@@ -62,11 +69,13 @@ class RunCheckpoints:
             say: Shows a line or several to the user, on the first rank.
         """
         self.is_interrupted = False
+        self.is_finished = False
         self._run = run
         self._say = say
         self._options = options = run.settings.arguments.checkpoints
         self._state = TrainingState(facts_of(run) if options.save or options.load else {})
         self._saved = -1
+        self._replaceable: frozenset[int] = frozenset()
         self._handlers: dict[signal.Signals, Any] = {}
         self._checkpointer: Checkpointer | None = None
         if options.save is not None:
@@ -90,7 +99,8 @@ class RunCheckpoints:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if raised is None and self._checkpointer is not None:  # after an error peers may be gone: nothing to agree on
-            self._checkpointer.close()
+            with in_options():
+                self._checkpointer.close()
 
     def start(self) -> Progress:
         """Load what was asked for, and write the map of parameter groups if it was.
@@ -100,25 +110,32 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: What there is cannot be loaded; the same on every rank.
-            ConfigurationError: There is nothing left to train, or the folder to save to is further than this run.
+            ConfigurationError: There is nothing left to train, or the folder to save to is further than this run or
+                cannot be written.
         """
-        options, total = self._options, self._run.settings.preset.steps
+        options, run = self._options, self._run
+        total = run.settings.preset.steps
         newest = self._newest_saved()
-        if options.load is not None and not (options.load == options.save and newest is None):
+        if options.load is not None and not (self._is_restarted and self._holds_nothing()):
             self._load()
         elif options.load is not None:
             self._say(f"{options.load} holds no checkpoint yet: starting from the first step")
         steps = self._state.progress.steps
+        if steps == total and self._is_restarted:
+            self.is_finished = True
+            self._say(f"{options.load} has all {total} steps: the training is done, and there is nothing left to do")
+            return self._state.progress
         if steps >= total:
             raise ConfigurationError(f"--load {options.load} has {steps} steps already: give --steps above {steps}")
         if newest is not None and newest > steps:
-            raise ConfigurationError(
-                f"--save {options.save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
-                f"give --load {options.save} to go on from there, or another folder"
-            )
+            self._meet_later_ones(newest, steps)
+        if options.save is not None:
+            folder = options.save
+            agree(run.rank, lambda: require_writable(folder))
+            self._replaceable = agree(run.rank, lambda: numbers_in(folder, above=steps))
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
-            dump_param_to_param_group_map(self._run.model, self._run.optimizer, folder)
+            dump_param_to_param_group_map(run.model, run.optimizer, folder)
             self._say(f"wrote the map of parameter groups: {folder}")
         return self._state.progress
 
@@ -139,22 +156,49 @@ class RunCheckpoints:
         self._state.progress = progress
         optimizer = None if options.no_save_optim else run.optimizer
         extra, with_rng = {"trainer": self._state}, not options.no_save_rng
-        path = self._checkpointer.save(progress.steps, run.model, optimizer, extra=extra, with_rng=with_rng)
+        overwrite = progress.steps in self._replaceable
+        with in_options():
+            path = self._checkpointer.save(
+                progress.steps, run.model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite
+            )
         self._saved = progress.steps
         self._say(f"step {progress.steps:>5}: saving {path}" if options.async_save else f"saved {path}")
+
+    @property
+    def _is_restarted(self) -> bool:
+        """Whether this is a job that is started again and again with the same command."""
+        load, save = self._options.load, self._options.save
+        return load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+
+    def _holds_nothing(self) -> bool:
+        return self._checkpointer is not None and self._checkpointer.latest() is None
+
+    def _meet_later_ones(self, newest: int, steps: int) -> None:
+        """What to do about checkpoints that are further than this run begins."""
+        save = self._options.save
+        if not self._is_restarted:
+            raise ConfigurationError(
+                f"--save {save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
+                f"give --load {save} to go on from there, or another folder"
+            )
+        self._say(
+            f"{save} holds a checkpoint of step {newest} that its pointer does not name: this run goes on from step "
+            f"{steps}, and replaces what it comes to again"
+        )
 
     def _load(self) -> None:
         options, run = self._options, self._run
         assert options.load is not None
-        report: LoadReport = load_checkpoint(
-            run.model,
-            None if options.no_load_optim else run.optimizer,
-            options.load,
-            extra={"trainer": self._state},
-            with_rng=not options.no_load_rng,
-            strict=not options.no_strict_fsdp_dtensor_load,
-            verify=options.verify_integrity,
-        )
+        with in_options():
+            report: LoadReport = load_checkpoint(
+                run.model,
+                None if options.no_load_optim else run.optimizer,
+                options.load,
+                extra={"trainer": self._state},
+                with_rng=not options.no_load_rng,
+                strict=not options.no_strict_fsdp_dtensor_load,
+                verify=options.verify_integrity,
+            )
         if report.iteration is not None:
             self._state.progress = Progress(report.iteration, self._state.progress.elapsed_s)
         progress = self._state.progress
@@ -170,6 +214,55 @@ class RunCheckpoints:
 
     def _interrupt(self, *_: object) -> None:
         self.is_interrupted = True
+
+
+_OPTION_OF = {
+    "pass strict=False to load what fits": "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim "
+    "where only the optimizer does not",
+    "pass overwrite=True to replace it, or save another iteration": "it was not there when this run began, so another "
+    "one may be saving here: move it away, or give another folder to --save",
+}
+
+
+@contextmanager
+def in_options() -> Iterator[None]:
+    """Errors of the library with the trainer's options where they name arguments.
+
+    Raises:
+        CheckpointError: The block raised it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        message = str(error)
+        for argument, option in _OPTION_OF.items():
+            message = message.replace(argument, option)
+        if message == str(error):
+            raise
+        raise CheckpointError(message) from error
+
+
+def numbers_in(folder: Path, above: int) -> frozenset[int]:
+    """The steps above one that folders of checkpoints here are named after, whole or not."""
+    found = (iteration_of(path.name) for path in folder.iterdir())
+    return frozenset(number for number in found if number is not None and number > above)
+
+
+def require_writable(folder: Path) -> None:
+    """Make a folder, and write to it, so that a run does not find out after the training that it cannot.
+
+    Raises:
+        ConfigurationError: It cannot be made or written.
+    """
+    probe = folder / f".probe-{uuid.uuid4().hex[:12]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
 
 
 def facts_of(run: Run) -> dict[str, str]:

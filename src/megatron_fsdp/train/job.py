@@ -83,6 +83,8 @@ def run_job(settings: Settings, rank: Rank) -> None:
         with ConsoleWatcher(console, settings.preset.steps) as display, RunCheckpoints(run, display.say) as keeper:
             recorder = Recorder(display, folder if rank.is_first else None)
             outcome = train(run, recorder, keeper)
+        if keeper.is_finished:
+            return
         if outcome.is_interrupted:
             console.print(f"stopped and saved after {outcome.steps} steps; --load {options.save} goes on from there")
             return

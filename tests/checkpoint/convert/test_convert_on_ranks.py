@@ -19,6 +19,8 @@ from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.checkpoint.tools.edit import edit
+from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.parity import assert_equal_tensors
@@ -170,10 +172,41 @@ def test_a_truncated_source_is_refused_by_name(tmp_path: Path) -> None:
         convert(source, tmp_path / "out")
 
 
-def test_the_folder_above_is_refused_with_a_hint(tmp_path: Path) -> None:
-    write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    with pytest.raises(CheckpointError, match=r"did you mean .*iter_0000007\?"):
+def test_of_the_folder_of_a_run_the_latest_is_taken(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("iter_0000007", "iter_0000008"):
+        source = write_torch_dist(run / name, make_truth(SPEC))
+    assert convert(run, tmp_path / "newest").source == source
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    report = convert(run, tmp_path / "out")
+    assert report.source == run / "iter_0000007"
+    assert report.as_json()["source"] == str(run / "iter_0000007")
+    assert CheckpointFolder(tmp_path / "out").read_object("iteration") == 7
+    (run / "latest_checkpointed_iteration.txt").write_text("9")
+    with pytest.raises(CheckpointError, match="says 9, but there is no whole checkpoint of that name"):
+        convert(run, tmp_path / "other")
+
+
+def test_a_folder_of_other_names_is_refused_with_a_hint(tmp_path: Path) -> None:
+    write_torch_dist(tmp_path / "mine", make_truth(SPEC))
+    with pytest.raises(CheckpointError, match=r"did you mean .*mine\?"):
         convert(tmp_path, tmp_path / "out")
+
+
+def test_the_current_folder_and_the_source_are_no_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
+    opened = CheckpointFolder(source)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    before = sorted(tmp_path.rglob("*"))
+    refusals = {".": "is the current folder", str(source): "is the checkpoint that is read"}
+    refusals |= {str(source / "sub"): "is inside .*, which is read", str(source / "a" / "b"): "is inside"}
+    for target, words in refusals.items():
+        with pytest.raises(CheckpointError, match=words):
+            convert(source, target)
+        with pytest.raises(CheckpointError, match=words):
+            edit(opened, Path(target), [parse_operation("remove rng")])
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_verification_compares_keys_values_shapes_and_dtypes(tmp_path: Path) -> None:

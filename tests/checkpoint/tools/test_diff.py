@@ -16,8 +16,10 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
 from megatron_fsdp.checkpoint.tools.compare_values import BLOCK, Tolerance, compare_piece
 from megatron_fsdp.checkpoint.tools.diff import diff, tensor_difference
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.tools import builders
+from tests.support.torch_dist.gpt import GptSpec, make_truth
+from tests.support.torch_dist.write import WriteOptions, write_torch_dist
 
 SHAPE = (12, 15)
 GRIDS = {
@@ -205,3 +207,26 @@ def test_large_arrays_that_differ_deep_inside_are_told_apart() -> None:
     told = first_difference({"x": a}, {"x": b})
     assert told is not None
     assert "with other values" in told
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_common_state_beside_the_tensors_is_compared(tmp_path: Path, generation: int) -> None:
+    def change(common: dict[str, Any]) -> None:
+        common["optimizer"]["optimizer"]["param_groups"][0]["lr"] = 77.0
+
+    truth = make_truth(GptSpec(layers=1))
+    left = write_torch_dist(tmp_path / "a", truth, WriteOptions(generation=generation))
+    right = write_torch_dist(tmp_path / "b", truth, WriteOptions(generation=generation, change_common=change))
+    a, b = CheckpointFolder(left), CheckpointFolder(right)
+    assert diff(a, a).is_same
+    assert diff(a, a).compared == len(a.tensors) + len(a.objects) + 1
+    (found,) = diff(a, b).differences
+    assert (found.key, found.kind) == ("common.pt", "object")
+    assert "param_groups[0].lr" in found.told
+    assert found.told.endswith("77.0 in B")
+    assert diff(a, b, pattern="^decoder").is_same
+    (right / "common.pt").unlink()
+    assert [(d.key, d.kind) for d in diff(a, b).differences] == [("common.pt", "only in A")]
+    (right / "common.pt").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(CheckpointError, match=r"common\.pt"):
+        diff(a, b)

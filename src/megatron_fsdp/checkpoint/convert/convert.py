@@ -18,6 +18,8 @@ from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.ranks import gather_objects, rank_of, together, world_size_of
+from megatron_fsdp.checkpoint.tools.locate import locate
+from megatron_fsdp.checkpoint.tools.new_folder import require_apart
 from megatron_fsdp.errors import CheckpointError
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -32,12 +34,14 @@ class ConversionReport:
     """What was done, or with `dry_run` would be.
 
     Attributes:
+        source: The folder that was read.
         plan: All moves and values.
         written: Whether the output exists now.
         verified: Whether it was read back and compared.
         ranks: How many shared the work.
     """
 
+    source: Path
     plan: ConversionPlan
     written: bool
     verified: bool
@@ -47,6 +51,7 @@ class ConversionReport:
         """For scripts."""
         plan = self.plan
         return {
+            "source": str(self.source),
             "written": self.written,
             "verified": self.verified,
             "ranks": self.ranks,
@@ -89,7 +94,7 @@ def convert(
     """Convert a checkpoint. Collective; needs no GPU, and holds one tensor of the output at a time on each rank.
 
     Args:
-        source: The `iter_*` folder of a `torch_dist` checkpoint.
+        source: The `iter_*` folder of a `torch_dist` checkpoint, or the folder of a run: then its latest.
         target: The folder to make; must not exist, or be empty. It appears when everything is written.
         options: What to write, and how.
         steps: Which steps to take.
@@ -101,13 +106,13 @@ def convert(
             and nothing is left of the target.
         ConversionMismatchError: The output differs from the source; nothing is left of it.
     """
-    source, target = Path(source), Path(target)
+    source, target = Path(source), Path(target).absolute()
     options, steps = options or ConvertOptions(), steps or Steps()
     doing = f"converting {source}"
     opened, plan = together(doing, lambda: _prepare(source, target, options, steps, group), group)
     ranks = world_size_of(group)
     if steps.dry_run:
-        return ConversionReport(plan, written=False, verified=False, ranks=ranks)
+        return ConversionReport(opened.folder.path, plan, written=False, verified=False, ranks=ranks)
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         _write_all(opened, plan, temporary, steps, progress, group)
@@ -117,17 +122,18 @@ def convert(
         if rank_of(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return ConversionReport(plan, written=True, verified=steps.verify, ranks=ranks)
+    return ConversionReport(opened.folder.path, plan, written=True, verified=steps.verify, ranks=ranks)
 
 
 def _prepare(
     source: Path, target: Path, options: ConvertOptions, steps: Steps, group: dist.ProcessGroup | None
 ) -> tuple[TorchDistSource, ConversionPlan]:
-    opened = TorchDistSource.open(source)
+    opened = TorchDistSource.open(locate(source))
     plan = make_plan(opened.content, options)
     if rank_of(group) == 0 and not steps.dry_run:
         if steps.write_tracker:
             _tracked_as(target, opened)
+        require_apart(target, opened.folder.path)
         _require_free(target)
     return opened, plan
 

@@ -7,6 +7,7 @@ A run calls `dump_param_to_param_group_map`, which writes a DCP folder with one 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,15 +150,23 @@ def read_group_map_json(path: str | Path) -> dict[str, int]:
     """The map of a JSON file.
 
     Raises:
-        CheckpointError: It cannot be read, or holds something else than names with indices.
+        CheckpointError: It cannot be read, names a parameter twice, or holds something else than names with indices.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_named_once)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the map of parameter groups from {path}: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a JSON {type(found).__name__}; a map of parameter groups is an object")
     return _checked(found, str(path))
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"names that stand there twice: {listed(twice)}")
+    return found
 
 
 def _checked(found: Mapping[str, Any], where: str) -> dict[str, int]:

@@ -31,16 +31,26 @@ def read_common(folder: CheckpointFolder) -> dict[str, Any]:
             found = found[0]
     elif (folder.path / COMMON_FILE).is_file():
         where = str(folder.path / COMMON_FILE)
-        try:
-            with (folder.path / COMMON_FILE).open("rb") as stream:
-                found = load_object(stream, where)
-        except OSError as error:
-            raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+        found = read_common_file(folder)
     else:
         return {name: folder.read_object(name) for name in _FLAT_NAMES if name in folder.objects}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{where} holds a {type(found).__name__} where the common state (a dict) should be")
     return {str(key): value for key, value in found.items()}
+
+
+def read_common_file(folder: CheckpointFolder) -> Any:
+    """What is in `common.pt`, as Megatron's generations G1 and G2 have it.
+
+    Raises:
+        CheckpointError: It is not there, damaged, or asks for code.
+    """
+    path = folder.path / COMMON_FILE
+    try:
+        with path.open("rb") as stream:
+            return load_object(stream, str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def as_json(value: Any, depth: int = _DEPTH) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name
+from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name, read_common_file
 from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
 from megatron_fsdp.checkpoint.tools.compare_values import Tolerance, ValueDifference, compare_piece, merge
 from megatron_fsdp.checkpoint.tools.inspect import compiled, natural_order
+from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.pieces import Piece, meet
 
 Entry = TensorEntry | ObjectEntry | None
@@ -41,7 +42,7 @@ class DiffReport:
 
     Attributes:
         compared: Keys that both have and that were compared.
-        differences: In the natural order of keys: the first is the first to differ.
+        differences: `common.pt` first, then in the natural order of keys: the first is the first to differ.
     """
 
     compared: int
@@ -69,7 +70,7 @@ def _as_json(difference: Difference) -> dict[str, Any]:
 def diff(
     a: CheckpointFolder, b: CheckpointFolder, tolerance: Tolerance | None = None, pattern: str | None = None
 ) -> DiffReport:
-    """Compare all tensors and objects.
+    """Compare all tensors and objects, and `common.pt` (the common state of `torch_dist`) as one object.
 
     Args:
         a: One side, opened.
@@ -85,7 +86,22 @@ def diff(
     everything = {*a.tensors, *a.objects, *b.tensors, *b.objects}
     keys = natural_order(key for key in everything if wanted.search(key))
     found = list(_differences(a, b, keys, tolerance or Tolerance()))
-    return DiffReport(len(keys) - sum(item.kind.startswith("only") for item in found), tuple(found))
+    has_common = any((side.path / COMMON_FILE).exists() for side in (a, b)) and wanted.search(COMMON_FILE) is not None
+    common = _common_difference(a, b) if has_common else None
+    found = found if common is None else [common, *found]
+    count = len(keys) + has_common
+    return DiffReport(count - sum(item.kind.startswith("only") for item in found), tuple(found))
+
+
+def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference | None:
+    """What differs between the files beside the tensors; at least one side has one."""
+    left, right = a.path / COMMON_FILE, b.path / COMMON_FILE
+    if not (left.exists() and right.exists()):
+        side = "A" if left.exists() else "B"
+        told = f"file with iteration, arguments and parameter groups that only {side} has"
+        return Difference(COMMON_FILE, f"only in {side}", told)
+    told_first = first_difference(read_common_file(a), read_common_file(b))
+    return None if told_first is None else Difference(COMMON_FILE, "object", told_first)
 
 
 def _differences(

@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.tools.edit_plan import Kept, Operation, edited_paths, plan_edit
 from megatron_fsdp.checkpoint.tools.kinds import MANIFEST
 from megatron_fsdp.checkpoint.tools.nesting import STRUCTURE_FILE, nested_paths
-from megatron_fsdp.checkpoint.tools.new_folder import new_folder
+from megatron_fsdp.checkpoint.tools.new_folder import new_folder, require_apart
 from megatron_fsdp.checkpoint.tools.pieces import whole
 from megatron_fsdp.checkpoint.tools.stream_write import ObjectSource, TensorSource, write_folder
 from megatron_fsdp.errors import CheckpointError
@@ -52,9 +52,11 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
         operations: Applied in their order.
 
     Raises:
-        CheckpointError: The source is damaged or cannot be edited, or the target is not empty or not writable.
+        CheckpointError: The source is damaged or cannot be edited, or the target is not empty, not writable
+            or inside the source.
         ConfigurationError: As of `plan_edit` and `edited_paths`.
     """
+    require_apart(target, folder.path)
     if getattr(folder.metadata, "mcore_data", None):
         raise CheckpointError(
             f"{folder.path} is of generation G1: its metadata describe flattened tensors by key, and edited keys would "
@@ -70,8 +72,11 @@ def edit(folder: CheckpointFolder, target: Path, operations: Sequence[Operation]
     stale = _STALE if has_same_keys else _STALE | {STRUCTURE_FILE}
     copied = [path for path in others if _comes_along(path, stale)]
     with new_folder(target) as temporary:
-        write_folder(temporary, _sources(folder, kept), paths)
+        beside = {path.name: path.read_bytes() for path in copied if path.name == STRUCTURE_FILE}
+        write_folder(temporary, _sources(folder, kept), paths, beside=beside)
         for path in copied:
+            if path.name in beside:
+                continue
             if path.is_dir():
                 shutil.copytree(path, temporary / path.name, symlinks=True)
             else:

@@ -38,10 +38,11 @@ class Structure:
     keys: tuple[tuple[KeyPath, str], ...] = ()
     empty: tuple[tuple[KeyPath, str], ...] = ()
 
-    def write(self, folder: Path) -> None:
-        """Into `structure.json`, if there is anything to tell."""
-        if self.keys or self.empty:
-            (folder / STRUCTURE_FILE).write_text(json.dumps({"version": 1, **asdict(self)}, indent=1), encoding="utf-8")
+    def files(self) -> dict[str, bytes]:
+        """`structure.json` with its content, if there is anything to tell."""
+        if not (self.keys or self.empty):
+            return {}
+        return {STRUCTURE_FILE: json.dumps({"version": 1, **asdict(self)}, indent=1).encode()}
 
     @classmethod
     def read(cls, folder: Path) -> Structure:

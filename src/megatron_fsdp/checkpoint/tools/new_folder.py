@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -10,6 +11,26 @@ from pathlib import Path
 
 from megatron_fsdp.checkpoint.file_ops import FileOps
 from megatron_fsdp.errors import CheckpointError
+
+
+def require_apart(target: Path, source: Path | None = None) -> None:
+    """Refuse a folder that cannot be made without harm to what is in use.
+
+    Args:
+        target: To be made.
+        source: What is read meanwhile; None: nothing that could be hurt.
+
+    Raises:
+        CheckpointError: The target is the current folder, the source, or inside the source.
+    """
+    wanted = Path(os.path.realpath(target))
+    if source is not None:
+        origin = Path(os.path.realpath(source))
+        if wanted == origin or origin in wanted.parents:
+            where = "the checkpoint that is read" if wanted == origin else f"inside {source}, which is read"
+            raise CheckpointError(f"{target} is {where}; give a folder outside of it")
+    if wanted == Path(os.path.realpath(".")):
+        raise CheckpointError(f"{target} is the current folder, which cannot be replaced; give a folder that is not")
 
 
 @contextmanager
@@ -24,6 +45,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()) or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError(f"{target} exists already and is not empty; give a folder that does not exist yet")
+    require_apart(target)
     temporary = _beside(target)
     try:
         temporary.mkdir(parents=True)

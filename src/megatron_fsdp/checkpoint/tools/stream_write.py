@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,7 @@ from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.file_ops import FileOps
 from megatron_fsdp.checkpoint.sealing import Seal, manifest_of
+from megatron_fsdp.checkpoint.tools.side_files import FILES_FACT
 from megatron_fsdp.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
@@ -117,14 +118,16 @@ def write_folder(
     paths: Mapping[str, KeyPath] | None,
     *,
     file_bytes: int = FILE_BYTES,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write data files, the manifest and, last, `.metadata`.
+    """Write data files, files beside them, the manifest and, last, `.metadata`.
 
     Args:
         folder: Exists; to be published by the caller.
         sources: What to write, each key once.
         paths: Key -> path in the nested state dict (torch's `planner_data`); None where keys are not nested.
         file_bytes: A new file is begun when one is this long.
+        beside: Name -> content of files that the checkpoint cannot do without; the manifest notes them.
 
     Raises:
         CheckpointError: The disk is full or cannot be written, or reading a source fails.
@@ -139,7 +142,14 @@ def write_folder(
                 described[source.key] = _write_tensor(files, source, seal)
         files.close()
         metadata = Metadata(described, planner_data=None if paths is None else dict(paths))
-        FileOps().write_file(folder / manifest.FILE_NAME, manifest_of(metadata, [seal]).to_json())
+        sealed = manifest_of(metadata, [seal])
+        if beside:
+            for name, content in beside.items():
+                (folder / name).write_bytes(content)
+                FileOps().sync_file(folder / name)
+            digests = {name: hashlib.sha256(content).hexdigest() for name, content in beside.items()}
+            sealed = replace(sealed, facts={**sealed.facts, FILES_FACT: digests})
+        FileOps().write_file(folder / manifest.FILE_NAME, sealed.to_json())
         FileSystemWriter(folder).finish(metadata, [files.results])
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):

@@ -147,8 +147,7 @@ def from_torch_save(
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes += _tied(tensors)
     with new_folder(target) as temporary:
-        write_folder(temporary, _sources(leaves, chunk_bytes, notes), paths)
-        structure.write(temporary)
+        write_folder(temporary, _sources(leaves, chunk_bytes, notes), paths, beside=structure.files())
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
