@@ -63,6 +63,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "nested deeply": (as_file(b"[" * 200_000), "no JSON"),
     "a name twice": (as_file(b'{"w": 1, "w": 2}'), "'w' stands in it twice"),
     "metadata no texts": (as_file({"__metadata__": {"a": 1}, **GOOD}), "__metadata__"),
+    "a name that is no text": (as_file(b'{"\\ud800": 1}'), "'\\ud800', which is no text"),
     "a tensor as a number": (as_file({"w": 3}, b""), "'w'"),
     "a field more": (as_file(changed("b", more=1)), "'b'"),
     "shape of floats": (as_file(changed("b", shape=[2.0, 3])), "'b'"),
@@ -160,6 +161,7 @@ def test_a_dtype_that_the_format_lacks_is_refused() -> None:
 class CountingKeys(str):
     """Counts how often names are compared."""
 
+    __slots__ = ()
     compared = 0
     __hash__ = str.__hash__
 

@@ -55,5 +55,5 @@ def test_our_wrapper_around_it_is_taken_off(run_ranks: RunRanks, tmp_path: Path)
 
 def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
     for call in (load_hf, save_hf):
-        with pytest.raises(ConfigurationError, match="model is a dict; give an nn.Module"):
+        with pytest.raises(ConfigurationError, match=r"model is a dict; give an nn\.Module"):
             call({}, tmp_path)  # type: ignore[arg-type]

@@ -76,9 +76,7 @@ def default_config(config: Any) -> dict[str, Any]:
     return defaults
 
 
-def check_config(
-    stored: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], where: object
-) -> None:
+def check_config(stored: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any], where: object) -> None:
     """Refuse a stored config with which the same weights compute something else.
 
     Args:

@@ -135,8 +135,10 @@ def live_shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _all_live(module: nn.Module) -> list[LiveTensor]:
-    """Every tensor under one name: an adapter may be tied to the base, and is stored under its own name."""
-    return [replace(tensor, aliases=(tensor.name,)) for tensor in live_tensors(module)]
+    """Every tensor under each of its names: peft chooses one (of a projection that layers share, of a tied weight)."""
+    return [
+        replace(tensor, name=alias, aliases=(alias,)) for tensor in live_tensors(module) for alias in tensor.aliases
+    ]
 
 
 def _live_of(module: nn.Module, naming: Any) -> list[LiveTensor]:
@@ -148,12 +150,23 @@ def _live_of(module: nn.Module, naming: Any) -> list[LiveTensor]:
 def _peft_model(model: nn.Module, adapter_name: str) -> Any:
     module = unwrap(model)
     configs = getattr(module, "peft_config", None)
-    if not configs or not hasattr(module, "get_base_model"):
+    if configs and not hasattr(module, "get_base_model"):
+        raise ConfigurationError(
+            f"the adapters of this {type(module).__name__} were added by its own add_adapter; only those of "
+            "peft.get_peft_model are saved and loaded here, so make the model by that"
+        )
+    if not configs:
         raise ConfigurationError(
             f"a {type(module).__name__} has no adapters; give a model made by peft.get_peft_model, sharded or not"
         )
     if adapter_name not in configs:
         raise ConfigurationError(f"the model has no adapter {adapter_name!r}; it has {', '.join(sorted(configs))}")
+    if getattr(configs[adapter_name], "is_prompt_learning", False):
+        raise ConfigurationError(
+            f"adapter {adapter_name!r} is a learned prompt ({type(configs[adapter_name]).__name__}), of which peft "
+            "stores what it computes; only adapters that add weights to layers (LoRA, IA3, VeRA, ...) are saved and "
+            "loaded here"
+        )
     return module
 
 

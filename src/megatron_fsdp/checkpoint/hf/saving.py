@@ -65,7 +65,7 @@ def save_hf(
     if getattr(module, "peft_config", None):
         raise ConfigurationError(
             "the model has adapters, which a Hugging Face checkpoint of the model cannot hold; save them by "
-            "save_adapter, or merge them into the model first"
+            "save_adapter (those of peft.get_peft_model), or merge them into the model first"
         )
     folder = Path(folder)
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
