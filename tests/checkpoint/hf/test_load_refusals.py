@@ -199,7 +199,7 @@ class Expanded(nn.Module):
 def test_memory_that_cannot_be_written_to_is_found_before_anything_changes(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2), "rows": torch.ones(2, 3)}, tmp_path / MODEL_FILE)
     model = Expanded(5.0)
-    with pytest.raises(CheckpointError, match="several elements of rows lie in one place") as raised:
+    with pytest.raises(CheckpointError, match="several elements of rows share one place") as raised:
         load_hf(model, tmp_path)
     assert "partly loaded" not in str(raised.value)
     assert model.weight.tolist() == [5.0, 5.0]

@@ -89,6 +89,12 @@ def save_hf(
 
 
 def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
+    if type(max_shard_bytes) is not int:
+        raise ConfigurationError(
+            f"max_shard_bytes={max_shard_bytes!r} is a {type(max_shard_bytes).__name__}; give a whole number of bytes"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, or None")
     if max_shard_bytes <= 0:
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
