@@ -43,7 +43,7 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
 
 def _added_names(base: nn.Module) -> set[str]:
     """What adapters have added to layers, as peft's layers list it (AdaLoRA's ranknum has no prefix)."""
-    added = set()
+    added: set[str] = set()
     for name, part in base.named_modules():
         listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
         added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)

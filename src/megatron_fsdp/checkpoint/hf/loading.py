@@ -123,7 +123,7 @@ def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
         if _shares_memory(view):
             raise CheckpointError(
                 f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it cannot "
-                "be loaded into; make it contiguous in the model, or leave it out of the model's state (persistent=False)"
+                "be loaded into; make it contiguous in the model, or leave it out of its state (persistent=False)"
             )
 
 
