@@ -106,7 +106,7 @@ def refuse_adapter(folder: str) -> tuple[str, bool]:
 def test_other_adapters_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     cases = {
         "alpha": ({"lora_alpha": 8}, "lora_alpha=8, and the model's adapter lora_alpha=4"),
-        "rank": ({"r": 2}, "(has (2, 16), wanted (3, 16))"),
+        "rank": ({"r": 2}, "r=2, and the model's adapter r=3"),
         "modules": ({"target_modules": ["q_proj"]}, "4 missing, 0 unexpected"),
         "more": ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "0 missing, 4 unexpected"),
     }

@@ -13,7 +13,13 @@ import torch
 from hypothesis import example, given, settings
 
 from megatron_fsdp.checkpoint.hf.index import read_header
-from megatron_fsdp.checkpoint.hf.safetensors_format import DTYPES, MAX_HEADER_BYTES, StoredTensor, lay_out_file
+from megatron_fsdp.checkpoint.hf.safetensors_format import (
+    DTYPES,
+    MAX_HEADER_BYTES,
+    StoredTensor,
+    _without_duplicates,
+    lay_out_file,
+)
 from megatron_fsdp.errors import CheckpointError
 
 GOOD = {
@@ -57,6 +63,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "nested deeply": (as_file(b"[" * 200_000), "no JSON"),
     "a name twice": (as_file(b'{"w": 1, "w": 2}'), "'w' stands in it twice"),
     "metadata no texts": (as_file({"__metadata__": {"a": 1}, **GOOD}), "__metadata__"),
+    "a name that is no text": (as_file(b'{"\\ud800": 1}'), "'\\ud800', which is no text"),
     "a tensor as a number": (as_file({"w": 3}, b""), "'w'"),
     "a field more": (as_file(changed("b", more=1)), "'b'"),
     "shape of floats": (as_file(changed("b", shape=[2.0, 3])), "'b'"),
@@ -149,3 +156,24 @@ def test_headers_that_are_written_are_read_back(
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"w has dtype torch\.complex128"):
         lay_out_file("y.safetensors", [("w", torch.complex128, (1,))], {})
+
+
+class CountingKeys(str):
+    """Counts how often names are compared."""
+
+    __slots__ = ()
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountingKeys.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_repeated_name_is_found_in_linear_time() -> None:
+    count = 2000
+    keys = [CountingKeys(f"k{i}") for i in range(count)] + [CountingKeys(f"k{count - 1}")]
+    CountingKeys.compared = 0
+    with pytest.raises(ValueError, match="'k1999' stands in it twice"):
+        _without_duplicates([(key, 0) for key in keys])
+    assert CountingKeys.compared < 10 * count

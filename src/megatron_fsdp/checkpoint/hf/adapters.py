@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.checkpoint.hf.adapter_config import check_config, default_config, plain_config
 from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
@@ -24,9 +25,6 @@ from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"
-
-_DECISIVE = ("peft_type", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-"""Fields that change what the same weights compute."""
 
 _ONE_FILE = 2**62
 
@@ -87,7 +85,7 @@ def load_adapter(
         ConfigurationError: The model has no such adapter.
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
-    own = _own_config(module, adapter_name)
+    own = module.peft_config[adapter_name]
     files = replace(on_first_rank(f"opening {folder}", lambda: _open_adapter(folder, own), group), folder=folder)
 
     def match() -> Match:
@@ -137,8 +135,10 @@ def live_shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _all_live(module: nn.Module) -> list[LiveTensor]:
-    """Every tensor under one name: an adapter may be tied to the base, and is stored under its own name."""
-    return [replace(tensor, aliases=(tensor.name,)) for tensor in live_tensors(module)]
+    """Every tensor under each of its names: peft chooses one (of a projection that layers share, of a tied weight)."""
+    return [
+        replace(tensor, name=alias, aliases=(alias,)) for tensor in live_tensors(module) for alias in tensor.aliases
+    ]
 
 
 def _live_of(module: nn.Module, naming: Any) -> list[LiveTensor]:
@@ -150,24 +150,27 @@ def _live_of(module: nn.Module, naming: Any) -> list[LiveTensor]:
 def _peft_model(model: nn.Module, adapter_name: str) -> Any:
     module = unwrap(model)
     configs = getattr(module, "peft_config", None)
-    if not configs or not hasattr(module, "get_base_model"):
+    if configs and not hasattr(module, "get_base_model"):
+        raise ConfigurationError(
+            f"the adapters of this {type(module).__name__} were added by its own add_adapter; only those of "
+            "peft.get_peft_model are saved and loaded here, so make the model by that"
+        )
+    if not configs:
         raise ConfigurationError(
             f"a {type(module).__name__} has no adapters; give a model made by peft.get_peft_model, sharded or not"
         )
     if adapter_name not in configs:
         raise ConfigurationError(f"the model has no adapter {adapter_name!r}; it has {', '.join(sorted(configs))}")
+    if getattr(configs[adapter_name], "is_prompt_learning", False):
+        raise ConfigurationError(
+            f"adapter {adapter_name!r} is a learned prompt ({type(configs[adapter_name]).__name__}), of which peft "
+            "stores what it computes; only adapters that add weights to layers (LoRA, IA3, VeRA, ...) are saved and "
+            "loaded here"
+        )
     return module
 
 
-def _own_config(module: Any, adapter_name: str) -> dict[str, Any]:
-    return json.loads(json.dumps(module.peft_config[adapter_name].to_dict(), default=_as_list))
-
-
-def _as_list(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
-
-
-def _open_adapter(folder: Path, own: Mapping[str, Any]) -> WeightFiles:
+def _open_adapter(folder: Path, own: Any) -> WeightFiles:
     files = open_folder(folder, ADAPTER_FILE, None)
     path = folder / CONFIG_FILE
     try:
@@ -176,12 +179,7 @@ def _open_adapter(folder: Path, own: Mapping[str, Any]) -> WeightFiles:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path} is no adapter config")
-    for name in _DECISIVE:
-        if name in stored and name in own and (stored[name] or None) != (own[name] or None):
-            raise CheckpointError(
-                f"{path} has {name}={stored[name]!r}, and the model's adapter {name}={own[name]!r}, with which the "
-                "same weights compute something else; make the adapter with the stored config"
-            )
+    check_config(stored, plain_config(own), default_config(own), path)
     return files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _is_plain_name(file: str) -> bool:
-    return file.endswith(".safetensors") and not any(character in file for character in "/\\\0:")
+    return file.endswith(".safetensors") and file.isprintable() and not any(character in file for character in "/\\\0:")
 
 
 def _first(weight_map: Mapping[str, str], file: str) -> str:
@@ -150,6 +151,9 @@ def _nothing_here(folder: Path, single_file: str, index_file: str | None) -> str
             f"{folder} holds {wanted}, but {pickles[0]}: a pickle, which is not read here; save the model again by "
             "save_pretrained, which writes safetensors"
         )
+    for name in filter(None, (single_file, index_file)):
+        if os.path.lexists(folder / name):
+            return f"{folder / name} is no file (but a folder, a pipe or a link to nothing); put the file itself there"
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     seen = f"; it holds {', '.join(others[:4])}, rename it or give another folder" if others else ""
     return f"{folder} holds {wanted}{seen}"

@@ -82,24 +82,31 @@ class LiveTensor:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers, of which each has nothing but its inner model as `.module`.
+    """The model inside of our wrapper, and of those of torch for data parallelism.
+
+    Any other module is the model, also one whose only child is called `module`: that name belongs to its weights.
 
     Raises:
-        ConfigurationError: A wrapper shows full parameters at the moment, which are copies.
+        ConfigurationError: It is no module, or a wrapper shows full parameters at the moment, which are copies.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
     while True:
         if hasattr(model, "parameter_groups") and not all(map(_is_sharded, model.parameters())):
             raise ConfigurationError(
                 "the model shows full parameters at the moment (inside of a forward, or of full_parameters_context); "
                 "load and save outside of that"
             )
-        children = list(model.named_children())
         inner = getattr(model, "module", None)
-        if len(children) != 1 or children[0][0] != "module" or not isinstance(inner, nn.Module):
-            return model
-        if next(model.parameters(recurse=False), None) is not None:
+        if not _is_wrapper(model) or not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    """Ours cannot be imported into this layer; it is known by its method."""
+    torch_wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return isinstance(model, torch_wrappers) or hasattr(type(model), "install_optimized_model_weights")
 
 
 def _is_sharded(param: torch.Tensor) -> bool:

@@ -99,6 +99,7 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
     """
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
+        _check_memory(wanted.live, held[wanted.live.name])
         for _, stored in wanted.sources:
             _check_dtype(wanted.live, stored)
     files.check_here(stored.file for wanted in match.wanted for _, stored in _needed(wanted, held[wanted.live.name]))
@@ -114,6 +115,27 @@ def _needed(wanted: Wanted, pieces: Sequence[Piece]) -> Iterator[Source]:
         for part, stored in sources:
             if any(intersect(box, part.model_box) is not None for box, _ in pieces):
                 yield part, stored
+
+
+def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
+    """Every element must have a place of its own; torch refuses to write to others, but only when it comes to them."""
+    for _, view in pieces:
+        if _shares_memory(view):
+            raise CheckpointError(
+                f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it cannot "
+                "be loaded into; make it contiguous in the model, or leave it out of its state (persistent=False)"
+            )
+
+
+def _shares_memory(view: torch.Tensor) -> bool:
+    """Whether elements overlap, as far as torch sees it when it writes: dimensions of small strides inside larger."""
+    dims = sorted((stride, length) for stride, length in zip(view.stride(), view.shape, strict=True) if length > 1)
+    reach = 0
+    for stride, length in dims:
+        if stride <= reach:
+            return True
+        reach += stride * (length - 1)
+    return False
 
 
 def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:

@@ -48,7 +48,9 @@ def new_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup 
 
 
 def _prepare(target: Path) -> Path:
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a link, which would be replaced; give the folder that it leads to")
+    if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is no folder; give one that is not there yet, or an empty one")
     if target.is_dir() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty; give a folder that is not there yet, nothing is overwritten")

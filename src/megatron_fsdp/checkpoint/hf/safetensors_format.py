@@ -125,16 +125,20 @@ def parse_header(header: bytes, file: str, file_bytes: int, where: str) -> dict[
         raise CheckpointError(f"the header of {where} is a JSON {type(described).__name__}, not an object")
     _check_metadata(described.pop(_METADATA, {}), where)
     data_start = LENGTH_BYTES + len(header)
+    for key in described:
+        if any("\ud800" <= character <= "\udfff" for character in key):
+            raise CheckpointError(f"{where} names a tensor {key!r}, which is no text; the header is damaged")
     found = {key: _tensor(key, entry, file, data_start, where) for key, entry in described.items()}
     _check_cover(list(found.values()), data_start, file_bytes, where)
     return found
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands in it twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} stands in it twice")
+        found[key] = value
     return found
 
 

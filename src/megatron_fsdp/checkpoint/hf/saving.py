@@ -65,7 +65,7 @@ def save_hf(
     if getattr(module, "peft_config", None):
         raise ConfigurationError(
             "the model has adapters, which a Hugging Face checkpoint of the model cannot hold; save them by "
-            "save_adapter, or merge them into the model first"
+            "save_adapter (those of peft.get_peft_model), or merge them into the model first"
         )
     folder = Path(folder)
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
@@ -89,6 +89,12 @@ def save_hf(
 
 
 def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
+    if type(max_shard_bytes) is not int:
+        raise ConfigurationError(
+            f"max_shard_bytes={max_shard_bytes!r} is a {type(max_shard_bytes).__name__}; give a whole number of bytes"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, or None")
     if max_shard_bytes <= 0:
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
