@@ -101,7 +101,7 @@ DIFFERENT = {
     "load with_rng": "with_rng is False on rank 0, True on rank 1",
     "load strict": "strict is False on rank 0, True on rank 1",
     "load optimizer": "optimizer is None on rank 0, given on rank 1",
-    "load extra": "extra is empty on rank 0, counter on rank 1",
+    "load extra": "extra is empty on rank 0, 1 names on rank 1",
     "load iteration": "iteration is 1 on rank 0, 2 on rank 1",
     "load one": "iteration is None on rank 0, 1 on rank 1",
     "load no iteration": "iteration is 1 on rank 0, -1 on rank 1",
@@ -111,7 +111,7 @@ DIFFERENT = {
     "save overwrite": "overwrite is False on rank 0, True on rank 1",
     "save with_rng": "with_rng is False on rank 0, True on rank 1",
     "save optimizer": "optimizer is None on rank 0, given on rank 1",
-    "save extra": "extra is empty on rank 0, counter on rank 1",
+    "save extra": "extra is empty on rank 0, 1 names on rank 1",
     "save background": "in_background is False on rank 0, True on rank 1",
 }
 
