@@ -251,6 +251,8 @@ def save_in_a_part(root: Path) -> list[str]:
     """Ranks 0 and 1 save together, rank 2 alone, at the same time."""
     rank = dist.get_rank()
     pair, single = dist.new_group([0, 1]), dist.new_group([2])
+    if rank == 0:  # ranks of a group need not be in the same number of others
+        dist.new_group([0], use_local_synchronization=True)
     group = single if rank == 2 else pair
     with BackgroundSaver(group) as saver:
         mine = CheckpointStore(root / ("single" if rank == 2 else "pair"))

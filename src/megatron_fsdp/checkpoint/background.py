@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_fsdp.checkpoint.ranks import world_size_of
-from megatron_fsdp.checkpoint.settle import SaveErrors, raise_settled
+from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
 from megatron_fsdp.checkpoint.staging import StagingBuffers
 from megatron_fsdp.errors import ConfigurationError
 
@@ -165,11 +167,29 @@ class BackgroundSaver:
 
 
 def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """A new gloo group of the same ranks; None where this process is alone in the world."""
+    """A new gloo group of the same ranks; None where this process is alone in the world.
+
+    For some of the ranks torch names a group by how many groups a rank is in, which may differ between them, and they
+    would wait for each other under different names; so they agree on a name first, over the group that is there.
+    """
     if world_size_of() == 1:
         return None
-    ranks = None if group is None else dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=ranks is not None)
+    if group is None:
+        return dist.new_group(timeout=timeout, backend="gloo")
+    name = decided_by_first(lambda: f"megatron_fsdp_background_save_{uuid.uuid4().hex}", "making a group", group)
+    ranks = dist.get_process_group_ranks(group)
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend("gloo"),
+        distributed_c10d._get_default_store(),
+        cast(Any, name),
+        timeout=timeout or distributed_c10d.default_pg_timeout,
+    )
+    assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def _warn_of_untold(outcome: _Outcome) -> None:
