@@ -33,6 +33,26 @@ class Box:
         """Number of elements."""
         return math.prod(self.lengths)
 
+    @property
+    def indices(self) -> tuple[slice, ...]:
+        """The box as an index into its tensor."""
+        return tuple(slice(first, first + length) for first, length in zip(self.offsets, self.lengths, strict=True))
+
+    def inside(self, outer: Box) -> Box:
+        """The same box in coordinates of one around it."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
+
+    def meet(self, other: Box) -> Box | None:
+        """What two boxes of one tensor share; None where that is nothing."""
+        offsets, lengths = [], []
+        for a, n, b, m in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
+            first, last = max(a, b), min(a + n, b + m)
+            if first >= last:
+                return None
+            offsets.append(first)
+            lengths.append(last - first)
+        return Box(tuple(offsets), tuple(lengths))
+
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cover elements [start, stop) of the flattened tensor with boxes, in flattened order.

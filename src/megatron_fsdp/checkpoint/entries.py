@@ -211,11 +211,7 @@ def _overlap(boxes: Sequence[Box]) -> str | None:
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         open_boxes = [other for other in open_boxes if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
-        if any(_meet(box, other) for other in open_boxes):
+        if any(box.meet(other) is not None for other in open_boxes):
             return f"has elements more than once, at {box.offsets}"
         open_boxes.append(box)
     return None
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return all(i < j + m and j < i + n for i, n, j, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))

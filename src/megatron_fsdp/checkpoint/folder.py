@@ -151,14 +151,14 @@ class CheckpointFolder:
             raise CheckpointError(f"{key} of shape {entry.shape} has no box at {offsets} with lengths {lengths}")
         out: torch.Tensor | None = None
         for chunk in entry.chunks:
-            there, here = _shared(chunk.box, wanted)
-            if there is None or here is None:
+            shared = chunk.box.meet(wanted)
+            if shared is None:
                 continue
-            values = self._read(entry, chunk)[there]
+            values = self._read(entry, chunk)[shared.inside(chunk.box).indices]
             if values.shape == wanted.lengths:
                 return values
             out = torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
-            out[here] = values
+            out[shared.inside(wanted).indices] = values
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
@@ -310,15 +310,3 @@ def _hint(folder: Path) -> str:
     if any(folder.glob("*.safetensors")):
         return "; its .safetensors files are in Hugging Face's format: use load_hf"
     return ""
-
-
-def _shared(a: Box, b: Box) -> tuple[tuple[slice, ...] | None, tuple[slice, ...] | None]:
-    """What two boxes share, as indices into each; None, None where they share nothing."""
-    in_a, in_b = [], []
-    for i, n, j, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True):
-        first, last = max(i, j), min(i + n, j + m)
-        if first >= last:
-            return None, None
-        in_a.append(slice(first - i, last - i))
-        in_b.append(slice(first - j, last - j))
-    return tuple(in_a), tuple(in_b)

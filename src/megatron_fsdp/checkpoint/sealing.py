@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,8 @@ from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
 from megatron_fsdp.checkpoint.objects import load_object_bytes
 from megatron_fsdp.checkpoint.ranks import by_value
+from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.settle import failures_in_words
 from megatron_fsdp.checkpoint.tensor_archive import TensorArchives
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
@@ -210,16 +211,11 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
     if alone:
         _require_whole(state)
     try:
-        with warnings.catch_warnings():
-            if alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
-            save(
-                dict(state),
-                storage_writer=SealingWriter(folder),
-                planner=SealingPlanner(),
-                process_group=group,
-                no_dist=alone,
-            )
+        writer, planner = SealingWriter(folder), SealingPlanner()
+        if alone:
+            save_alone(state, storage_writer=writer, planner=planner)
+        else:
+            save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
 
@@ -233,13 +229,6 @@ def _require_whole(state: Mapping[str, Any]) -> None:
                 "more), so this process alone would save a part of it; save, and wait for saves in the background, "
                 "before destroy_process_group()"
             )
-
-
-def failures_in_words(error: CheckpointException) -> str:
-    """What ranks met, the same text on each."""
-    ranks = sorted(error.failures)
-    told = [f"rank {rank}: {type(error.failures[rank][0]).__name__}: {error.failures[rank][0]}" for rank in ranks]
-    return "; ".join(told)
 
 
 def _require_readable(raw: bytes, key: str) -> None:

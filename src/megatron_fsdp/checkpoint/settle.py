@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of, world_size_of
+from megatron_fsdp.checkpoint.ranks import raise_together, rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 Answer = TypeVar("Answer")
@@ -52,7 +52,7 @@ def decided_by_first(decide: Callable[[], Answer], doing: str, group: dist.Proce
 
 
 def raise_settled(error: BaseException | None, doing: str, group: dist.ProcessGroup | None = None) -> None:
-    """`raise_together`, which says once what all ranks say alike.
+    """`raise_together`, which puts torch's report on all ranks in short.
 
     Args:
         error: What this rank met; None if all went well.
@@ -61,20 +61,15 @@ def raise_settled(error: BaseException | None, doing: str, group: dist.ProcessGr
 
     Raises:
         CheckpointError: A rank has met an error; the same message on every rank.
+        Exception: As of `raise_together`.
     """
     if isinstance(error, CheckpointException):
-        error = _in_short(error, doing)
-    everyone = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
-    if all(told is None for told in everyone):
-        return
-    if isinstance(error, CheckpointError) and len(set(everyone)) == 1:
-        raise error
+        made = CheckpointError(f"{doing} failed ({failures_in_words(error)})")
+        made.__cause__ = error
+        error = made
     raise_together(error, doing, group)
 
 
-def _in_short(error: CheckpointException, doing: str) -> CheckpointError:
-    """The report of torch on all ranks without the tracebacks, which are different on every machine."""
-    failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(error.failures.items())]
-    made = CheckpointError(f"{doing} failed ({'; '.join(failed)})")
-    made.__cause__ = error
-    return made
+def failures_in_words(error: CheckpointException) -> str:
+    """What ranks met, the same text on each, without the tracebacks, which are different on every machine."""
+    return "; ".join(f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(error.failures.items()))

@@ -75,7 +75,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(dict(leaf))
 
 
-def _live(reference: weakref.ref[Engine]) -> Engine:
+def live_engine(reference: weakref.ref[Engine]) -> Engine:
+    """The engine that a hook reports to.
+
+    Raises:
+        ScheduleError: It has been deleted.
+    """
     engine = reference()
     if engine is None:
         raise ScheduleError(
@@ -90,7 +95,7 @@ def _before_forward(
 ) -> None:
     if watch is not None:
         watch.begin()
-    engine = _live(reference)
+    engine = live_engine(reference)
     if index not in engine.opened:
         engine.before_forward(index)
 
@@ -132,7 +137,7 @@ class _Door:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """The module is called."""
-        scheduler = _live(self._reference).scheduler
+        scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
             _before_forward(self._reference, ROOT, None, module, args)
@@ -187,11 +192,11 @@ def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
 
 
 def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
-    _live(reference).before_backward(call)
+    live_engine(reference).before_backward(call)
 
 
 def _take_gradient(
     reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
 ) -> None:
     assert isinstance(param, nn.Parameter)
-    _live(reference).take_gradient(index, position, parameter, param)
+    live_engine(reference).take_gradient(index, position, parameter, param)

@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.hooks import live_engine
 
 
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
@@ -49,27 +50,17 @@ def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHand
     ]
 
 
-def _live(reference: weakref.ref[Engine]) -> Engine:
-    engine = reference()
-    if engine is None:
-        raise ScheduleError(
-            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
-            "object that fully_shard returned for as long as the module is used"
-        )
-    return engine
-
-
 def _note_handed_out(
     reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     found = [state_dict.get(prefix + name) for name in owner._parameters]
-    _live(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
+    live_engine(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def _describe(
     reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
-    engine = _live(reference)
+    engine = live_engine(reference)
     for attribute, param in owner._parameters.items():
         value = state_dict.get(prefix + attribute)
         if isinstance(value, DTensor) and id(param) in engine.places:
@@ -81,7 +72,7 @@ def _describe(
 
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
-    engine = _live(reference)
+    engine = live_engine(reference)
     if not engine.scheduler.in_forward and not engine.opened:
         engine.install_sharded()
 
@@ -102,7 +93,7 @@ def _refuse_assignment(
 def _to_global_names(
     reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
-    names = _live(reference).expert_names
+    names = live_engine(reference).expert_names
     entries = list(state_dict.items())
     state_dict.clear()
     for key, value in entries:
@@ -114,7 +105,7 @@ def _to_local_names(
     reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
 ) -> None:
     """What other ranks' experts are called is left out: a state dict may be that of the whole model."""
-    names = _live(reference).expert_names
+    names = live_engine(reference).expert_names
     entries = list(state_dict.items())
     state_dict.clear()
     for key, value in entries:
@@ -128,7 +119,7 @@ def _to_local_names(
 def _to_own_shards(
     reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
 ) -> None:
-    engine = _live(reference)
+    engine = live_engine(reference)
     for attribute, param in owner._parameters.items():
         if prefix + attribute in state_dict and id(param) in engine.places:
             group, index = engine.places[id(param)]

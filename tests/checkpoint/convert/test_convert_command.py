@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
-from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.save_alone import save_alone
 from megatron_fsdp.cli import checkpoint_convert
 from tests.support.convert_main import main
 from tests.support.source_tree import ROOT

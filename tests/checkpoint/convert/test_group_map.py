@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.convert.group_map import (
     read_group_map,
     read_group_map_json,
 )
-from megatron_fsdp.checkpoint.convert.save_alone import save_alone
+from megatron_fsdp.checkpoint.save_alone import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 

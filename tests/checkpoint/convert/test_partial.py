@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
 from megatron_fsdp.checkpoint.convert.partial import SparingReader
-from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.save_alone import save_alone
 from megatron_fsdp.errors import CheckpointError
 from tests.support.torch_dist.layout import boxes_of_grid, plain
 from tests.support.torch_dist.write import chunked

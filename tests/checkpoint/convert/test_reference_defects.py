@@ -20,8 +20,8 @@ from megatron_fsdp.checkpoint.convert.group_map import (
     read_group_map_json,
 )
 from megatron_fsdp.checkpoint.convert.options import ConvertOptions
-from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.save_alone import save_alone
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.names import file_tensors, key_variants, map_keys
-from megatron_fsdp.checkpoint.hf.parts import CannotFollowError, FileTensor, intersect
+from megatron_fsdp.checkpoint.hf.parts import CannotFollowError, FileTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build
 
@@ -105,9 +105,9 @@ def test_models_are_taken_apart_as_transformers_does(kind: str) -> None:
 
 
 def test_intersections() -> None:
-    assert intersect(Box((0, 2), (4, 3)), Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
-    assert intersect(Box((0,), (4,)), Box((4,), (1,))) is None
-    assert intersect(Box((), ()), Box((), ())) == Box((), ())
+    assert Box((0, 2), (4, 3)).meet(Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
+    assert Box((0,), (4,)).meet(Box((4,), (1,))) is None
+    assert Box((), ()).meet(Box((), ())) == Box((), ())
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from megatron_fsdp.boxes import Box, boxes_of_range
 from megatron_fsdp.checkpoint.hf.catalog import Held
-from megatron_fsdp.checkpoint.hf.parts import FileTensor, intersect
+from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.safetensors_format import lay_out_file
 from megatron_fsdp.checkpoint.hf.save_plan import (
     lay_out_files,
@@ -117,7 +117,7 @@ def test_holders_near_a_box_are_all_that_share_elements_with_it(
     start = min(first, shape[0] - 1)
     box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
     near = tensor.near(box)
-    assert {b for b in tensor.holders if intersect(b, box)} <= set(near)
+    assert {b for b in tensor.holders if b.meet(box)} <= set(near)
     assert all(b.offsets[0] < box.offsets[0] + box.lengths[0] for b in near)
 
 

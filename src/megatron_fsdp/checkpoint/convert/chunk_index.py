@@ -47,9 +47,8 @@ class ChunkIndex:
         """Chunks that share elements with a box, each with what they share, in global coordinates."""
         if 0 in lengths:
             return
+        wanted = Box(tuple(offsets), tuple(lengths))
         for i in self.candidates(offsets, lengths):
-            box = self._boxes[i]
-            first = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
-            last = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.lengths, offsets, lengths, strict=True)]
-            if all(a < b for a, b in zip(first, last, strict=True)):
-                yield i, Box(tuple(first), tuple(b - a for a, b in zip(first, last, strict=True)))
+            shared = self._boxes[i].meet(wanted)
+            if shared is not None:
+                yield i, shared

@@ -29,9 +29,10 @@ from torch.futures import Future
 
 from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.convert.entries import Move, Value
-from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.ranks import world_size_of
-from megatron_fsdp.checkpoint.sealing import _SEAL, Seal, SealingWriter, failures_in_words
+from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.sealing import _SEAL, Seal, SealingWriter
+from megatron_fsdp.checkpoint.settle import failures_in_words
 from megatron_fsdp.errors import CheckpointError
 
 ReadMove = Callable[[Move], Tensor]

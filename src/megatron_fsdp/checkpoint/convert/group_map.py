@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.convert.entries import listed
-from megatron_fsdp.checkpoint.convert.save_alone import save_alone
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of
+from megatron_fsdp.checkpoint.save_alone import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 MAP_FILE = "param_to_param_group_map.json"

@@ -74,7 +74,7 @@ class SparingReader:
     def _read_part(self, entry: TensorEntry, index: int, wanted: Box) -> Tensor:
         """The elements of a box inside a chunk."""
         chunk = entry.chunks[index]
-        inside = Box(tuple(a - b for a, b in zip(wanted.offsets, chunk.box.offsets, strict=True)), wanted.lengths)
+        inside = wanted.inside(chunk.box)
         stretch = None
         if wanted.lengths != chunk.box.lengths and not chunk.transforms:
             stretch = _stretch_of(chunk.box.lengths, inside)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.hf.adapter_config import check_config, default_config, plain_config
-from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import load_matched
@@ -22,6 +21,7 @@ from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.saving import plan_job, publish_files
 from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"
@@ -86,7 +86,7 @@ def load_adapter(
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
     own = module.peft_config[adapter_name]
-    files = replace(on_first_rank(f"opening {folder}", lambda: _open_adapter(folder, own), group), folder=folder)
+    files = replace(decided_by_first(lambda: _open_adapter(folder, own), f"opening {folder}", group), folder=folder)
 
     def match() -> Match:
         live = _all_live(module)

@@ -12,16 +12,15 @@ from torch import nn
 
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
-from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
 from megatron_fsdp.checkpoint.hf.matching import Match, Source, Wanted, match_tensors, merge_reports
 from megatron_fsdp.checkpoint.hf.names import KeyMapping, map_keys
-from megatron_fsdp.checkpoint.hf.parts import inside, intersect
 from megatron_fsdp.checkpoint.hf.reading import FolderReader, portions
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
 from megatron_fsdp.checkpoint.ranks import gather_objects, together
 from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError
 
 
@@ -58,7 +57,7 @@ def load_hf(
     """
     module = unwrap(model)
     folder = Path(folder)
-    files = replace(on_first_rank(f"opening {folder}", lambda: open_folder(folder), group), folder=folder)
+    files = replace(decided_by_first(lambda: open_folder(folder), f"opening {folder}", group), folder=folder)
 
     def match() -> Match:
         stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
@@ -113,7 +112,7 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
 def _needed(wanted: Wanted, pieces: Sequence[Piece]) -> Iterator[Source]:
     for sources in (wanted.sources, *wanted.doubles.values()):
         for part, stored in sources:
-            if any(intersect(box, part.model_box) is not None for box, _ in pieces):
+            if any(box.meet(part.model_box) is not None for box, _ in pieces):
                 yield part, stored
 
 
@@ -203,7 +202,7 @@ def _stored_values(
     """What is stored of the boxes that this rank holds, in portions: (box of the model tensor, values)."""
     for piece, _ in pieces:
         for part, stored in sources:
-            common = intersect(piece, part.model_box)
+            common = piece.meet(part.model_box)
             if common is None:
                 continue
             for portion in portions(part.to_file(common), stored.dtype.itemsize):
@@ -213,8 +212,8 @@ def _stored_values(
 
 def _write(pieces: Sequence[Piece], box: Box, values: torch.Tensor) -> None:
     for held, view in pieces:
-        if intersect(held, box) == box:
-            place = inside(box, held)
+        if held.meet(box) == box:
+            place = box.inside(held)
             index = tuple(slice(a, a + n) for a, n in zip(place.offsets, place.lengths, strict=True))
             view[index].copy_(values)
             return

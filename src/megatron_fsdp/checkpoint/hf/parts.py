@@ -63,23 +63,6 @@ class Part:
         return Box(tuple(offsets), tuple(lengths))
 
 
-def intersect(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None where that is nothing."""
-    offsets, lengths = [], []
-    for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True):
-        first, last = max(a, b), min(a + n, b + m)
-        if first >= last:
-            return None
-        offsets.append(first)
-        lengths.append(last - first)
-    return Box(tuple(offsets), tuple(lengths))
-
-
-def inside(box: Box, outer: Box) -> Box:
-    """A box in coordinates of a box around it."""
-    return Box(tuple(a - b for a, b in zip(box.offsets, outer.offsets, strict=True)), box.lengths)
-
-
 class CannotFollowError(CheckpointError):
     """A conversion does more than put slices of tensors together."""
 

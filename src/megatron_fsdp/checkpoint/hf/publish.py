@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.file_ops import FileOps
-from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.ranks import rank_of, together
+from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError
 
 
@@ -36,11 +36,11 @@ def new_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup 
         CheckpointError: The target holds something, the folder cannot be written, or ranks do not see the same files.
     """
     target = target.absolute()  # "." has no name of its own
-    temporary = on_first_rank(f"saving to {target}", lambda: _prepare(target), group)
+    temporary = decided_by_first(lambda: _prepare(target), f"saving to {target}", group)
     try:
         together(f"saving to {target}", lambda: _check_shared(temporary), group)
         yield temporary
-        on_first_rank(f"publishing {target}", lambda: _publish(temporary, target, sizes), group)
+        decided_by_first(lambda: _publish(temporary, target, sizes), f"publishing {target}", group)
     except BaseException:
         if rank_of(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)

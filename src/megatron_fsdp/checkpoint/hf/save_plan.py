@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp.boxes import Box, boxes_of_range
 from megatron_fsdp.checkpoint.hf.catalog import Held
-from megatron_fsdp.checkpoint.hf.parts import FileTensor, inside, intersect
+from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout, StoredTensor, lay_out_file
 from megatron_fsdp.errors import CheckpointError
 
@@ -149,14 +149,14 @@ def moves_of(stretch: Stretch, tensor: FileTensor, catalog: Mapping[str, Held], 
     running = 0
     for target in boxes_of_range(stretch.stored.shape, stretch.first, stretch.first + stretch.count):
         for part in tensor.parts:
-            wanted = intersect(target, part.file_box)
+            wanted = target.meet(part.file_box)
             if wanted is None:
                 continue
             held = catalog[part.name]
             in_model = part.to_model(wanted)
             for box in held.near(in_model):
-                common = intersect(in_model, box)
+                common = in_model.meet(box)
                 if common is not None:
-                    place = inside(part.to_file(common), target)
+                    place = part.to_file(common).inside(target)
                     yield Move(held.source_of(box, writer), part.name, box, common, target, running, place)
         running += target.numel

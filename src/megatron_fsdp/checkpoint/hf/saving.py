@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.hf.carried import carry_files, change_dtype, index_text, write_config
 from megatron_fsdp.checkpoint.hf.catalog import gather_catalog
-from megatron_fsdp.checkpoint.hf.first_rank import on_first_rank
 from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.names import file_tensors
@@ -22,6 +21,7 @@ from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
 from megatron_fsdp.checkpoint.hf.save_plan import lay_out_files
 from megatron_fsdp.checkpoint.hf.writing import Job, write_files
 from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
@@ -160,7 +160,7 @@ def publish_files(
         CheckpointError: As of `save_hf`.
     """
     with new_folder(folder, {file.name: file.nbytes for file in job.files}, group) as temporary:
-        on_first_rank(f"saving to {folder}", lambda: write_the_rest(temporary), group)
+        decided_by_first(lambda: write_the_rest(temporary), f"saving to {folder}", group)
         write_files(job, temporary, group)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.catalog import Held
 from megatron_fsdp.checkpoint.hf.live import Piece
-from megatron_fsdp.checkpoint.hf.parts import FileTensor, inside
+from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
 from megatron_fsdp.checkpoint.hf.save_plan import Move, Stretch, moves_of, share_out_files, stretches_of
 from megatron_fsdp.checkpoint.ranks import raise_together, rank_of, world_size_of
@@ -137,7 +137,7 @@ class _Exchange:
 
     def _values(self, move: Move, dtype: torch.dtype) -> torch.Tensor:
         view = next(view for box, view in self._job.pieces[move.name] if box == move.held)
-        return view[_index(inside(move.box, move.held))].to(dtype)
+        return view[_index(move.box.inside(move.held))].to(dtype)
 
     def _assemble(self, stretch: Stretch, moves: Sequence[Move], received: Mapping[int, torch.Tensor]) -> bytearray:
         dtype = stretch.stored.dtype

@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
 from megatron_fsdp.checkpoint.tools.compare_values import Tolerance, ValueDifference, compare_piece, merge
 from megatron_fsdp.checkpoint.tools.inspect import compiled, natural_order
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
-from megatron_fsdp.checkpoint.tools.pieces import Piece, meet
+from megatron_fsdp.checkpoint.tools.pieces import Piece
 
 Entry = TensorEntry | ObjectEntry | None
 
@@ -158,9 +158,9 @@ def tensor_difference(
     found: ValueDifference | None = None
     for i, left in enumerate(a.tensors[key].chunks):
         if left.box in equal_boxes:  # no other can share anything with it
-            overlaps = [(equal_boxes[left.box], meet(left.box, left.box))]
+            overlaps = [(equal_boxes[left.box], left.box.meet(left.box))]
         else:
-            overlaps = [(j, meet(left.box, right.box)) for j, right in enumerate(b.tensors[key].chunks)]
+            overlaps = [(j, left.box.meet(right.box)) for j, right in enumerate(b.tensors[key].chunks)]
         shared = [(j, box) for j, box in overlaps if box is not None]
         found = merge(found, _chunk_difference(a, b, key, i, shared, tolerance))
     return found

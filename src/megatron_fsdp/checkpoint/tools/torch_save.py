@@ -21,7 +21,7 @@ from megatron_fsdp.checkpoint.objects import load_object_file
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.nesting import KeyPath, Structure, flattened, nested_paths, unflattened
 from megatron_fsdp.checkpoint.tools.new_folder import new_file, new_folder
-from megatron_fsdp.checkpoint.tools.pieces import inside, pieces, whole
+from megatron_fsdp.checkpoint.tools.pieces import pieces
 from megatron_fsdp.checkpoint.tools.plain_objects import plain
 from megatron_fsdp.checkpoint.tools.stream_write import CHUNK_BYTES, ObjectSource, TensorSource, row_boxes, write_folder
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -103,7 +103,7 @@ def _assembled(folder: CheckpointFolder, memory_bytes: int, place: Path) -> Iter
         raw = torch.frombuffer(memory, dtype=torch.uint8, offset=starts[key], count=entry.nbytes)
         values = raw.view(entry.dtype).view(entry.shape)
         for piece in pieces(folder, key):
-            values[inside(whole(entry.shape), piece.box)] = piece.values
+            values[piece.box.indices] = piece.values
         yield key, values
 
 
@@ -177,7 +177,7 @@ def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> I
 
 
 def _rows(values: torch.Tensor, boxes: Sequence[Box], number: int) -> torch.Tensor:
-    part = values.detach()[inside(whole(tuple(values.shape)), boxes[number])]
+    part = values.detach()[boxes[number].indices]
     return part.resolve_conj().resolve_neg().contiguous()
 
 
