@@ -151,7 +151,9 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             or config.reduce_scatter_with_fp32_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
             find_unused_parameters=find_unused_parameters,
+            check_large=config.check_for_large_grads,
         )
+        self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine

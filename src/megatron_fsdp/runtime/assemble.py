@@ -27,6 +27,7 @@ from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
 from megatron_fsdp.runtime.hooks import register_hooks
+from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
@@ -58,6 +59,7 @@ class Switches:
         reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
         find_unused_parameters: Agree at every sync on which parameters were used.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
+        check_large: Look for unexpectedly large values in every gradient.
     """
 
     strategy: ShardingStrategy
@@ -74,6 +76,7 @@ class Switches:
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
     find_unused_parameters: bool = False
+    check_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,7 @@ def assemble(
     engine = Engine(units, memory, mode, sharding, backward_finished)
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
-    if switches.check_finite:
-        names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
-        engine.finite_check = FiniteCheck(names, sharding.reaching_all, device)
+    _add_gradient_checks(engine, switches, device)
     if switches.verify_ranks_s and sharding.dense.group is not None:
         labels = [unit.label for unit in units]
         engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
@@ -152,6 +153,20 @@ def assemble(
         tuple(register_state_dict_hooks(engine, module)),
         device,
     )
+
+
+def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.device) -> None:
+    labels = {
+        name: unit.label.strip("()")  # messages put it in parentheses
+        for unit in engine.units
+        for group in unit.groups
+        if group.gradients is not None
+        for name in group.names
+    }
+    if switches.check_finite:
+        engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
+    if switches.check_large:
+        engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
 
 
 def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
