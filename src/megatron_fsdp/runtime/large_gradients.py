@@ -86,7 +86,8 @@ class LargeGradientCheck:
 
         Raises:
             LargeGradientError: The gradient of some rank is unexpectedly large; the message names parameters, ranks,
-                values and the largest before. NaN is none of this check's business, infinity is.
+                values and the largest before, the one that grew most first. NaN is left to the check for it, infinity
+                is large.
         """
         values = torch.zeros_like(self._largest)
         values[self._own] = self._seen[: len(self._own)].nan_to_num(nan=0.0, posinf=torch.inf)
@@ -108,10 +109,11 @@ class LargeGradientCheck:
             for name, value in zip(names, seen, strict=False):
                 found[name] = max(found[name], value)
         large = self._ranks.ranks_by_name(flags)
+        worst_first = sorted(large, key=lambda name: found[name] / largest[self._place[name]], reverse=True)
         told = first_few(
-            f"{name} on rank {ranks} has {found[name]:.4g}, and had at most {largest[self._place[name]]:.4g} in "
+            f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {largest[self._place[name]]:.4g} in "
             f"{count[self._place[name]]} backwards"
-            for name, ranks in large.items()
+            for name in worst_first
         )
         return (
             f"the gradients of {len(large)} parameters are unexpectedly large before reduction, more than "
