@@ -71,6 +71,7 @@ def reduce_scatter_with_fp32_accumulation(
 
 
 def _check(output: torch.Tensor, full: torch.Tensor, op: Any, num_ranks: int, received: torch.Tensor | None) -> None:
+    share = full.numel() // num_ranks
     problems = [
         (op != dist.ReduceOp.SUM, f"op is {op}; only SUM can be added up here, so scale before or after"),
         (
@@ -84,7 +85,7 @@ def _check(output: torch.Tensor, full: torch.Tensor, op: Any, num_ranks: int, re
         ),
         (
             output.numel() * num_ranks != full.numel(),
-            f"output has {output.numel()} elements; {num_ranks} ranks that share {full.numel()} get {full.numel() // num_ranks} each",
+            f"output has {output.numel()} elements; {num_ranks} ranks that share {full.numel()} get {share} each",
         ),
         (output.device != full.device, f"output is on {output.device} and input on {full.device}; give both on one"),
     ]
