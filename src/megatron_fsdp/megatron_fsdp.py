@@ -131,6 +131,8 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             init_meta=init_model_with_meta_device,
             reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
             or config.reduce_scatter_with_fp32_accumulation,
+            scales_first=not config.gradient_reduce_div_fusion,
+            fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
             find_unused_parameters=find_unused_parameters,
         )

@@ -70,8 +70,7 @@ def mesh_and_dim(
         dim = device_mesh.mesh_dim_names[0]
     if dim is None:
         raise ConfigurationError(
-            f"{argument} is None and the mesh has the dimensions {device_mesh.mesh_dim_names}; name the one to shard "
-            "over"
+            f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
         )
     return device_mesh, dim
 

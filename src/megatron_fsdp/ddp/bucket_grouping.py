@@ -10,16 +10,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
-from megatron_fsdp.ddp.delayed_linear import delay_weight_gradients
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.hooks import register_bucket_hooks
-from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.build import parameter_info
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.memory_plan import MemoryPlan
 from megatron_fsdp.runtime.schedule import ROOT
-from megatron_fsdp.runtime.sharding import EVERY_PARAMETER, Sharding
+from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan
@@ -40,11 +37,7 @@ class BucketGrouping:
     delays_weight_gradients: bool = False
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """The buckets.
-
-        Raises:
-            ConfigurationError: A pattern of `param_name_patterns_for_fp32_local_accumulation` matches no parameter.
-        """
+        """The buckets."""
         canonical: dict[int, str] = {}
         aliases = []
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -52,13 +45,6 @@ class BucketGrouping:
             if first != name:
                 aliases.append((name, first))
         infos = [parameter_info(name, param, sharding) for name, param in module.named_parameters()]
-        for pattern in sharding.fp32_patterns:
-            if pattern != EVERY_PARAMETER and not any(sharding.matches(info.name, pattern) for info in infos):
-                raise ConfigurationError(
-                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
-                    f"{len(infos)} parameters (the first is {infos[0].name}); patterns are those of fnmatch, and 'all' "
-                    "is every parameter"
-                )
         alone = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
         return plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)
 
@@ -81,6 +67,5 @@ class BucketGrouping:
         """See `Grouping`."""
         assert isinstance(engine, BucketEngine)
         if self.delays_weight_gradients:
-            engine.delayed = WeightGradientQueue()
-            delay_weight_gradients(modules[ROOT], engine.delayed)
+            pass
         return register_bucket_hooks(engine, modules[ROOT])

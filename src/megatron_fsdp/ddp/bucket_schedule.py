@@ -88,15 +88,15 @@ class BucketScheduler(Scheduler):
         """
         if self._in_backward and self._units[unit].in_backward and self._units[unit].reduced:
             raise ScheduleError(
-                "a gradient arrived after the bucket was reduced: in the backwards before, fewer gradients came for its "
-                "parameters (reentrant activation checkpoints give several); use use_reentrant=False, or "
+                "a gradient arrived after the bucket was reduced: in the backwards before, fewer gradients came for "
+                "its parameters (reentrant activation checkpoints give several); use use_reentrant=False, or "
                 "overlap_grad_reduce=False, which reduces when all have come"
             )
         super().gradient_arrives(unit)
         self._open_all()
 
     def gradient_counted(self, unit: int, parameter: int) -> tuple[Operation, ...]:
-        """A gradient of parameter `parameter` of a bucket is in; returns the reductions that can start now, in order."""
+        """A gradient of parameter `parameter` of a bucket is in; returns the reductions that can start, in order."""
         self._arrivals[unit][parameter].now += 1
         if self._learning or not self.config.reduces_early:
             return ()

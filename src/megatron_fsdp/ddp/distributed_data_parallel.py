@@ -121,9 +121,7 @@ class DistributedDataParallel(MegatronFSDP):
                 find_unused_parameters=find_unused_parameters,
             )
             grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, config.delay_wgrad_compute)
-            self._wrap(
-                module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch
-            )
+            self._wrap(module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch)
             self._bucket_numel = resolved.bucket_numel
             self.fsdp_unit_modules = None
         self.resolved = resolved

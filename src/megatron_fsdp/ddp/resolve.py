@@ -19,7 +19,7 @@ BUCKET_NUMEL_PER_RANK = 1_000_000
 HIGH_BANDWIDTH_MULTIPLE = 2**16
 
 _NOT_YET: Mapping[str, str] = {
-    "nccl_ub": "registering communication buffers with NCCL needs its memory allocator, which this version does not use",
+    "nccl_ub": "registering buffers with NCCL needs its memory allocator, which this version does not use",
     "disable_symmetric_registration": "it concerns buffers registered with NCCL (nccl_ub)",
     "fsdp_manual_registration": "it concerns buffers registered with NCCL (nccl_ub)",
     "fp8_param_gather": "float8 compute weights are not implemented",
@@ -124,8 +124,8 @@ def _refuse_not_yet(config: DistributedDataParallelConfig) -> None:
             raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
     if config.megatron_fsdp_version != 1:
         raise NotSupportedYetError(
-            f"megatron_fsdp_version={config.megatron_fsdp_version} is not supported: this package has one engine; leave "
-            "it at 1"
+            f"megatron_fsdp_version={config.megatron_fsdp_version} is not supported: this package has one engine; "
+            "leave it at 1"
         )
 
 
@@ -153,9 +153,7 @@ def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
     return strategy
 
 
-def _check_optimizer_fields(
-    config: DistributedDataParallelConfig, strategy: ShardingStrategy, num_ranks: int
-) -> None:
+def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: ShardingStrategy, num_ranks: int) -> None:
     shards = strategy >= ShardingStrategy.optim
     how = "use_distributed_optimizer=True" if not config.use_megatron_fsdp else "a sharding strategy"
     needing = {
@@ -258,9 +256,7 @@ def _engine_config(
     )
 
 
-def _notices(
-    config: DistributedDataParallelConfig, strategy: ShardingStrategy, bucket_notice: str
-) -> Iterator[str]:
+def _notices(config: DistributedDataParallelConfig, strategy: ShardingStrategy, bucket_notice: str) -> Iterator[str]:
     if bucket_notice:
         yield bucket_notice
     if config.use_megatron_fsdp and config.use_distributed_optimizer:

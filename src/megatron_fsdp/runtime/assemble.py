@@ -196,6 +196,7 @@ def _plan_together(module: nn.Module, grouping: Grouping, switches: Switches, sh
         check_module(module, switches.init_meta)
         for name, param in module.named_parameters():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
+        sharding.check_patterns([name for name, param in module.named_parameters() if param.requires_grad])
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
     except (MegatronFSDPError, TypeError) as error:

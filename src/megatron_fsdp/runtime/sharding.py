@@ -64,6 +64,23 @@ class Sharding:
         """Whether the gradients of a parameter are accumulated in float32, by its canonical name."""
         return any(self.matches(name, pattern) for pattern in self.fp32_patterns)
 
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Refuse patterns without effect.
+
+        Args:
+            names: Canonical names of the model's trainable parameters.
+
+        Raises:
+            ConfigurationError: A pattern matches none of them.
+        """
+        for pattern in self.fp32_patterns:
+            if not any(self.matches(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
+                    f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
+                    "fnmatch, and 'all' is every parameter"
+                )
+
     @staticmethod
     def matches(name: str, pattern: str) -> bool:
         """Whether one of `fp32_patterns` means a parameter."""
