@@ -86,6 +86,8 @@ class BucketEngine(Engine):
         """The model's forward has run or failed."""
         call = super().after_forward(index, needs_backward, failed)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
+            if not self.executor.is_broken:
+                self.executor.run(self.scheduler.forward_closes())
             for unit in self._buckets:
                 if unit.index not in self.opened:
                     unit.install_sharded()
@@ -106,6 +108,7 @@ class BucketEngine(Engine):
         """The backward of the model is about to run; recomputation may read any weight."""
         super().before_backward(call)
         if not self._installed.issuperset(unit.index for unit in self._buckets):
+            self._run_backward(self.scheduler.everything())
             self._show(self._buckets)
             self._installed.update(unit.index for unit in self._buckets)
 
