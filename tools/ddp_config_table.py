@@ -55,7 +55,7 @@ names the nearest field, and so are a key that is there twice and a string that 
 
 Flags, and the attributes of the parsed namespace, have the names that Megatron-LM gives them. A switch has a flag for
 on and one for off, written `--[no-]x` below, of which the last one given counts. Strategies may be numbers, dtypes any
-name that the class takes, patterns are one or more words after the flag. `--grad-reduce-in-bf16` is no part of this, nor
+name that the class takes, patterns are one or more words after the flag. `--grad-reduce-in-bf16` is not among them, nor
 are the rules by which Megatron-LM changes one flag because of another (training in bf16 turns
 `--accumulate-allreduce-grads-in-fp32` on there).
 
