@@ -42,7 +42,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"num_distributed_optimizer_instances": 2},
     {"num_buckets": 2},
     {"pad_buckets_for_high_nccl_busbw": True},
-    {"param_name_patterns_for_fp32_local_accumulation": ("*norm*",)},
     {"fp8_param_gather": True},
     {"fp4_param_gather": True},
     {"keep_fp8_transpose_cache": True},
@@ -54,7 +53,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
 
 CONFIG_FIELDS_THAT_NOTHING_READS: list[dict[str, Any]] = [
     {"grad_reduce_in_fp32": True},
-    {"gradient_reduce_div_fusion": False},
     {"megatron_fsdp_version": 2},
 ]
 

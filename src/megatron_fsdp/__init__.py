@@ -7,6 +7,7 @@ An independent implementation of the interface of the `megatron_fsdp` package, n
 """
 
 from megatron_fsdp.buffer.fp32_accumulation import reduce_scatter_with_fp32_accumulation
+from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
@@ -27,6 +28,7 @@ from megatron_fsdp.package_info import (
 )
 
 __all__ = [
+    "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "FSDPDistributedIndex",
     "MegatronFSDP",

@@ -26,14 +26,12 @@ FUNCTION_DEFAULTS: Mapping[str, Any] = {
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
-    "gradient_reduce_div_fusion": True,
     "megatron_fsdp_version": 1,
     "align_param_gather": False,
     "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
-    "param_name_patterns_for_fp32_local_accumulation": (),
     "fp8_param_gather": False,
     "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
