@@ -95,7 +95,7 @@ def resolve_ddp(
         ConfigurationError: A field or a combination cannot take effect, or contradicts another.
         NotSupportedYetError: A field that this version does not implement is not at its default.
     """
-    config = replace(config)  # a copy, checked once more
+    config = config.checked_copy()
     _refuse_not_yet(config)
     uses_units = config.use_megatron_fsdp
     _refuse_without_effect(config, uses_units)
