@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
+from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
 
@@ -97,6 +98,19 @@ def test_a_backward_that_never_ended_is_forgotten() -> None:
     check.look_at("a", torch.tensor(1e9))
     assert backward(check, a=1.0) == ""
     assert "has 1000, and had at most 1 in 4 backwards" in backward(check, a=1000.0)
+
+
+def test_the_host_waits_for_the_device_once_when_backward_ends() -> None:
+    check = make()
+    with OpCounts() as looking:
+        check.begin()
+        for name in "ab":
+            check.look_at(name, torch.ones(3))
+    with OpCounts() as concluding:
+        check.conclude()
+    assert looking.ops["linalg_vector_norm"] == 2
+    assert looking.ops["_local_scalar_dense"] == 0
+    assert concluding.ops["_local_scalar_dense"] + concluding.ops["is_nonzero"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
