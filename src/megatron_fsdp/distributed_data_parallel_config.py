@@ -38,7 +38,8 @@ class DistributedDataParallelConfig:
         num_distributed_optimizer_instances: Into how many parts data parallelism is cut, each of which shards a whole
             optimizer.
         check_for_nan_in_grad: Check gradients for NaN and infinity before they are reduced.
-        check_for_large_grads: Check gradients for unexpectedly large values before they are reduced.
+        check_for_large_grads: Check gradients for unexpectedly large values before they are reduced: above 100 times
+            the largest of the same parameter in all backwards before, once there were 10.
         bucket_size: Parameters per gradient bucket, in elements; None: chosen by the front end.
         num_buckets: Number of gradient buckets, as an alternative to ``bucket_size``.
         pad_buckets_for_high_nccl_busbw: Round buckets up to a multiple of 2**16 elements.
@@ -60,7 +61,7 @@ class DistributedDataParallelConfig:
         nccl_ub: Register communication buffers with NCCL; sets ``fsdp_double_buffer``.
         fsdp_double_buffer: Keep two fixed communication buffers in place of allocating one per use.
         fsdp_db_use_persist_buf_on_alloc_fail: Give units that fit neither buffer one of their own.
-        fsdp_all_gather_in_start_param_sync: Start the first parameter gather in ``start_param_sync``.
+        fsdp_all_gather_in_start_param_sync: Only start parameter gathers in ``start_param_sync``; False: wait for each.
         outer_dp_sharding_strategy: ``"no_shard"`` or ``"optim"``, on the outer axis of hybrid sharding.
         disable_symmetric_registration: Register buffers with NCCL in the conventional way.
         fsdp_manual_registration: Register buffers with NCCL on demand.

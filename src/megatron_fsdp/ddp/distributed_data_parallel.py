@@ -171,6 +171,7 @@ def _switches(config: DistributedDataParallelConfig, resolved: ResolvedDDP) -> S
         average_in_collective=config.average_in_collective,
         calculate_per_token_loss=False,
         check_finite=config.check_for_nan_in_grad,
+        check_large=config.check_for_large_grads,
         memory=MemoryOptions(),
         reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
         scales_first=not config.gradient_reduce_div_fusion,
