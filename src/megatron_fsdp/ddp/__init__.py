@@ -1,0 +1,1 @@
+"""DistributedDataParallel and what belongs to it: another grouping over the same engine."""
