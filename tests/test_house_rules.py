@@ -26,7 +26,6 @@ DEVICE_FILES = {"src/megatron_fsdp/buffer/lanes.py", "src/megatron_fsdp/runtime/
 """The only files that may name `torch.cuda`."""
 
 _API_MODULES = {
-    "__init__",
     "fully_shard",
     "megatron_fsdp",
     "hand_driven",
@@ -51,13 +50,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"pure", "buffer", "dtensor", "unit", "runtime"},
     "api": _ENGINE,
     "ddp": _ENGINE | {"ddp"},
+    "front": _ENGINE | {"ddp"},
     "checkpoint": {"pure", "buffer", "dtensor", "unit", "checkpoint"},
-    "doctor": _ENGINE | {"ddp", "checkpoint", "doctor"},
-    "trace": _ENGINE | {"ddp", "trace"},
-    "plan": _ENGINE | {"ddp", "plan"},
-    "automodel": _ENGINE | {"ddp", "checkpoint", "plan", "automodel"},
-    "train": _ENGINE | {"ddp", "checkpoint", "plan", "doctor", "trace", "automodel", "train"},
-    "cli": _ENGINE | {"ddp", "checkpoint", "plan", "doctor", "trace", "automodel", "train", "cli"},
+    "doctor": _ENGINE | {"front", "ddp", "checkpoint", "doctor"},
+    "trace": _ENGINE | {"front", "ddp", "trace"},
+    "plan": _ENGINE | {"front", "ddp", "plan"},
+    "automodel": _ENGINE | {"front", "ddp", "checkpoint", "plan", "automodel"},
+    "train": _ENGINE | {"front", "ddp", "checkpoint", "plan", "doctor", "trace", "automodel", "train"},
+    "cli": _ENGINE | {"front", "ddp", "checkpoint", "plan", "doctor", "trace", "automodel", "train", "cli"},
 }
 """Layer -> the layers it may import at run time; the picture is section 4 of docs/design.md."""
 
@@ -66,11 +66,13 @@ PURE_BUT_THIN = {"megatron_fsdp.distributed_index"}
 
 
 def layer_of(module: str) -> str:
-    """The layer of a dotted module name: its sub-package, or "api" or "pure" for a top-level module."""
+    """The layer of a dotted module name: its sub-package, "front" for the package itself, else "api" or "pure"."""
     parts = module.split(".")[1:] or ["__init__"]
     is_package = len(parts) > 1 or (SOURCE / "megatron_fsdp" / parts[0]).is_dir()
     if is_package:
         return parts[0]
+    if parts[0] == "__init__":
+        return "front"
     return "api" if parts[0] in _API_MODULES else "pure"
 
 
@@ -169,8 +171,8 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 @pytest.mark.parametrize(
     ("module", "layer"),
     [
-        ("megatron_fsdp", "api"),
-        ("megatron_fsdp.__init__", "api"),
+        ("megatron_fsdp", "front"),
+        ("megatron_fsdp.__init__", "front"),
         ("megatron_fsdp.fully_shard", "api"),
         ("megatron_fsdp.errors", "pure"),
         ("megatron_fsdp.runtime.executor", "runtime"),

@@ -147,6 +147,7 @@ def test_arguments_have_the_published_names_order_and_defaults(name: str) -> Non
 def test_the_package_exports_the_published_names() -> None:
     public = {name for name in megatron_fsdp.__all__ if not name.startswith("__")}
     assert public == {
+        "DistributedDataParallel",
         "DistributedDataParallelConfig",
         "FSDPDistributedIndex",
         "MegatronFSDP",

@@ -43,7 +43,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"check_for_large_grads": True},
     {"num_buckets": 2},
     {"pad_buckets_for_high_nccl_busbw": True},
-    {"param_name_patterns_for_fp32_local_accumulation": ("*norm*",)},
     {"fp8_param_gather": True},
     {"fp4_param_gather": True},
     {"keep_fp8_transpose_cache": True},
@@ -55,7 +54,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
 
 CONFIG_FIELDS_THAT_NOTHING_READS: list[dict[str, Any]] = [
     {"grad_reduce_in_fp32": True},
-    {"gradient_reduce_div_fusion": False},
     {"fsdp_all_gather_in_start_param_sync": False},
     {"megatron_fsdp_version": 2},
 ]

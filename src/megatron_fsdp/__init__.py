@@ -6,6 +6,7 @@
 An independent implementation of the interface of the `megatron_fsdp` package, not affiliated with NVIDIA.
 """
 
+from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
@@ -26,6 +27,7 @@ from megatron_fsdp.package_info import (
 )
 
 __all__ = [
+    "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "FSDPDistributedIndex",
     "MegatronFSDP",

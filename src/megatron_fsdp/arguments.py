@@ -26,7 +26,6 @@ FUNCTION_DEFAULTS: Mapping[str, Any] = {
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
-    "gradient_reduce_div_fusion": True,
     "fsdp_all_gather_in_start_param_sync": True,
     "megatron_fsdp_version": 1,
     "align_param_gather": False,
@@ -35,7 +34,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "check_for_large_grads": False,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
-    "param_name_patterns_for_fp32_local_accumulation": (),
     "fp8_param_gather": False,
     "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,

@@ -20,19 +20,25 @@ class GradientReduction:
         post_factor: Multiplies the reduced result (a shard, where the gradient is sharded), once, after the last
             collective.
         group_size: Ranks that an average is taken over.
+        scales_first: Whether sums of every dtype are scaled before they travel.
     """
 
     op: Literal["sum", "avg"]
     pre_factor: float
     post_factor: float
     group_size: int = field(default=1, compare=False)
+    scales_first: bool = field(default=False, compare=False)
 
     def for_dtype(self, comm_dtype: torch.dtype) -> "GradientReduction":
         """The same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
         factor = self.pre_factor * self.post_factor
         if comm_dtype == torch.float16:  # an averaging collective may add first and divide afterwards
-            return GradientReduction("sum", factor / (self.group_size if self.op == "avg" else 1), 1.0)
-        return self if self.op == "avg" else GradientReduction("sum", 1.0, factor)
+            factor /= self.group_size if self.op == "avg" else 1
+            return GradientReduction("sum", factor, 1.0, scales_first=self.scales_first)
+        if self.op == "avg":
+            return self
+        factors = (factor, 1.0) if self.scales_first else (1.0, factor)
+        return GradientReduction("sum", *factors, scales_first=self.scales_first)
 
 
 def gradient_reduction(
@@ -43,6 +49,7 @@ def gradient_reduction(
     calculate_per_token_loss: bool,
     comm_dtype: torch.dtype,
     backend_has_avg: bool = True,
+    scales_first: bool = False,
 ) -> GradientReduction:
     """Decide the operation and the factors of a gradient reduction. No other code scales a gradient.
 
@@ -61,6 +68,8 @@ def gradient_reduction(
     * sum, then ``1 / D`` on the result: on a shard this is 1 / G of the work of scaling first.
     * float16 on the wire: ``1 / D`` first, then the sum, since the plain sum may leave the range of float16 (65504);
       also where the collective was to average, since some back ends add first and divide afterwards.
+    * `scales_first` (`gradient_reduce_div_fusion=False`): ``1 / D`` first for every dtype, in the copy into the bucket;
+      the sum cannot leave the range of a single gradient, and each summand is rounded once more.
     * ``average_in_collective``: the collective averages, which leaves ``G / D`` (1 for dense parameters). A back end
       without an averaging collective sums and divides as above, with the same result.
 
@@ -73,6 +82,7 @@ def gradient_reduction(
         calculate_per_token_loss: Take the plain sum.
         comm_dtype: Dtype in which the gradient travels.
         backend_has_avg: Whether the back end has an averaging collective.
+        scales_first: Scale every gradient before it travels; a collective that averages needs no scale.
 
     Returns:
         The operation and its factors.
@@ -92,4 +102,4 @@ def gradient_reduction(
         return GradientReduction("sum", 1.0, 1.0)
     if average_in_collective and backend_has_avg:
         return GradientReduction("avg", 1.0, group_size / dp_size, group_size).for_dtype(comm_dtype)
-    return GradientReduction("sum", 1.0, 1.0 / dp_size).for_dtype(comm_dtype)
+    return GradientReduction("sum", 1.0, 1.0 / dp_size, scales_first=scales_first).for_dtype(comm_dtype)

@@ -20,6 +20,7 @@ class ParameterInfo:
         dtype: Dtype in the model.
         requires_grad: Whether it is trained.
         is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
+        sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
         granularity: The pieces that sharding must not cut.
     """
 
@@ -28,6 +29,7 @@ class ParameterInfo:
     dtype: torch.dtype
     requires_grad: bool
     is_expert: bool = False
+    sums_in_fp32: bool = False
     granularity: Granularity = Granularity.ROWS
 
     @property
@@ -45,12 +47,14 @@ class GroupKey:
         requires_grad: Whether they are trained.
         is_expert: Whether they belong to experts.
         is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
+        sums_in_fp32: Whether their gradients are accumulated in float32, whatever they travel in.
     """
 
     dtype: torch.dtype
     requires_grad: bool
     is_expert: bool
     is_scalar: bool = False
+    sums_in_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,15 @@ class ParameterGroupSpec:
     parameters: tuple[ParameterInfo, ...]
 
 
+def key_of(parameter: ParameterInfo) -> GroupKey:
+    """What has to be the same for another parameter to share a flat buffer with this one."""
+    return GroupKey(
+        parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape, parameter.sums_in_fp32
+    )
+
+
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
-    """Put parameters together that agree in dtype, requires_grad, is_expert and in having dimensions at all.
+    """Put parameters together that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions.
 
     Args:
         parameters: The parameters of one unit, in model order.
@@ -86,7 +97,7 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
                 f"parameter {parameter.name!r} is given twice; give each parameter once, tied ones under one name."
             )
         names.add(parameter.name)
-        key = GroupKey(parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape)
+        key = key_of(parameter)
         members.setdefault(key, []).append(parameter)
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
 

@@ -234,6 +234,7 @@ def plan_layout(
     alignment_numel: int = 1,
     granularity: Sequence[Granularity] | Granularity = Granularity.ROWS,
     max_waste: float = 0.01,
+    numel_multiple: int = 1,
 ) -> Layout:
     """Lay tensors into one flat buffer of `num_shards` equal shards, with as little padding as the search finds.
 
@@ -245,8 +246,11 @@ def plan_layout(
 
         max(max_waste * payload_numel, T * (alignment_numel - 1) + (num_shards - 1) * alignment_numel)
 
-    elements. `BLOCKS` and `TENSOR` may force more: then rows are kept as far as that costs nothing beyond the smallest
-    buffer that the search finds without them.
+    elements. With a `numel_multiple` the second term is T * (alignment_numel - 1) + common - alignment_numel, where
+    common = lcm(num_shards * alignment_numel, numel_multiple): what equal shards of aligned length add up to. So
+    alignment aside it costs less than one multiple where num_shards * alignment_numel divides it. `BLOCKS` and
+    `TENSOR` may force more: then rows are kept as far as that costs nothing beyond the smallest buffer that the search
+    finds without them.
 
     Args:
         shapes: Shape of each tensor; `()` is a scalar, and a tensor may have no elements.
@@ -254,6 +258,8 @@ def plan_layout(
         alignment_numel: Alignment in elements, e.g. 16 bytes divided by the item size.
         granularity: One for all tensors, or one per tensor.
         max_waste: Padding divided by payload that keeping rows whole may cost.
+        numel_multiple: The whole buffer is a multiple of this many elements, e.g. 2**16 for fast rings of NCCL. Where
+            it leaves no cheap length for whole rows, more tensors are cut inside rows than without it.
 
     Raises:
         ConfigurationError: An argument is out of range, or the number of granularities is not the number of shapes.
@@ -264,6 +270,8 @@ def plan_layout(
         raise ConfigurationError(f"num_shards is {num_shards}; pass the number of ranks, 1 or more.")
     if alignment_numel < 1:
         raise ConfigurationError(f"alignment_numel is {alignment_numel}; pass 1 (no alignment) or more.")
+    if numel_multiple < 1:
+        raise ConfigurationError(f"numel_multiple is {numel_multiple}; pass 1 (any length) or more.")
     if not 0.0 <= max_waste < math.inf:
         raise ConfigurationError(
             f"max_waste is {max_waste}; pass a finite fraction of 0 or more, 0.01 for one percent."
@@ -272,7 +280,7 @@ def plan_layout(
         Item(math.prod(shape), kind.granule_numel(shape), kind.kind is GranularityKind.ROWS)
         for shape, kind in zip(checked, wanted, strict=True)
     ]
-    placement = plan_placement(items, num_shards, alignment_numel, max_waste)
+    placement = plan_placement(items, num_shards, alignment_numel, max_waste, numel_multiple)
     return Layout(checked, placement.offsets, placement.granules, num_shards, placement.shard_numel)
 
 

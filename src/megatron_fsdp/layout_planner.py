@@ -22,7 +22,9 @@ tensors give up their rows: the search begins with all rows given up, which has 
 rows back, group by group, small rows first, as long as the result stays within the limit.
 
 Lengths in here are counted in alignment units, so that alignment needs no further thought: with a granule of g elements
-and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of units.
+and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of units. Where
+the whole buffer must be a multiple of M elements, N S is one if and only if M / gcd(N, M) divides S, so that S goes up
+through the multiples of that only.
 """
 
 import bisect
@@ -74,6 +76,18 @@ class _Span:
 
 
 @dataclass(frozen=True)
+class _Shards:
+    """How many shards there are, and what must divide their length, in units."""
+
+    count: int
+    step: int
+
+    def rounded_up(self, length: int) -> int:
+        """The smallest possible shard length from `length` on."""
+        return -(-length // self.step) * self.step
+
+
+@dataclass(frozen=True)
 class _Solution:
     """A shard length in units, and the start of each span by its index."""
 
@@ -81,7 +95,9 @@ class _Solution:
     starts: dict[int, int]
 
 
-def plan_placement(items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float) -> Placement:
+def plan_placement(
+    items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
+) -> Placement:
     """Place items into equal shards; the module docstring has the idea, `plan_layout` the contract.
 
     Args:
@@ -89,22 +105,31 @@ def plan_placement(items: Sequence[Item], num_shards: int, alignment_numel: int,
         num_shards: Number of shards, at least 1.
         alignment_numel: Every offset and the shard length are multiples of this many elements.
         max_waste: Padding divided by payload that whole rows may cost.
+        numel_multiple: `num_shards` times the shard length is a multiple of this many elements.
     """
     spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
     # With a step of one unit there is nothing to give up.
     lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}
-    solution = _smallest(_with_lowered(spans, lowered), num_shards, sum(span.length for span in spans))
-    assert solution is not None  # one shard that holds everything always exists
+    shards = _Shards(num_shards, _shard_step(num_shards, alignment_numel, numel_multiple))
+    # One shard that holds everything always exists.
+    solution = _smallest(_with_lowered(spans, lowered), shards, shards.rounded_up(sum(span.length for span in spans)))
+    assert solution is not None
     if lowered:
         payload_numel = sum(item.numel for item in items)
         most_numel = payload_numel + int(max_waste * payload_numel)
         limit = max(solution.shard_length, most_numel // (num_shards * alignment_numel))
-        solution, lowered = _take_rows_back(spans, lowered, num_shards, limit, solution)
+        solution, lowered = _take_rows_back(spans, lowered, shards, limit, solution)
     return Placement(
         offsets=tuple(solution.starts.get(index, 0) * alignment_numel for index in range(len(items))),
         granules=tuple(1 if index in lowered else item.granule_numel for index, item in enumerate(items)),
         shard_numel=solution.shard_length * alignment_numel,
     )
+
+
+def _shard_step(num_shards: int, alignment_numel: int, numel_multiple: int) -> int:
+    """What must divide a shard length, in alignment units."""
+    step_numel = numel_multiple // math.gcd(num_shards, numel_multiple)
+    return math.lcm(step_numel, alignment_numel) // alignment_numel
 
 
 def _span(index: int, item: Item, alignment_numel: int) -> _Span:
@@ -117,7 +142,7 @@ def _with_lowered(spans: Iterable[_Span], lowered: set[int]) -> list[_Span]:
 
 
 def _take_rows_back(
-    spans: Sequence[_Span], lowered: set[int], num_shards: int, limit: int, solution: _Solution
+    spans: Sequence[_Span], lowered: set[int], shards: _Shards, limit: int, solution: _Solution
 ) -> tuple[_Solution, set[int]]:
     """Undo as much lowering as shards of `limit` units allow: all at once if possible, else by ever smaller groups."""
     wishes = [span for span in spans if span.index in lowered]
@@ -127,7 +152,7 @@ def _take_rows_back(
             break
         group = pending.pop()
         still_lowered = lowered - {span.index for span in group}
-        found = _smallest(_with_lowered(spans, still_lowered), num_shards, limit)
+        found = _smallest(_with_lowered(spans, still_lowered), shards, limit)
         if found is not None:
             solution, lowered = found, still_lowered
         elif len(group) > 1:
@@ -142,22 +167,22 @@ def _halves(group: list[_Span]) -> tuple[list[_Span], list[_Span]]:
     return group[:middle], group[middle:]
 
 
-def _smallest(spans: Sequence[_Span], num_shards: int, limit: int) -> _Solution | None:
+def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution | None:
     """The solution with the smallest shard length up to `limit` that the search finds, or None.
 
     Lengths are tried one by one at first, then in doubling steps, whose last one is refined by bisection. (A longer
     shard is not always easier to fill, so that this is a search and not a proof.)
     """
     orders = _orders(spans)
-    lengths = _ShardLengths(spans, num_shards)
-    failed, best = lengths.lower_bound - 1, None
-    step, tries = 1, 0
+    lengths = _ShardLengths(spans, shards)
+    failed, best = lengths.lower_bound - shards.step, None
+    step, tries = shards.step, 0
     while best is None:
         # Halving the way to the limit keeps a large step from jumping over the last candidates.
         candidate = lengths.next_from(failed + max(1, min(step, (limit - failed) // 2)))
         if candidate > limit:
             return None
-        best = _place(orders, num_shards, candidate)
+        best = _place(orders, shards.count, candidate)
         failed = candidate if best is None else failed
         tries += 1
         step = step if tries < _DENSE_TRIES else 2 * step
@@ -165,7 +190,7 @@ def _smallest(spans: Sequence[_Span], num_shards: int, limit: int) -> _Solution 
         candidate = lengths.next_from((failed + best.shard_length) // 2 + 1)
         if candidate >= best.shard_length:
             break
-        shorter = _place(orders, num_shards, candidate)
+        shorter = _place(orders, shards.count, candidate)
         failed, best = (candidate, best) if shorter is None else (failed, shorter)
     return best
 
@@ -173,24 +198,31 @@ def _smallest(spans: Sequence[_Span], num_shards: int, limit: int) -> _Solution 
 class _ShardLengths:
     """The shard lengths that are worth a try: what is needed whatever the order of the spans."""
 
-    def __init__(self, spans: Sequence[_Span], num_shards: int) -> None:
+    def __init__(self, spans: Sequence[_Span], shards: _Shards) -> None:
         by_length = sorted(spans, key=lambda span: span.length)
         total = sum(span.length for span in spans)
         self._lengths = [span.length for span in by_length]
         # A shard holds at least a whole span or one step of it, and all shards hold everything.
-        self.lower_bound = max([-(-total // num_shards), *(min(span.length, span.step) for span in spans)])
-        self._multiples = self._common_steps(by_length, total)
+        needed = max([-(-total // shards.count), *(min(span.length, span.step) for span in spans)])
+        self.lower_bound = shards.rounded_up(needed)
+        self._multiples = self._common_steps(by_length, shards.step, total)
 
     @staticmethod
-    def _common_steps(by_length: Sequence[_Span], total: int) -> list[int]:
-        """Per position, the least common multiple of the steps from there on, capped where it is out of reach."""
-        multiples = [1]
+    def _common_steps(by_length: Sequence[_Span], shard_step: int, total: int) -> list[int]:
+        """Per position, what the shard and the steps from there on need in common, capped where it is out of reach.
+
+        A capped one is never used: it is longer than a shard at which the shortest of the spans stops being long.
+        """
+        multiples = [shard_step]
         for span in reversed(by_length):
             multiples.append(min(math.lcm(multiples[-1], span.step), total + 1))
         return multiples[::-1]
 
     def next_from(self, shard_length: int) -> int:
-        """The smallest length from `shard_length` on that every step of the spans longer than two shards divides."""
+        """The smallest length from `shard_length` on that the shard's step divides, and those of the long spans.
+
+        Long spans are those of more than two shards.
+        """
         while True:
             first_long = bisect.bisect_right(self._lengths, 2 * shard_length)
             multiple = self._multiples[first_long]

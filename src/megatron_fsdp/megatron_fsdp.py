@@ -28,6 +28,7 @@ from megatron_fsdp.runtime.compiled import compiled_in_place
 from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.unit_grouping import Grouping, UnitGrouping
 from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
 
 logger = logging.getLogger("megatron_fsdp")
@@ -106,30 +107,12 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     ) -> None:
         given = dict(locals())
         refuse_unsupported(given, CLASS_DEFAULTS)
-        super().__init__()
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
         )
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
         memory = resolve_memory_options(given, config)
-        self.module = module = compiled_in_place(module)
-        self.dist_index = dist_index
-        self.ddp_config = config
-        self.mp_policy = mixed_precision_policy
-        self._policy_after_reset: MixedPrecisionPolicy | None = None
-        self.fsdp_unit_modules = fsdp_unit_modules
-        self.calculate_per_token_loss = calculate_per_token_loss
-        self.report_nan_in_param_grad = report_nan_in_param_grad or config.check_for_nan_in_grad
-        self.microbatch_count = 0
         outer_strategy = resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-        self._mode = SyncMode(auto_sync=sync_model_each_microbatch)
-        mesh = dist_index.get_submesh((_shard_dim(dist_index),))
-        self.device = resolve_device(device, mesh.device_type)
-        if self.device.type != mesh.device_type:
-            raise ConfigurationError(
-                f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
-                "mesh for that device type"
-            )
         if dist_index.hsdp_outer_dp_shard and outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(
                 "dist_index has hsdp_outer_dp_shard=True, but outer_dp_sharding_strategy of ddp_config is "
@@ -139,26 +122,59 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
             outer_strategy=outer_strategy,
             policy=mixed_precision_policy,
-            unit_modules=fsdp_unit_modules,
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
             average_in_collective=config.average_in_collective,
             calculate_per_token_loss=calculate_per_token_loss,
-            check_finite=self.report_nan_in_param_grad,
+            check_finite=report_nan_in_param_grad or config.check_for_nan_in_grad,
             memory=memory,
             init_meta=init_model_with_meta_device,
             reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
             or config.reduce_scatter_with_fp32_accumulation,
+            scales_first=not config.gradient_reduce_div_fusion,
+            fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
             find_unused_parameters=find_unused_parameters,
         )
+        grouping = UnitGrouping(fsdp_unit_modules, memory)
+        self._wrap(module, dist_index, config, switches, grouping, device, sync_model_each_microbatch)
+        self.fsdp_unit_modules = fsdp_unit_modules
+
+    def _wrap(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        config: DistributedDataParallelConfig,
+        switches: Switches,
+        grouping: Grouping,
+        device: torch.device | str | int | None,
+        auto_sync: bool,
+    ) -> None:
+        """Shard the model as was decided."""
+        nn.Module.__init__(self)
+        self.module = module = compiled_in_place(module)
+        self.dist_index = dist_index
+        self.ddp_config = config
+        self.mp_policy = switches.policy
+        self._policy_after_reset: MixedPrecisionPolicy | None = None
+        self.calculate_per_token_loss = switches.calculate_per_token_loss
+        self.report_nan_in_param_grad = switches.check_finite
+        self.microbatch_count = 0
+        self._mode = SyncMode(auto_sync=auto_sync)
+        mesh = dist_index.get_submesh((_shard_dim(dist_index),))
+        self.device = resolve_device(device, mesh.device_type)
+        if self.device.type != mesh.device_type:
+            raise ConfigurationError(
+                f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
+                "mesh for that device type"
+            )
         finished = weakref.WeakMethod(self._backward_finished)
-        self._assembly = assemble(module, switches, dist_index, self.device, self._mode, _weakly(finished))
+        self._assembly = assemble(module, grouping, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
-        self._bucket_numel = memory.bucket_numel_on(self._engine.num_ranks)
+        self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
         for line in self._assembly.plan_lines:

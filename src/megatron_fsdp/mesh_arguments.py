@@ -22,32 +22,99 @@ def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
     Args:
         arguments: Those of `fully_shard_model`.
     """
+    if arguments["device_mesh"] is None:
+        _refuse_without_mesh(arguments)
+    tp_dim = arguments["tp_dim"]
+    mesh, shard_dim = mesh_and_dim(arguments["device_mesh"], arguments["dp_shard_dim"], tp_dim, "dp_shard_dim")
+    outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+    return index_from_mesh(
+        mesh,
+        shard_dim,
+        arguments["module"],
+        dp_outer_dim=arguments["dp_outer_dim"],
+        tp_dim=tp_dim,
+        hybrid_fsdp_group=arguments["hybrid_fsdp_group"],
+        hybrid_fsdp_expt_group=arguments["hybrid_fsdp_expt_group"],
+        shards_outside=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
+        expt_device_mesh=arguments["expt_device_mesh"],
+        fsdp_group_ag=arguments["fsdp_group_ag"],
+        expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
+    )
+
+
+def mesh_and_dim(
+    device_mesh: DeviceMesh | None, dim: str | None, tp_dim: str | None, argument: str
+) -> tuple[DeviceMesh, str]:
+    """The mesh, made of all ranks where none is given, and the name of its data-parallel dimension.
+
+    Args:
+        device_mesh: The caller's; None: all ranks on one axis, on the accelerator of this process or the CPU.
+        dim: The caller's name; None: the only dimension.
+        tp_dim: A tensor-parallel dimension, which has one rank where no mesh is given.
+        argument: The name of the argument that `dim` came from, for the error message.
+
+    Raises:
+        ConfigurationError: There are no process groups, or no dimension is named and there are several.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
             "torch.distributed is not initialised; start the program with torchrun and call "
             "torch.distributed.init_process_group() before sharding"
         )
-    mesh, shard_dim, tp_dim = (arguments[name] for name in ("device_mesh", "dp_shard_dim", "tp_dim"))
-    if mesh is None:
-        _refuse_without_mesh(arguments)
-        shard_dim = shard_dim or "fsdp"
-        names = (shard_dim,) if tp_dim is None else (shard_dim, tp_dim)
+    if device_mesh is None:
+        dim = dim or "fsdp"
+        names = (dim,) if tp_dim is None else (dim, tp_dim)
         shape = (dist.get_world_size(), *(1 for _ in names[1:]))
-        mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=names)
-    elif shard_dim is None and mesh.ndim == 1 and mesh.mesh_dim_names:
-        shard_dim = mesh.mesh_dim_names[0]
-    outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+        return init_device_mesh(default_device().type, shape, mesh_dim_names=names), dim
+    if dim is None and device_mesh.ndim == 1 and device_mesh.mesh_dim_names:
+        dim = device_mesh.mesh_dim_names[0]
+    if dim is None:
+        raise ConfigurationError(
+            f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
+        )
+    return device_mesh, dim
+
+
+def index_from_mesh(
+    mesh: DeviceMesh,
+    shard_dim: str,
+    module: nn.Module,
+    *,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    shards_outside: bool = False,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+) -> FSDPDistributedIndex:
+    """An index; the tensor-parallel dimension is looked for in the model where it is not named.
+
+    Args:
+        mesh: The mesh.
+        shard_dim: The dimension to shard over.
+        module: The model.
+        dp_outer_dim: As in `FSDPDistributedIndex`, as those that follow.
+        tp_dim: See there; None: what the model's parameters are DTensors over.
+        hybrid_fsdp_group: See there.
+        hybrid_fsdp_expt_group: See there.
+        shards_outside: There `hsdp_outer_dp_shard`.
+        expt_device_mesh: See there.
+        fsdp_group_ag: See there.
+        expt_fsdp_group_ag: See there.
+    """
     return FSDPDistributedIndex(
         mesh,
         shard_dim,
-        arguments["dp_outer_dim"],
-        tp_dim or _tensor_parallel_dim(arguments["module"], mesh),
-        arguments["hybrid_fsdp_group"],
-        arguments["hybrid_fsdp_expt_group"],
-        hsdp_outer_dp_shard=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
-        expt_device_mesh=arguments["expt_device_mesh"],
-        fsdp_group_ag=arguments["fsdp_group_ag"],
-        expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
+        dp_outer_dim,
+        tp_dim or _tensor_parallel_dim(module, mesh),
+        hybrid_fsdp_group,
+        hybrid_fsdp_expt_group,
+        hsdp_outer_dp_shard=shards_outside,
+        expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
     )
 
 

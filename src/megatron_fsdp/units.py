@@ -29,11 +29,13 @@ class UnitSpec:
         name: Fully qualified name of the module; ``""`` for the root.
         parameters: Canonical names of the parameters that it owns, in model order.
         class_name: Name of the module's class.
+        is_module: Whether it is a module; else parameters that were put together in another way, under a made-up name.
     """
 
     name: str
     parameters: tuple[str, ...]
     class_name: str
+    is_module: bool = True
 
 
 @dataclass(frozen=True)

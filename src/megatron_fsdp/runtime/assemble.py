@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
-from megatron_fsdp.fine_grained import refine_units
 from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
@@ -26,17 +25,17 @@ from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
-from megatron_fsdp.runtime.hooks import register_hooks
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.state_dicts import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.runtime.unit_grouping import Grouping
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
 from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
-from megatron_fsdp.units import UnitPlan, find_units, plan_lines
+from megatron_fsdp.units import UnitPlan, plan_lines
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Switches:
         strategy: On the sharding axis.
         outer_strategy: On the outer axis, where there is one.
         policy: Dtypes.
-        unit_modules: What to look for as units.
         overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather ahead; strategy 3 always does.
         average_in_collective: Let the collective average.
@@ -57,13 +55,15 @@ class Switches:
         init_meta: Initialise what is on the meta device.
         reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
         find_unused_parameters: Agree at every sync on which parameters were used.
+        scales_first: Scale gradients before they travel, not after.
+        numel_multiple: What the elements of every trainable group are padded to a multiple of.
+        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
     """
 
     strategy: ShardingStrategy
     outer_strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
-    unit_modules: Sequence[type[nn.Module] | str] | str | None
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     average_in_collective: bool
@@ -74,6 +74,9 @@ class Switches:
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
     find_unused_parameters: bool = False
+    scales_first: bool = False
+    numel_multiple: int = 1
+    fp32_patterns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Assembly:
 
 def assemble(
     module: nn.Module,
+    grouping: Grouping,
     switches: Switches,
     index: FSDPDistributedIndex,
     device: torch.device,
@@ -109,6 +113,7 @@ def assemble(
 
     Args:
         module: The model.
+        grouping: Which parameters are gathered and reduced together.
         switches: What the caller chose.
         index: Mesh and process groups.
         device: Where the shards are to live.
@@ -119,12 +124,12 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     sharding = _sharding(switches, index, device)
-    plan = _plan_together(module, switches, sharding)
+    plan = _plan_together(module, grouping, switches, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
-    units = build_units(module, plan, sharding, switches.memory.bucket_numel_on(sharding.dense.num_ranks))
+    units = build_units(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
     _warn_of_narrowing(units)
     if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
@@ -132,7 +137,7 @@ def assemble(
         )
     reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
     memory = plan_memory(switches.memory, reduces_early, units)
-    engine = Engine(units, memory, mode, sharding, backward_finished)
+    engine = grouping.make_engine(units, memory, mode, sharding, backward_finished)
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     if switches.check_finite:
@@ -141,8 +146,8 @@ def assemble(
     if switches.verify_ranks_s and sharding.dense.group is not None:
         labels = [unit.label for unit in units]
         engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
-    modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units)}
-    handles = (*register_hooks(engine, modules), *register_load_hooks(engine, module))
+    modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
+    handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
     return Assembly(
         engine,
@@ -176,10 +181,13 @@ def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.dev
         switches.average_in_collective,
         switches.calculate_per_token_loss,
         switches.find_unused_parameters,
+        switches.scales_first,
+        switches.numel_multiple,
+        switches.fp32_patterns,
     )
 
 
-def _plan_together(module: nn.Module, switches: Switches, sharding: Sharding) -> UnitPlan:
+def _plan_together(module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding) -> UnitPlan:
     """Check the model and find its units; every rank gets the same answer or the same error."""
     plan, problem, facts = None, None, []
     try:
@@ -188,10 +196,8 @@ def _plan_together(module: nn.Module, switches: Switches, sharding: Sharding) ->
         check_module(module, switches.init_meta)
         for name, param in module.named_parameters():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
-        plan = find_units(module, switches.unit_modules)
-        switches.memory.check_plan(len(plan.units) - 1)
-        if switches.memory.fine_grained:
-            plan = refine_units(module, plan, switches.memory.whole_types)
+        sharding.check_patterns([name for name, param in module.named_parameters() if param.requires_grad])
+        plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
     except (MegatronFSDPError, TypeError) as error:
         problem = error
@@ -290,7 +296,7 @@ def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta
 
 def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Sharding) -> list[str]:
     """What every data-parallel rank must have in common; experts may be others on other ranks."""
-    chosen = [f"{name}={value}" for name, value in vars(switches).items() if name != "unit_modules"]
+    chosen = [f"{name}={value}" for name, value in vars(switches).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     params = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"

@@ -41,7 +41,7 @@ def build_units(
     sites = parameter_sites(module)
     units = []
     for index, spec in enumerate(plan.units):
-        infos = [_info(name, originals[name], sharding) for name in spec.parameters]
+        infos = [parameter_info(name, originals[name], sharding) for name in spec.parameters]
         groups = []
         group_sites = []
         specs = group_parameters(infos)
@@ -50,7 +50,7 @@ def build_units(
             group_sites.append([sites.pop(id(param)) for param in params])
             groups.append(ParameterGroup(sharding.plan_group(group_spec, params), params))
             del params
-        unit = Unit(index, spec.name, groups, group_sites)
+        unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
         unit.install_sharded()
         units.append(unit)
     if blueprint.unfinished:
@@ -80,11 +80,13 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
     return {key: tuple(places) for key, places in sites.items()}
 
 
-def _info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
+def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
+    """What grouping needs to know of a parameter; only its description is read."""
     return ParameterInfo(
         name,
         tuple(local_part(param).shape),
         param.dtype,
         param.requires_grad,
         is_expert=sharding.is_expert(name, param),
+        sums_in_fp32=sharding.sums_in_fp32(name),
     )

@@ -75,7 +75,7 @@ class _Walk:
         self._root = root
         self._blueprint = blueprint
         self._device = device
-        self._unit_tops = {id(root.get_submodule(unit.name)) for unit in units if unit.name}
+        self._unit_tops = {id(root.get_submodule(unit.name)) for unit in units if unit.name and unit.is_module}
         self._store: Mapping[str, Callable[[torch.Tensor], None]] = {
             name: partial(group.store, index)
             for unit in units

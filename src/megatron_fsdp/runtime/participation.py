@@ -50,7 +50,7 @@ def calls_of(
     Raises:
         ConfigurationError: A module is not part of the model.
     """
-    index_of = {id(root.get_submodule(unit.name)): unit.index for unit in engine.units}
+    index_of = {id(root.get_submodule(unit.name)): unit.index for unit in engine.units if unit.is_module}
     known = {id(part) for part in root.modules()}
     whole = root if module is None else module
     stages = None if order is None else tuple(order)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import gradient_reduction
-from megatron_fsdp.grouping import ParameterGroupSpec
+from megatron_fsdp.grouping import GroupKey, ParameterGroupSpec
 from megatron_fsdp.layout import Layout, plan_layout
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.placement import Placements, ShardingStrategy, placements_for
@@ -23,6 +24,8 @@ from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, part_of
 _ALIGNMENT_BYTES = 16
 EXPERT_NAME = ".experts."
 """What the name of an expert's parameter contains."""
+EVERY_PARAMETER = "all"
+"""The pattern that stands for every parameter."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Sharding:
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
         find_unused_parameters: Agree at every sync on which parameters were used.
+        scales_first: Scale gradients before they travel.
+        numel_multiple: What the elements of every trainable group are padded to a multiple of.
+        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
     """
 
     strategy: ShardingStrategy
@@ -50,6 +56,35 @@ class Sharding:
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     find_unused_parameters: bool = False
+    scales_first: bool = False
+    numel_multiple: int = 1
+    fp32_patterns: tuple[str, ...] = ()
+
+    def sums_in_fp32(self, name: str) -> bool:
+        """Whether the gradients of a parameter are accumulated in float32, by its canonical name."""
+        return any(self.matches(name, pattern) for pattern in self.fp32_patterns)
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Refuse patterns without effect.
+
+        Args:
+            names: Canonical names of the model's trainable parameters.
+
+        Raises:
+            ConfigurationError: A pattern matches none of them.
+        """
+        for pattern in self.fp32_patterns:
+            if not any(self.matches(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
+                    f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
+                    "fnmatch, and 'all' is every parameter"
+                )
+
+    @staticmethod
+    def matches(name: str, pattern: str) -> bool:
+        """Whether one of `fp32_patterns` means a parameter."""
+        return pattern == EVERY_PARAMETER or fnmatchcase(name, pattern)
 
     def is_expert(self, name: str, param: torch.Tensor) -> bool:
         """Whether a parameter lives on the expert mesh: by its name, or marked `allreduce=False` as Megatron does.
@@ -83,7 +118,7 @@ class Sharding:
         domain = self.domain(spec.key.is_expert)
         placements = self._placements(spec)
         if spec.key.requires_grad:
-            precision = resolve_precision(self.policy, spec.key.dtype)
+            precision = self._precision(spec.key)
         else:
             precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
         reduction = gradient_reduction(
@@ -92,6 +127,7 @@ class Sharding:
             average_in_collective=self.average_in_collective,
             calculate_per_token_loss=self.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
+            scales_first=self.scales_first,
         )
         parts = tuple(
             part_of(info.name, param, domain.tensor_parallel)
@@ -112,6 +148,12 @@ class Sharding:
             domain.foreign_groups,
         )
 
+    def _precision(self, key: GroupKey) -> ResolvedPrecision:
+        precision = resolve_precision(self.policy, key.dtype)
+        if not key.sums_in_fp32 or not key.dtype.is_floating_point:
+            return precision
+        return replace(precision, main_grads=torch.promote_types(precision.main_grads, torch.float32))
+
     def _layouts(
         self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
     ) -> tuple[Layout, tuple[Layout, ...]]:
@@ -123,6 +165,7 @@ class Sharding:
                 num_shards,
                 alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
                 granularity=[info.granularity for info in spec.parameters],
+                numel_multiple=self.numel_multiple if spec.key.requires_grad else 1,
             )
 
         layout = plan([info.shape for info in spec.parameters])

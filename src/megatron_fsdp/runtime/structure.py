@@ -21,7 +21,7 @@ class StructureCheck:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units}
+        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units if unit.is_module}
         self._compiled = [
             (label, unit_module, unit_module._compiled_call_impl)
             for label, unit_module in unit_modules.items()

@@ -22,15 +22,22 @@ class Unit:
     Attributes:
         index: Position in the plan; 0 is the root.
         name: Fully qualified name of the module; empty for the root.
+        is_module: Whether there is a module of that name; else the parameters belong to several.
         shows_full: Whether the module tree holds the full parameters now.
         groups: Its parameter groups; none where the module owns no parameter of its own.
     """
 
     def __init__(
-        self, index: int, name: str, groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]]
+        self,
+        index: int,
+        name: str,
+        groups: Sequence[ParameterGroup],
+        sites: Sequence[Sequence[ParameterSites]],
+        is_module: bool = True,
     ) -> None:
         self.index = index
         self.name = name
+        self.is_module = is_module
         self.groups = tuple(groups)
         self._sites = tuple(tuple(of_group) for of_group in sites)
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])

@@ -1,0 +1,71 @@
+"""Parameters of the engine put together by size in place of by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.ddp.bucket_plan import plan_buckets
+from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.ddp.engine import BucketEngine
+from megatron_fsdp.ddp.hooks import register_bucket_hooks
+from megatron_fsdp.runtime.build import parameter_info
+from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.memory_plan import MemoryPlan
+from megatron_fsdp.runtime.schedule import ROOT
+from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.units import UnitPlan
+
+
+@dataclass(frozen=True)
+class BucketGrouping:
+    """Buckets of parameters; see `Grouping`.
+
+    Attributes:
+        bucket_numel: Elements that close a bucket; None: one bucket for each kind of parameter.
+        gather_mode: When changed weights are gathered.
+        delays_weight_gradients: Whether linear layers compute weight gradients at the end of backward.
+    """
+
+    bucket_numel: int | None
+    gather_mode: GatherMode
+    delays_weight_gradients: bool = False
+
+    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+        """The buckets."""
+        canonical: dict[int, str] = {}
+        aliases = []
+        for name, param in module.named_parameters(remove_duplicate=False):
+            first = canonical.setdefault(id(param), name)
+            if first != name:
+                aliases.append((name, first))
+        infos = [parameter_info(name, param, sharding) for name, param in module.named_parameters()]
+        alone = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
+        return plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)
+
+    def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
+        """None: what is not in buckets is frozen."""
+        return None
+
+    def make_engine(
+        self,
+        units: Sequence[Unit],
+        memory: MemoryPlan,
+        mode: SyncMode,
+        sharding: Sharding,
+        backward_finished: Callable[[], None],
+    ) -> BucketEngine:
+        """See `Grouping`."""
+        return BucketEngine(units, memory, mode, sharding, backward_finished, self.gather_mode)
+
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+        """See `Grouping`."""
+        assert isinstance(engine, BucketEngine)
+        if self.delays_weight_gradients:
+            pass
+        return register_bucket_hooks(engine, modules[ROOT])

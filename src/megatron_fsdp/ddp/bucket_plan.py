@@ -1,0 +1,101 @@
+"""Cutting a model's parameters into buckets by size, in the order in which backward reaches them. Pure.
+
+Backward computes gradients roughly in reverse order of registration, so buckets are filled from the last parameter to
+the first, each kind of parameter on its own, and closed as soon as they reach their size. A bucket is complete when the
+gradient of its first parameter comes, so that is what buckets are sorted by: bucket 1 holds the first parameters of the
+model and is reduced last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from megatron_fsdp.grouping import GroupKey, ParameterInfo, key_of
+from megatron_fsdp.units import UnitPlan, UnitSpec
+
+BUCKET_NAME = "bucket {}"
+_ROOT = 0
+
+
+def cut_buckets(
+    parameters: Sequence[ParameterInfo], bucket_numel: int | None, alone: Collection[str] = ()
+) -> tuple[tuple[str, ...], ...]:
+    """Cut the trainable parameters of a model into buckets; a parameter is never cut.
+
+    Args:
+        parameters: In model order; frozen ones are left out.
+        bucket_numel: A bucket is closed by the parameter with which it reaches so many elements; None: never.
+        alone: Names of parameters that get a bucket of their own.
+
+    Returns:
+        Names in model order, bucket by bucket; parameters of a bucket agree in their `GroupKey`. Buckets are in the
+        order of their first parameters.
+    """
+    place = {info.name: position for position, info in enumerate(parameters)}
+    open_buckets: dict[GroupKey, list[ParameterInfo]] = {}
+    closed: list[list[ParameterInfo]] = []
+    for info in reversed(parameters):
+        if not info.requires_grad:
+            continue
+        if info.name in alone:
+            closed.append([info])
+            continue
+        bucket = open_buckets.setdefault(key_of(info), [])
+        bucket.append(info)
+        if bucket_numel is not None and sum(member.numel for member in bucket) >= bucket_numel:
+            closed.append(open_buckets.pop(key_of(info)))
+    closed += open_buckets.values()
+    in_order = sorted(closed, key=lambda bucket: place[bucket[-1].name])
+    return tuple(tuple(info.name for info in reversed(bucket)) for bucket in in_order)
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterInfo],
+    root_class: str,
+    aliases: Sequence[tuple[str, str]],
+    bucket_numel: int | None,
+    alone: Collection[str] = (),
+) -> UnitPlan:
+    """Units of the engine: the root with what is frozen, then one for each bucket.
+
+    Args:
+        parameters: In model order, tied ones once.
+        root_class: Name of the model's class.
+        aliases: As in `UnitPlan`.
+        bucket_numel: As in `cut_buckets`.
+        alone: As in `cut_buckets`.
+    """
+    frozen = tuple(info.name for info in parameters if not info.requires_grad)
+    buckets = cut_buckets(parameters, bucket_numel, alone)
+    size = "one bucket per kind" if bucket_numel is None else f"closed at {bucket_numel:,} parameters"
+    units = [UnitSpec("", frozen, root_class)]
+    units += [
+        UnitSpec(BUCKET_NAME.format(number), names, "parameters", is_module=False)
+        for number, names in enumerate(buckets, start=1)
+    ]
+    return UnitPlan(tuple(units), f"buckets in backward order, {size}", tuple(aliases))
+
+
+def plan_readers(
+    owned: Sequence[tuple[str, frozenset[int]]], called: Callable[[str], bool]
+) -> dict[str, frozenset[int]]:
+    """Which buckets each module that is called reads.
+
+    A module reads the parameters it owns, and those of the modules below it that are never called themselves: their
+    weights are used by somebody above them (as `nn.MultiheadAttention` uses those of its output projection).
+
+    Args:
+        owned: Fully qualified name of every module and the buckets of the parameters that it owns itself.
+        called: Whether the module of a name was called in a forward.
+
+    Returns:
+        Buckets by module, for the modules that read any; the root, "", is called in any case.
+    """
+    found: dict[str, set[int]] = {}
+    for name, buckets in owned:
+        reader = name
+        while reader and not called(reader):
+            reader = reader.rpartition(".")[0]
+        found.setdefault(reader, set()).update(buckets)
+        found.setdefault(name, set()).update(buckets)  # should it be called one day
+    return {name: frozenset(buckets) for name, buckets in found.items() if buckets}

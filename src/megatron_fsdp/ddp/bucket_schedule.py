@@ -1,0 +1,141 @@
+"""When buckets are gathered and reduced. Pure; unit 0 is the root, unit k is bucket k.
+
+A bucket is reduced when every gradient in it has come, and never before the buckets behind it: so all ranks reduce in
+the same order, whatever their data made of the backward. How many gradients a parameter gets in one backward is learnt
+(a parameter in a reentrantly recomputed part gets several): the first backward reduces everything at its end.
+
+Weights, where they have to be gathered, are gathered in forward order, whichever of them a rank reads first: one bucket
+ahead of its use, or all together. What a forward does not read is gathered when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.runtime.schedule import ROOT, Operation, ScheduleConfig, Scheduler
+
+
+class GatherMode(Enum):
+    """When weights that have changed are gathered."""
+
+    AT_ONCE = "at once"  # all before the forward, and waited for there
+    TOGETHER = "together"  # all are started before the forward; each is waited for where it is used
+    IN_TURN = "in turn"  # each is started when the one before it is used
+
+
+@dataclass
+class _Arrivals:
+    """How many gradients of one parameter come in a backward."""
+
+    expected: int = 0  # the most seen in a backward; 0: not known
+    now: int = 0
+
+
+class BucketScheduler(Scheduler):
+    """Decides for buckets what `Scheduler` decides for modules.
+
+    Args:
+        config: As for `Scheduler`; compute weights are whole on every rank (`shares_slots` False).
+        counts: Parameters of each unit.
+        gather_mode: When weights are gathered.
+    """
+
+    def __init__(self, config: ScheduleConfig, counts: Sequence[int], gather_mode: GatherMode) -> None:
+        super().__init__(config)
+        self.gather_mode = gather_mode
+        self._arrivals = [[_Arrivals() for _ in range(count)] for count in counts]
+        self._learning = True  # no backward has ended yet
+        self._next = len(counts) - 1  # the bucket to be reduced next
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def forward_opens(self) -> tuple[Operation, ...]:
+        """The model's forward is about to run, or weights are wanted ahead of it."""
+        if self.gather_mode is GatherMode.AT_ONCE:
+            return self.everything()
+        wanted = range(ROOT, len(self._units)) if self.gather_mode is GatherMode.TOGETHER else (ROOT, ROOT + 1)
+        return tuple(op for unit in wanted if unit < len(self._units) for op in self.weights_wanted(unit))
+
+    def everything(self) -> tuple[Operation, ...]:
+        """Gather all weights, then wait for all."""
+        units = range(len(self._units))
+        started = [op for unit in units for op in self.weights_wanted(unit)]
+        return (*started, *(op for unit in units for op in self.weights_awaited(unit)))
+
+    def weights_read(self, units: Collection[int]) -> tuple[Operation, ...]:
+        """A module that reads some buckets is about to run; those in front of them and the one behind are started."""
+        last = min(max(units, default=ROOT) + 1, len(self._units) - 1)
+        started = [op for unit in range(last + 1) for op in self.weights_wanted(unit)]
+        return (*started, *(op for unit in sorted(units) for op in self.weights_awaited(unit)))
+
+    def forward_closes(self) -> tuple[Operation, ...]:
+        """The model's forward is over; start what it did not read, since other ranks may have read it."""
+        return tuple(op for unit in range(len(self._units)) for op in self.weights_wanted(unit))
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def backward_begins(self, unit: int, epoch: int) -> tuple[Operation, ...]:
+        """As in `Scheduler`; every bucket has to be reduced then, also one that gets no gradient on this rank."""
+        operations = super().backward_begins(unit, epoch)
+        self._open_all()
+        return operations
+
+    def gradient_arrives(self, unit: int) -> None:
+        """As in `Scheduler`.
+
+        Raises:
+            ScheduleError: The bucket was reduced already in this backward.
+        """
+        if self._in_backward and self._units[unit].in_backward and self._units[unit].reduced:
+            raise ScheduleError(
+                "a gradient arrived after the bucket was reduced: in the backwards before, fewer gradients came for "
+                "its parameters (reentrant activation checkpoints give several); use use_reentrant=False, or "
+                "overlap_grad_reduce=False, which reduces when all have come"
+            )
+        super().gradient_arrives(unit)
+        self._open_all()
+
+    def gradient_counted(self, unit: int, parameter: int) -> tuple[Operation, ...]:
+        """A gradient of parameter `parameter` of a bucket is in; returns the reductions that can start, in order."""
+        self._arrivals[unit][parameter].now += 1
+        if self._learning or not self.config.reduces_early:
+            return ()
+        operations: list[Operation] = []
+        while self._next > ROOT and self._is_complete(self._next):
+            if self.config.trainable[self._next]:
+                operations += self.gradients_ready(self._next)
+            self._next -= 1
+        return tuple(operations)
+
+    def backward_ends(self) -> tuple[Operation, ...]:
+        """As in `Scheduler`; what came is what the next backward waits for."""
+        for arrivals in self._arrivals:
+            for arrival in arrivals:
+                arrival.expected = max(arrival.expected, arrival.now)
+        self._learning = False
+        self._forget_arrivals()
+        return super().backward_ends()
+
+    def reset(self) -> tuple[Operation, ...]:
+        """As in `Scheduler`."""
+        self._learning = True
+        self._forget_arrivals()
+        return super().reset()
+
+    def _forget_arrivals(self) -> None:
+        self._next = len(self._units) - 1
+        for arrivals in self._arrivals:
+            for arrival in arrivals:
+                arrival.now = 0
+
+    def _open_all(self) -> None:
+        for unit in range(ROOT + 1, len(self._units)):
+            state = self._units[unit]
+            if self.config.trainable[unit] and not state.in_backward:
+                state.in_backward, state.reduced = True, False
+
+    def _is_complete(self, unit: int) -> bool:
+        return all(arrival.now >= max(1, arrival.expected) for arrival in self._arrivals[unit])

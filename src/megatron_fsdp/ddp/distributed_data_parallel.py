@@ -1,0 +1,179 @@
+"""`DistributedDataParallel`: Megatron-style data parallelism by buckets, driven by its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
+from megatron_fsdp.ddp.engine import BucketEngine
+from megatron_fsdp.ddp.meshes import index_of_instances
+from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.memory_options import MemoryOptions
+from megatron_fsdp.runtime.assemble import Switches
+from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
+
+logger = logging.getLogger("megatron_fsdp")
+
+
+class DistributedDataParallel(MegatronFSDP):
+    """A model that is replicated over data-parallel ranks, with gradients reduced bucket by bucket during backward.
+
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+        model = DistributedDataParallel(config, module)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+
+    The same engine as `MegatronFSDP`, with everything that wrapper offers (checkpoints, `full_parameters_context`,
+    `clip_grad_norm_`, reports); parameters are put together by size, in backward order, in place of by module. Plain
+    loops need no further call: gradients are final when `backward` returns. Megatron's schedules may use `no_sync`,
+    `start_grad_sync`, `finish_grad_sync`, `start_param_sync`, `zero_grad_buffer` and `scale_gradients`.
+
+    Between steps modules hold the sharded parameters (DTensors, over whole tensors where nothing is sharded); inside
+    the model's forward and backward they hold full, plain tensors, views of the bucket's contiguous buffer.
+
+    A bucket is reduced when all its gradients have come, and never before those behind it, so ranks cannot disagree on
+    the order. A parameter that gets no gradient holds its bucket, and those in front of it, back until backward ends.
+
+    Args:
+        config: What to do; read once, never written to. Fields set after construction count.
+        module: The model; sharded in place and kept as `.module`.
+        device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
+        dp_dim: The data-parallel dimension of the mesh (or a flattened one); may be left out where there is only one.
+        tp_dim: The tensor-parallel dimension, as in `fully_shard_model`.
+        expt_device_mesh: The mesh of experts, as in `fully_shard_model`.
+        disable_bucketing: One bucket for each kind of parameter.
+        calculate_per_token_loss: Sum gradients over ranks, without a factor.
+        init_model_with_meta_device: As in `fully_shard_model`.
+        fsdp_unit_modules: The units, with `use_megatron_fsdp`; else refused.
+        device: Where the buffers live; None: this process's device of the mesh's type.
+        sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
+        find_unused_parameters: As in `fully_shard_model`.
+        verify_ranks: As in `fully_shard_model`.
+
+    Attributes:
+        ddp_config: The caller's configuration.
+        resolved: What was made of it.
+
+    Raises:
+        ConfigurationError: The configuration, an argument or the model cannot be honoured.
+        NotSupportedYetError: A field that this version does not implement is not at its default.
+    """
+
+    def __init__(
+        self,
+        config: DistributedDataParallelConfig,
+        module: nn.Module,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        dp_dim: str | None = None,
+        tp_dim: str | None = None,
+        expt_device_mesh: DeviceMesh | None = None,
+        disable_bucketing: bool = False,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None,
+        device: torch.device | str | int | None = None,
+        sync_model_each_microbatch: bool = True,
+        find_unused_parameters: bool = False,
+        verify_ranks: bool | float | None = None,
+    ) -> None:
+        _check_types(config, module)
+        index = index_of_instances(config, module, device_mesh, dp_dim, tp_dim, expt_device_mesh)
+        group = index.get_dp_group()
+        num_ranks = 1 if group is None else group.size()
+        trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
+        resolved = resolve_ddp(config, num_ranks, trainable, disable_bucketing)
+        if resolved.uses_units:
+            super().__init__(
+                module,
+                index,
+                resolved.engine_config,
+                resolved.policy,
+                fsdp_unit_modules,
+                disable_bucketing,
+                device,
+                calculate_per_token_loss,
+                init_model_with_meta_device,
+                sync_model_each_microbatch,
+                verify_ranks=verify_ranks,
+                find_unused_parameters=find_unused_parameters,
+            )
+        else:
+            if fsdp_unit_modules is not None:
+                raise ConfigurationError(
+                    f"fsdp_unit_modules={fsdp_unit_modules!r} has no effect without use_megatron_fsdp=True, where "
+                    "parameters are cut by size; set that or leave it out"
+                )
+            switches = replace(
+                _switches(config, resolved),
+                calculate_per_token_loss=calculate_per_token_loss,
+                init_meta=init_model_with_meta_device,
+                verify_ranks_s=resolve_verify_ranks(verify_ranks),
+                find_unused_parameters=find_unused_parameters,
+            )
+            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, config.delay_wgrad_compute)
+            self._wrap(module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch)
+            self._bucket_numel = resolved.bucket_numel
+            self.fsdp_unit_modules = None
+        self.resolved = resolved
+        self.ddp_config = config
+        for notice in resolved.notices:
+            logger.info(notice)
+
+    @property
+    def data_parallel_sharding_strategy(self) -> str:
+        """The strategy by name, as it is in force."""
+        return self.resolved.strategy.name
+
+    def backward_dw(self) -> None:
+        """Compute weight gradients that were delayed now, in place of at the end of backward.
+
+        Raises:
+            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
+        """
+        engine = self._engine
+        if not isinstance(engine, BucketEngine) or engine.delayed is None:
+            raise ConfigurationError(
+                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
+                "in the configuration"
+            )
+        engine.delayed.run()
+
+
+def _check_types(config: Any, module: Any) -> None:
+    if not isinstance(config, DistributedDataParallelConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}; DistributedDataParallel takes a DistributedDataParallelConfig first "
+            "and the model second"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give the model, a torch.nn.Module")
+    if isinstance(module, MegatronFSDP):
+        raise ConfigurationError("the model is wrapped already; wrap a model once")
+
+
+def _switches(config: DistributedDataParallelConfig, resolved: ResolvedDDP) -> Switches:
+    return Switches(
+        strategy=resolved.strategy,
+        outer_strategy=resolved.outer_strategy,
+        policy=resolved.policy,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        average_in_collective=config.average_in_collective,
+        calculate_per_token_loss=False,
+        check_finite=config.check_for_nan_in_grad,
+        memory=MemoryOptions(),
+        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
+        scales_first=not config.gradient_reduce_div_fusion,
+        numel_multiple=resolved.numel_multiple,
+        fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
+    )

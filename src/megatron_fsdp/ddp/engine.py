@@ -1,0 +1,131 @@
+"""The engine with buckets in place of units: modules say what they read, gradients say when a bucket is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
+from megatron_fsdp.runtime.engine import Engine, ForwardCall
+from megatron_fsdp.runtime.memory_plan import MemoryPlan
+from megatron_fsdp.runtime.schedule import ROOT
+from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.runtime.sync import SyncMode
+from megatron_fsdp.unit.unit import Unit
+
+
+class BucketEngine(Engine):
+    """Every unit but the root is a bucket of parameters of many modules.
+
+    While the model runs, a bucket's full parameters hang in the modules from the moment they are up to date until the
+    forward ends, and again during the whole backward. Before that the modules hold the sharded parameters, so that code
+    that reads a weight too early fails instead of computing with old values.
+
+    Args:
+        units: Root first, then the buckets in forward order.
+        memory: See `Engine`.
+        mode: See `Engine`.
+        sharding: See `Engine`.
+        backward_finished: See `Engine`.
+        gather_mode: When changed weights are gathered.
+
+    Attributes:
+        delayed: Weight gradients that are computed at the end of backward; None where none are delayed.
+    """
+
+    scheduler: BucketScheduler
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: MemoryPlan,
+        mode: SyncMode,
+        sharding: Sharding,
+        backward_finished: Callable[[], None],
+        gather_mode: GatherMode,
+    ) -> None:
+        super().__init__(units, memory, mode, sharding, backward_finished)
+        counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
+        self.scheduler = BucketScheduler(memory.schedule, counts, gather_mode)
+        self.delayed: Any = None
+        self._buckets = self.units[ROOT + 1 :]
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def waits_for_readers(self) -> bool:
+        """Whether weights are waited for where modules read them, not before the forward."""
+        return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
+
+    def before_forward(self, index: int) -> None:
+        """The model's forward, or one inside a recomputation, is about to run."""
+        super().before_forward(index)
+        if self.scheduler.in_backward or not self.scheduler.config.gathers:
+            self._show(self._buckets)
+            return
+        self.executor.run(self.scheduler.forward_opens())
+        if not self.waits_for_readers:
+            self._show(self._buckets)
+
+    def gather_all(self) -> None:
+        """Gather and show everything, because nobody knows yet who reads what."""
+        if all(unit.shows_full for unit in self._buckets):
+            return
+        self.executor.run(self.scheduler.everything())
+        self._show(self._buckets)
+
+    def before_reading(self, buckets: Collection[int]) -> None:
+        """A module that reads the parameters of some buckets is about to run."""
+        if self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.executor.run(self.scheduler.weights_read(buckets))
+            self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_full])
+
+    def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
+        """The model's forward has run or failed."""
+        call = super().after_forward(index, needs_backward, failed)
+        if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
+            if not self.executor.is_broken:
+                self.executor.run(self.scheduler.forward_closes())
+            for unit in self._buckets:
+                if unit.index not in self.opened:
+                    unit.install_sharded()
+        return call
+
+    def prefetch_weights(self, wait: bool) -> None:
+        """Start what the next forward starts first; or gather everything and wait for it."""
+        self.executor.run(self.scheduler.everything() if wait else self.scheduler.forward_opens())
+
+    def _show(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.index not in self.opened:
+                unit.install_full()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """The backward of the model is about to run; recomputation may read any weight."""
+        super().before_backward(call)
+        if not self._installed.issuperset(unit.index for unit in self._buckets):
+            self._run_backward(self.scheduler.everything())
+            self._show(self._buckets)
+            self._installed.update(unit.index for unit in self._buckets)
+
+    def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+        """As in `Engine`; then reduce the buckets that are complete."""
+        came = param.grad is not None
+        super().take_gradient(index, position, parameter, param)
+        if came:
+            self._run_backward(self.scheduler.gradient_counted(index, parameter))
+
+    def _end_backward(self) -> None:
+        if self.delayed is not None:
+            self.delayed.run()
+        super()._end_backward()
+
+    def reset(self) -> None:
+        """As in `Engine`."""
+        if self.delayed is not None:
+            self.delayed.clear()
+        super().reset()

@@ -1,0 +1,267 @@
+"""From the caller's configuration to what `DistributedDataParallel` does: nothing left open, nothing ignored. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
+
+LEAST_BUCKET_NUMEL = 40_000_000
+BUCKET_NUMEL_PER_RANK = 1_000_000
+HIGH_BANDWIDTH_MULTIPLE = 2**16
+
+_NOT_YET: Mapping[str, str] = {
+    "nccl_ub": "registering buffers with NCCL needs its memory allocator, which this version does not use",
+    "disable_symmetric_registration": "it concerns buffers registered with NCCL (nccl_ub)",
+    "fsdp_manual_registration": "it concerns buffers registered with NCCL (nccl_ub)",
+    "fp8_param_gather": "float8 compute weights are not implemented",
+    "fp4_param_gather": "4-bit compute weights are not implemented",
+    "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 compute weights are not implemented",
+    "keep_fp8_transpose_cache": "float8 compute weights are not implemented",
+    "megatron_fsdp_cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
+}
+"""Fields that only their default is accepted of, with the reason."""
+
+_UNITS_ONLY = (
+    "data_parallel_sharding_strategy",
+    "outer_dp_sharding_strategy",
+    "suggested_communication_unit_size",
+    "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fsdp_all_gather_in_start_param_sync",
+    "megatron_fsdp_enable_fine_grained_param_gather",
+    "megatron_fsdp_max_pool_double_buffer",
+)
+"""Fields without effect on buckets."""
+
+_BUCKETS_ONLY = (
+    "num_buckets",
+    "pad_buckets_for_high_nccl_busbw",
+    "align_param_gather",
+    "delay_wgrad_compute",
+)
+"""Fields without effect on units."""
+
+
+@dataclass(frozen=True)
+class ResolvedDDP:
+    """What `DistributedDataParallel` does.
+
+    Attributes:
+        uses_units: Hand over to the fully sharded engine with modules as units; else buckets.
+        strategy: On the sharding axis.
+        outer_strategy: On the axis over the instances of the distributed optimizer.
+        num_instances: Into how many parts the data-parallel ranks are cut, each with a whole optimizer.
+        policy: Dtypes.
+        bucket_numel: Elements that close a bucket; None: one bucket per kind (or, with units, the engine's default).
+        numel_multiple: What the elements of a bucket are padded to a multiple of.
+        gather_mode: When changed weights are gathered.
+        engine_config: The same wishes as far as `MegatronFSDP` knows them.
+        notices: What was adjusted or derived, and why, in words.
+    """
+
+    uses_units: bool
+    strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy
+    num_instances: int
+    policy: MixedPrecisionPolicy
+    bucket_numel: int | None
+    numel_multiple: int
+    gather_mode: GatherMode
+    engine_config: DistributedDataParallelConfig
+    notices: tuple[str, ...]
+
+
+def resolve_ddp(
+    config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool = False
+) -> ResolvedDDP:
+    """Check a configuration against itself and the ranks; the caller's object is only read.
+
+    Args:
+        config: As the caller has it now; its fields may have been set after construction.
+        num_ranks: Data-parallel ranks, all instances together.
+        num_parameters: Trainable elements of the model.
+        disable_bucketing: Never cut parameters of one kind into several buckets.
+
+    Raises:
+        ConfigurationError: A field or a combination cannot take effect, or contradicts another.
+        NotSupportedYetError: A field that this version does not implement is not at its default.
+    """
+    config = config.checked_copy()
+    _refuse_not_yet(config)
+    uses_units = config.use_megatron_fsdp
+    _refuse_without_effect(config, uses_units)
+    strategy = _strategy(config)
+    _check_optimizer_fields(config, strategy, num_ranks)
+    _check_bucket_fields(config, disable_bucketing)
+    bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
+    policy = _policy(config)
+    return ResolvedDDP(
+        uses_units=uses_units,
+        strategy=strategy,
+        outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
+        num_instances=config.num_distributed_optimizer_instances,
+        policy=policy,
+        bucket_numel=bucket_numel,
+        numel_multiple=HIGH_BANDWIDTH_MULTIPLE if config.pad_buckets_for_high_nccl_busbw else 1,
+        gather_mode=_gather_mode(config),
+        engine_config=_engine_config(config, strategy, policy),
+        notices=tuple(_notices(config, strategy, bucket_notice)),
+    )
+
+
+def _refuse_not_yet(config: DistributedDataParallelConfig) -> None:
+    for name, reason in _NOT_YET.items():
+        if getattr(config, name):
+            raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
+    if config.megatron_fsdp_version != 1:
+        raise NotSupportedYetError(
+            f"megatron_fsdp_version={config.megatron_fsdp_version} is not supported: this package has one engine; "
+            "leave it at 1"
+        )
+
+
+def _refuse_without_effect(config: DistributedDataParallelConfig, uses_units: bool) -> None:
+    names, where = (_BUCKETS_ONLY, "with") if uses_units else (_UNITS_ONLY, "without")
+    defaults = {field.name: field.default for field in fields(config)}
+    for name in names:
+        value = getattr(config, name)
+        if value != defaults[name]:
+            advice = "leave it out" if uses_units else "set use_megatron_fsdp=True or leave it out"
+            if name == "data_parallel_sharding_strategy" and value == "optim":
+                advice = "set use_distributed_optimizer=True, which shards the optimizer, or use_megatron_fsdp=True"
+            raise ConfigurationError(f"{name}={value!r} has no effect {where} use_megatron_fsdp=True; {advice}")
+
+
+def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
+    if not config.use_megatron_fsdp:
+        return ShardingStrategy.optim if config.use_distributed_optimizer else ShardingStrategy.no_shard
+    strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+    if config.use_distributed_optimizer and strategy is ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            'use_distributed_optimizer=True contradicts data_parallel_sharding_strategy="no_shard" (its default) with '
+            'use_megatron_fsdp=True; give the strategy: "optim", "optim_grads" or "optim_grads_params"'
+        )
+    return strategy
+
+
+def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: ShardingStrategy, num_ranks: int) -> None:
+    shards = strategy >= ShardingStrategy.optim
+    how = "use_distributed_optimizer=True" if not config.use_megatron_fsdp else "a sharding strategy"
+    needing = {
+        "overlap_param_gather": (config.overlap_param_gather, "every rank holds and updates whole weights"),
+        "reduce_scatter_with_fp32_accumulation": (
+            config.reduce_scatter_with_fp32_accumulation,
+            "gradients are all-reduced",
+        ),
+        "num_distributed_optimizer_instances": (
+            config.num_distributed_optimizer_instances > 1 and not config.use_megatron_fsdp,
+            "no optimizer is sharded",
+        ),
+    }
+    for name, (is_set, reason) in needing.items():
+        if is_set and not shards:
+            raise ConfigurationError(
+                f"{name}={getattr(config, name)} has no effect without {how}, since {reason}; set that or leave it out"
+            )
+    if config.align_param_gather and not config.overlap_param_gather:
+        raise ConfigurationError(
+            "align_param_gather=True has no effect without overlap_param_gather=True, where all weights are gathered "
+            "before the forward; set both or neither"
+        )
+    instances = config.num_distributed_optimizer_instances
+    if num_ranks % instances:
+        raise ConfigurationError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {num_ranks} data-parallel ranks; "
+            f"give one of {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
+        )
+    if config.outer_dp_sharding_strategy != "no_shard" and instances == 1:
+        raise ConfigurationError(
+            f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy!r} has no effect with "
+            "num_distributed_optimizer_instances=1, where there is no outer axis; give 2 or more, or leave it out"
+        )
+
+
+def _check_bucket_fields(config: DistributedDataParallelConfig, disable_bucketing: bool) -> None:
+    for name in ("bucket_size", "num_buckets"):
+        if disable_bucketing and getattr(config, name) is not None:
+            raise ConfigurationError(
+                f"disable_bucketing=True contradicts {name}={getattr(config, name)}; give only one of them"
+            )
+
+
+def _bucket_numel(
+    config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool
+) -> tuple[int | None, str]:
+    """Elements that close a bucket, and how that came about."""
+    if disable_bucketing:
+        return None, "one bucket for each kind of parameter: disable_bucketing"
+    if config.bucket_size is not None:
+        return config.bucket_size, ""
+    if config.use_megatron_fsdp:
+        return None, ""
+    if config.num_buckets is not None:
+        numel = max(1, math.ceil(num_parameters / config.num_buckets))
+        return numel, f"buckets close at {numel:,} parameters: {num_parameters:,} in num_buckets={config.num_buckets}"
+    if not config.overlap_grad_reduce:
+        return None, "one bucket for each kind of parameter: overlap_grad_reduce is off and no bucket_size is given"
+    numel = max(LEAST_BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * num_ranks)
+    return numel, f"buckets close at {numel:,} parameters: the default for {num_ranks} ranks"
+
+
+def _gather_mode(config: DistributedDataParallelConfig) -> GatherMode:
+    if not config.overlap_param_gather:
+        return GatherMode.AT_ONCE
+    return GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
+
+
+def _policy(config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    main_grads, grad_comm = config.megatron_fsdp_main_grads_dtype, config.megatron_fsdp_grad_comm_dtype
+    if config.grad_reduce_in_fp32:
+        for name, dtype in (("main_grads", main_grads), ("grad_comm", grad_comm)):
+            if dtype not in (None, torch.float32):
+                raise ConfigurationError(
+                    f"grad_reduce_in_fp32=True contradicts megatron_fsdp_{name}_dtype={dtype}; give only one of them"
+                )
+        main_grads = grad_comm = torch.float32
+    return MixedPrecisionPolicy(config.megatron_fsdp_main_params_dtype, main_grads, grad_comm)
+
+
+def _engine_config(
+    config: DistributedDataParallelConfig, strategy: ShardingStrategy, policy: MixedPrecisionPolicy
+) -> DistributedDataParallelConfig:
+    """The configuration with what `MegatronFSDP` is told in other ways at its default."""
+    return replace(
+        config,
+        grad_reduce_in_fp32=False,
+        align_param_gather=False,
+        use_distributed_optimizer=False,
+        num_distributed_optimizer_instances=1,
+        bucket_size=config.bucket_size if config.use_megatron_fsdp else None,
+        num_buckets=None,
+        pad_buckets_for_high_nccl_busbw=False,
+        delay_wgrad_compute=False,
+        data_parallel_sharding_strategy=strategy.name,
+        megatron_fsdp_main_params_dtype=policy.main_params_dtype,
+        megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
+        megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
+    )
+
+
+def _notices(config: DistributedDataParallelConfig, strategy: ShardingStrategy, bucket_notice: str) -> Iterator[str]:
+    if bucket_notice:
+        yield bucket_notice
+    if config.use_megatron_fsdp and config.use_distributed_optimizer:
+        yield f"use_distributed_optimizer: implied by data_parallel_sharding_strategy={strategy.name!r}"
+    if config.grad_reduce_in_fp32:
+        yield "gradients accumulate and travel in torch.float32: grad_reduce_in_fp32"
+    if config.use_megatron_fsdp and strategy >= ShardingStrategy.optim_grads and not config.overlap_grad_reduce:
+        yield f"gradients are reduced during backward: {strategy.name} does so in any case"
