@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from torch import nn
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
+from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 from megatron_fsdp.runtime.memory_plan import MemoryPlan
@@ -50,7 +50,7 @@ class BucketEngine(Engine):
         super().__init__(units, memory, mode, sharding, backward_finished)
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
         self.scheduler = BucketScheduler(memory.schedule, counts, gather_mode)
-        self.delayed: Any = None
+        self.delayed: WeightGradientQueue | None = None
         self._buckets = self.units[ROOT + 1 :]
 
     # ---- weights ------------------------------------------------------------------------------------------------
