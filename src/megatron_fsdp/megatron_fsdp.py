@@ -160,7 +160,6 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.calculate_per_token_loss = switches.calculate_per_token_loss
         self.report_nan_in_param_grad = switches.check_finite
-        self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=auto_sync)
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
@@ -170,6 +169,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
+        self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, grouping, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine

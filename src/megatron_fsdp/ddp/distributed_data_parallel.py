@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
+from megatron_fsdp.ddp.delayed_linear import delay_weight_gradients
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.meshes import index_of_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
+from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -120,7 +122,8 @@ class DistributedDataParallel(MegatronFSDP):
                 verify_ranks_s=resolve_verify_ranks(verify_ranks),
                 find_unused_parameters=find_unused_parameters,
             )
-            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, config.delay_wgrad_compute)
+            delayed = _delay_weight_gradients(module) if config.delay_wgrad_compute else None
+            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, delayed)
             self._wrap(module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch)
             self._bucket_numel = resolved.bucket_numel
             self.fsdp_unit_modules = None
@@ -159,6 +162,16 @@ def _check_types(config: Any, module: Any) -> None:
         raise TypeError(f"module is a {type(module).__name__}; give the model, a torch.nn.Module")
     if isinstance(module, MegatronFSDP):
         raise ConfigurationError("the model is wrapped already; wrap a model once")
+
+
+def _delay_weight_gradients(module: nn.Module) -> WeightGradientQueue:
+    queue = WeightGradientQueue()
+    if not delay_weight_gradients(module, queue):
+        raise ConfigurationError(
+            f"delay_wgrad_compute=True has no effect on this {type(module).__name__}, which has no plain nn.Linear "
+            "whose parameters are its own; leave it out"
+        )
+    return queue
 
 
 def _switches(config: DistributedDataParallelConfig, resolved: ResolvedDDP) -> Switches:
