@@ -117,6 +117,16 @@ def test_autocast_computes_as_with_plain_linears(backward_inside: bool) -> None:
     assert_same_gradients(plain, delayed)
 
 
+def test_a_backward_inside_of_autocast_keeps_the_precision_of_its_forward() -> None:
+    plain, delayed, _ = twins(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    inputs = torch.randn(4, 5)
+    plain(inputs).pow(2).sum().backward()
+    loss = delayed(inputs).pow(2).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    assert_same_gradients(plain, delayed)
+
+
 def test_casts_of_autocast_are_not_kept_without_a_graph() -> None:
     linear, queue = nn.Linear(5, 5, bias=False), WeightGradientQueue()
     delay_weight_gradients(linear, queue)

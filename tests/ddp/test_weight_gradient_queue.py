@@ -213,6 +213,21 @@ def test_an_inner_backward_that_fails_takes_only_its_own_away() -> None:
     assert b.grad is None
 
 
+def test_what_a_good_inner_backward_left_is_forgotten_when_the_outer_one_fails() -> None:
+    param, queue = leaf(), WeightGradientQueue()
+
+    def inner() -> None:
+        queue.expect()
+        with torch.enable_grad():
+            backward_with(lambda: queue.defer(param, lambda: torch.ones(2)))
+        assert len(queue) == 1
+
+    with pytest.raises(ValueError, match="on purpose"):
+        backward_with(inner, fail)
+    assert len(queue) == 0
+    assert param.grad is None
+
+
 def test_nothing_is_expected_outside_of_a_backward() -> None:
     queue = WeightGradientQueue()
     queue.expect()

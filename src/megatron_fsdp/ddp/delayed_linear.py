@@ -85,8 +85,7 @@ class _DelayedLinear(torch.autograd.Function):
             weight if ctx.needs_input_grad[0] else None,
         )
         # Cast here: autocast itself would keep the casts without a graph, and give them to others who want one.
-        with _no_autocast(tensor.device.type):
-            return F.linear(operand, _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype))
+        return F.linear(operand, _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
