@@ -95,6 +95,15 @@ class HandDriven:
         self._engine.refresh_weights()
         self._engine.prefetch_weights(wait=force_sync or self._gathers_at_once)
 
+    @property
+    def may_gather_between_steps(self) -> bool:
+        """Whether `start_param_sync` may be called before main weights are left alone until the next forward.
+
+        False where weights are gathered in place, around main weights (strategies 1 and 2 without main weights of their
+        own): what is written into main weights while a gather is under way could be lost there.
+        """
+        return self._engine.gathers_beside_main_weights
+
     def synchronize_param_gather(self) -> None:
         """Wait for gathers under way."""
         for unit in self._engine.units:
