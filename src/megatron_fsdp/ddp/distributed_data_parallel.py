@@ -21,6 +21,7 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.runtime.assemble import Switches
 from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
+from megatron_fsdp.unit.tensor_parallel import local_part
 
 logger = logging.getLogger("megatron_fsdp")
 
@@ -90,7 +91,7 @@ class DistributedDataParallel(MegatronFSDP):
         index = index_of_instances(config, module, device_mesh, dp_dim, tp_dim, expt_device_mesh)
         group = index.get_dp_group()
         num_ranks = 1 if group is None else group.size()
-        trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
+        trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
         resolved = resolve_ddp(config, num_ranks, trainable, disable_bucketing)
         if resolved.uses_units:
             super().__init__(

@@ -88,7 +88,7 @@ def resolve_ddp(
     Args:
         config: As the caller has it now; its fields may have been set after construction.
         num_ranks: Data-parallel ranks, all instances together.
-        num_parameters: Trainable elements of the model.
+        num_parameters: Trainable elements of the model, as this rank holds it (its tensor-parallel part).
         disable_bucketing: Never cut parameters of one kind into several buckets.
 
     Raises:
