@@ -50,7 +50,7 @@ class Reports:
             for name, param in zip(group.names, group.sharded, strict=True)
         }
 
-    def shard_like(self, param: nn.Parameter, full: torch.Tensor) -> DTensor:
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor, sharded as a sharded parameter is; a copy, in the tensor's dtype."""
         group, index = self._engine.places[id(param)]
         return group.shard_like(index, full)

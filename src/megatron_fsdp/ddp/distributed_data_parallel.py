@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
 from megatron_fsdp.ddp.delayed_linear import delay_weight_gradients, undelay_weight_gradients
 from megatron_fsdp.ddp.engine import BucketEngine
-from megatron_fsdp.ddp.meshes import index_of_instances
+from megatron_fsdp.ddp.meshes import cut_into_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.memory_options import MemoryOptions
+from megatron_fsdp.mesh_arguments import index_from_mesh, mesh_and_dim
+from megatron_fsdp.runtime.agreement import agree
 from megatron_fsdp.runtime.assemble import Switches
 from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
+from megatron_fsdp.unit.tensor_parallel import local_part
 
 logger = logging.getLogger("megatron_fsdp")
 
@@ -89,12 +93,11 @@ class DistributedDataParallel(MegatronFSDP):
         verify_ranks: bool | float | None = None,
     ) -> None:
         _check_types(config, module)
-        checked = config.checked_copy()
-        index = index_of_instances(checked, module, device_mesh, dp_dim, tp_dim, expt_device_mesh)
-        group = index.get_dp_group()
-        num_ranks = 1 if group is None else group.size()
-        trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
-        resolved = resolve_ddp(checked, num_ranks, trainable, disable_bucketing)
+        mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
+        index = index_from_mesh(mesh, dim, module, tp_dim=tp_dim, expt_device_mesh=expt_device_mesh)
+        resolved = _resolve_together(config, module, index, disable_bucketing)
+        if resolved.num_instances > 1:
+            index = cut_into_instances(index, resolved.num_instances, resolved.outer_strategy)
         if resolved.uses_units:
             super().__init__(
                 module,
@@ -117,13 +120,13 @@ class DistributedDataParallel(MegatronFSDP):
                     "parameters are cut by size; set that or leave it out"
                 )
             switches = replace(
-                _switches(checked, resolved),
+                _switches(resolved),
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
                 verify_ranks_s=resolve_verify_ranks(verify_ranks),
                 find_unused_parameters=find_unused_parameters,
             )
-            delayed = _delay_weight_gradients(module) if checked.delay_wgrad_compute else None
+            delayed = _delay_weight_gradients(module) if resolved.config.delay_wgrad_compute else None
             grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, delayed)
             try:
                 self._wrap(
@@ -172,6 +175,23 @@ def _check_types(config: Any, module: Any) -> None:
         raise ConfigurationError("the model is wrapped already; wrap a model once")
 
 
+def _resolve_together(
+    config: DistributedDataParallelConfig, module: nn.Module, index: FSDPDistributedIndex, disable_bucketing: bool
+) -> ResolvedDDP:
+    """What is made of the configuration; every rank gets the same or the same error, before groups are made."""
+    group = index.get_dp_group()
+    trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
+    resolved, problem, facts = None, None, []
+    try:
+        resolved = resolve_ddp(config, 1 if group is None else group.size(), trainable, disable_bucketing)
+        facts = [f"{field.name}={getattr(resolved.config, field.name)!r}" for field in fields(config)]
+    except (MegatronFSDPError, TypeError) as error:
+        problem = error
+    agree(None if group is None or group.size() == 1 else group, problem, facts)
+    assert resolved is not None
+    return resolved
+
+
 def _delay_weight_gradients(module: nn.Module) -> WeightGradientQueue:
     queue = WeightGradientQueue()
     if not delay_weight_gradients(module, queue):
@@ -182,7 +202,8 @@ def _delay_weight_gradients(module: nn.Module) -> WeightGradientQueue:
     return queue
 
 
-def _switches(config: DistributedDataParallelConfig, resolved: ResolvedDDP) -> Switches:
+def _switches(resolved: ResolvedDDP) -> Switches:
+    config = resolved.config
     return Switches(
         strategy=resolved.strategy,
         outer_strategy=resolved.outer_strategy,

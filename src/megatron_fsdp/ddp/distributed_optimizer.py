@@ -162,7 +162,11 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ConfigurationError: Some are not parameters of the model; nothing is added.
         """
-        params = param_group["params"]
+        given: Any = param_group
+        params = given.get("params") if isinstance(given, dict) else None
+        if params is None or isinstance(params, set):
+            self.inner_optimizer.add_param_group(param_group)  # torch says what is wrong with it
+            return
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         known = self._model.sharded_names()
         for index, param in enumerate(_without_names(listed)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -11,9 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.engine import BucketEngine
+from megatron_fsdp.errors import ShardOperationError
 from megatron_fsdp.runtime.compiled import uncompiled
 from megatron_fsdp.runtime.hooks import live_engine, register_hooks
 from megatron_fsdp.runtime.schedule import ROOT
+
+_ADVICE = (
+    "with overlap_param_gather=True weights are there once a module that reads them is called; which one does "
+    "is learnt in the first forward, so code that reads a weight of a module that was called then, and is not now, "
+    "comes too early: call that module, or leave overlap_param_gather out"
+)
 
 
 def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> list[RemovableHandle]:
@@ -42,25 +50,27 @@ class Readers:
         self._engine = weakref.ref(engine)
         self._model = weakref.ref(model)
         bucket_of = {id(param): unit.index for unit in engine.units for group in unit.groups for param in group.sharded}
-        self._modules = dict(model.named_modules(remove_duplicate=True))
-        self._names = {id(module): name for name, module in self._modules.items()}
+        self._modules = dict(model.named_modules(remove_duplicate=False))  # a module may hang in several places
+        self._ids = {path: id(module) for path, module in self._modules.items()}
         self._owned = [
-            (name, frozenset(bucket_of[id(param)] for param in module._parameters.values() if param is not None))
-            for name, module in self._modules.items()
+            (path, frozenset(bucket_of[id(param)] for param in module._parameters.values() if param is not None))
+            for path, module in self._modules.items()
         ]
-        self._called: set[str] = set()
+        self._called: set[int] = set()
         self._learns = False  # the forward under way is one to learn from
-        self._reads: dict[str, frozenset[int]] | None = None
+        self._reads: dict[int, frozenset[int]] | None = None  # by the id of the module
 
     def register(self) -> list[RemovableHandle]:
         """Register the hooks, ahead of those of the user, which may read weights."""
-        handles = []
-        for name, module in self._modules.items():
-            if name and any(True for _ in module.parameters()):
-                handles.append(module.register_forward_pre_hook(uncompiled(self._before), prepend=True))
         model = self._modules[""]
+        inner = {id(module): module for module in self._modules.values() if module is not model}
+        handles = [
+            module.register_forward_pre_hook(uncompiled(self._before), prepend=True)
+            for module in inner.values()
+            if any(True for _ in module.parameters())
+        ]
         handles.append(model.register_forward_pre_hook(uncompiled(self._begin), prepend=True))
-        handles.append(model.register_forward_hook(uncompiled(self._end)))
+        handles.append(model.register_forward_hook(uncompiled(self._end), always_call=True))
         self._modules = {}  # the model is not to be kept alive from here
         return handles
 
@@ -72,22 +82,27 @@ class Readers:
             self._learns = torch.is_grad_enabled()
             engine.gather_all()
         else:
-            engine.before_reading(self._reads.get("", frozenset()))
+            engine.before_reading(self._reads.get(self._ids[""], frozenset()))
 
     def _before(self, module: nn.Module, _args: Any) -> None:
-        name = self._names[id(module)]
         if self._reads is None:
-            self._called.add(name)
+            self._called.add(id(module))
             self._live().gather_all()
             return
-        buckets = self._reads.get(name)
+        buckets = self._reads.get(id(module))
         if buckets:
             self._live().before_reading(buckets)
 
-    def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """The first forward that came to its end has shown who is called."""
-        if self._reads is None and self._learns:
-            self._reads = plan_readers(self._owned, self._called.__contains__)
+        error = sys.exc_info()[1] if output is None else None
+        if isinstance(error, ShardOperationError) and self._reads is not None:
+            error.add_note(_ADVICE)
+        elif error is None and self._reads is None and self._learns:
+            found: dict[int, frozenset[int]] = {}
+            for path, buckets in plan_readers(self._owned, lambda path: self._ids[path] in self._called).items():
+                found[self._ids[path]] = found.get(self._ids[path], frozenset()) | buckets
+            self._reads = found
 
     def _live(self) -> BucketEngine:
         engine = live_engine(self._engine)  # type: ignore[arg-type]

@@ -1,60 +1,44 @@
-"""From the caller's mesh to the index of the engine: data-parallel ranks cut into instances of the optimizer."""
+"""Cutting the data-parallel ranks into instances of the distributed optimizer."""
 
 from __future__ import annotations
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mesh_arguments import index_from_mesh, mesh_and_dim
-from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
+from megatron_fsdp.placement import ShardingStrategy
 
 INSTANCE_SUFFIX = "_instances"
 SHARD_SUFFIX = "_shard"
 
 
-def index_of_instances(
-    config: DistributedDataParallelConfig,
-    module: nn.Module,
-    device_mesh: DeviceMesh | None,
-    dp_dim: str | None,
-    tp_dim: str | None,
-    expt_device_mesh: DeviceMesh | None,
+def cut_into_instances(
+    index: FSDPDistributedIndex, instances: int, outer_strategy: ShardingStrategy
 ) -> FSDPDistributedIndex:
-    """Find or build the mesh; with several instances of the optimizer, cut its data-parallel dimension in two.
+    """Cut the data-parallel dimension of an index in two; makes process groups, so every rank of the mesh calls it.
 
     Neighbouring ranks form an instance: of 8 ranks in 2 instances, the first four shard one optimizer.
 
     Args:
-        config: For the number of instances.
-        module: For the tensor-parallel dimension, where `tp_dim` is None.
-        device_mesh: The mesh; None: all ranks.
-        dp_dim: Its data-parallel dimension.
-        tp_dim: Its tensor-parallel dimension.
-        expt_device_mesh: The mesh of experts.
+        index: Without an outer dimension.
+        instances: How many instances, 2 or more; the same on every rank.
+        outer_strategy: Whether optimizers are sharded over the instances too.
 
     Raises:
-        ConfigurationError: The mesh has no such dimension, or cannot be cut into so many instances.
+        ConfigurationError: The dimension is a flattened one, or has a number of ranks that cannot be cut like that.
     """
-    mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
-    instances = config.num_distributed_optimizer_instances
-    if instances == 1:
-        return index_from_mesh(mesh, dim, module, tp_dim=tp_dim, expt_device_mesh=expt_device_mesh)
-    cut = _cut(mesh, dim, instances)
-    cut_experts = None if expt_device_mesh is None else _cut(expt_device_mesh, dim, instances)
-    outer = resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-    return index_from_mesh(
-        cut,
+    dim = index.dp_shard_dim
+    assert dim is not None
+    experts = index.expt_device_mesh
+    return FSDPDistributedIndex(
+        _cut(index.device_mesh, dim, instances),
         dim + SHARD_SUFFIX,
-        module,
-        dp_outer_dim=dim + INSTANCE_SUFFIX,
-        hybrid_fsdp_group=mesh[dim].get_group(),
-        hybrid_fsdp_expt_group=None if expt_device_mesh is None else expt_device_mesh[dim].get_group(),
-        tp_dim=tp_dim,
-        expt_device_mesh=cut_experts,
-        shards_outside=outer is ShardingStrategy.optim,
+        dim + INSTANCE_SUFFIX,
+        index.tp_dim,
+        index.fsdp_group,
+        index.expt_fsdp_group,
+        hsdp_outer_dp_shard=outer_strategy is ShardingStrategy.optim,
+        expt_device_mesh=None if experts is None else _cut(experts, dim, instances),
     )
 
 

@@ -56,6 +56,7 @@ class ResolvedDDP:
     """What `DistributedDataParallel` does.
 
     Attributes:
+        config: The caller's wishes as they were, a copy.
         uses_units: Hand over to the fully sharded engine with modules as units; else buckets.
         strategy: On the sharding axis.
         outer_strategy: On the axis over the instances of the distributed optimizer.
@@ -68,6 +69,7 @@ class ResolvedDDP:
         notices: What was adjusted or derived, and why, in words.
     """
 
+    config: DistributedDataParallelConfig
     uses_units: bool
     strategy: ShardingStrategy
     outer_strategy: ShardingStrategy
@@ -86,15 +88,16 @@ def resolve_ddp(
     """Check a configuration against itself and the ranks; the caller's object is only read.
 
     Args:
-        config: A `checked_copy` of the caller's.
+        config: As the caller has it now; its fields may have been set after construction.
         num_ranks: Data-parallel ranks, all instances together.
-        num_parameters: Trainable elements of the model.
+        num_parameters: Trainable elements of the model, as this rank holds it (its tensor-parallel part).
         disable_bucketing: Never cut parameters of one kind into several buckets.
 
     Raises:
         ConfigurationError: A field or a combination cannot take effect, or contradicts another.
         NotSupportedYetError: A field that this version does not implement is not at its default.
     """
+    config = config.checked_copy()
     _refuse_not_yet(config)
     uses_units = config.use_megatron_fsdp
     _refuse_without_effect(config, uses_units)
@@ -104,6 +107,7 @@ def resolve_ddp(
     bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
     policy = _policy(config)
     return ResolvedDDP(
+        config=config,
         uses_units=uses_units,
         strategy=strategy,
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),

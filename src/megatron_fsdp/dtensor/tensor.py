@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,7 +154,11 @@ class UnevenDTensor(DTensor):
         memo[id(self)] = made
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update({key: copy.deepcopy(v, memo) for key, v in self.__dict__.items() if key not in _OWN})
+        for key, value in self.__dict__.items():
+            if key not in _OWN and not isinstance(
+                value, weakref.ProxyTypes
+            ):  # a way back to whom only this one belongs to
+                made.__dict__[key] = copy.deepcopy(value, memo)
         return made
 
     def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:

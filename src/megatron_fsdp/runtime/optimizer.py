@@ -17,6 +17,8 @@ from megatron_fsdp.runtime.local_step import LocalStep
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
+STEP_KEY = "step"
+"""State that is a number for each parameter, also where that is a number itself."""
 
 
 StateDict = dict[str, Any]
@@ -43,6 +45,10 @@ class ShardedModel(Protocol):
 
     def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """A state dict of an optimizer as all ranks together have it."""
+        ...
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, cut as a sharded parameter."""
         ...
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
@@ -154,7 +160,29 @@ def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer
 
 
 def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    return _alive(model).optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+    alive = _alive(model)
+    return _with_shards(optimizer, alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict)), alive)
+
+
+def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
+    """Cut whole, plain state tensors, such as one process saved, as their parameters are; the rest is handed on."""
+    listed = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    if len(listed) != len(numbers):
+        return state_dict  # which torch refuses
+    state = dict(state_dict["state"])
+    for param, number in zip(listed, numbers, strict=True):
+        if number in state and isinstance(param, DTensor):
+            state[number] = {
+                key: model.shard_like(param, value) if _is_whole(key, value, param) else value
+                for key, value in state[number].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def _is_whole(key: str, value: object, param: DTensor) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and value.shape == param.shape and key != STEP_KEY  # type: ignore[attr-defined]
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:
@@ -220,7 +248,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
-            "optimizer (SGD, AdamW, ...) or zero_dp_strategy=0"
+            "optimizer (SGD, AdamW, ...), or shard nothing (zero_dp_strategy=0, use_distributed_optimizer=False)"
         )
 
 

@@ -1,0 +1,262 @@
+"""Megatron's own training schedule, experts, tensor parallelism, torch's DDP, checkpoints across wrappers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from tests.conftest import RunRanks
+from tests.parallel.test_expert_parallel import EXPERTS, TOP2
+from tests.support.bucket_models import READING
+from tests.support.ddp_run import DdpRun, DdpSetting, check_ddp, ddp, start
+from tests.support.loops import three_microbatches
+from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.sharded_run import Run, Scenario, sgd
+from tests.support.tensor_meshes import tensor_parallel
+from tests.support.tensor_plans import divide_tensors
+
+SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
+IN_TURN: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"overlap_grad_reduce": True, "bucket_size": 60},
+    {"use_distributed_optimizer": True},
+    IN_TURN,
+    {**IN_TURN, "align_param_gather": True},
+    {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+)
+
+
+# ---- Megatron's schedule ---------------------------------------------------------------------------------------------
+
+
+def megatron_steps(run: Run) -> None:
+    """`no_sync` for all but the last microbatch; gradients are final when `finish_grad_sync` returns."""
+    model = run.sharded
+    for step in range(3):
+        if model is not None:
+            model.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        for microbatch in range(2):
+            with run.no_sync():
+                run.loss(10 * step + microbatch).backward()
+        run.loss(10 * step + 2).backward()
+        if model is not None:
+            if step == 1:
+                model.start_grad_sync()
+            model.finish_grad_sync()
+            if step == 2:
+                model.finish_grad_sync(force_all_reduce=True)  # once more changes nothing
+            model.scale_gradients(1 / 3)
+        else:
+            for param in run.model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(1 / 3)
+        run.note_gradients()
+        run.optimizer.step()
+        if model is not None and step < 2:
+            model.start_param_sync(force_sync=step == 1)
+        run.note_parameters()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("auto", [False, True])
+def test_megatrons_schedule_equals_one_process(run_ranks: RunRanks, num_ranks: int, auto: bool) -> None:
+    scenario = Scenario(megatron_steps, MODEL_CASES["tied" if auto else "unused"])
+    options = {"sync_model_each_microbatch": auto}
+    check_ddp(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in SETTINGS])
+
+
+def defer_and_finish(run: Run) -> None:
+    """Nothing is said of microbatches: every backward is deferred until `finish_grad_sync`."""
+    for step in range(2):
+        for microbatch in range(3):
+            run.loss(10 * step + microbatch).backward()
+        if run.sharded is not None:
+            assert run.sharded.has_deferred_gradients
+            run.sharded.start_grad_sync()
+            run.sharded.finish_grad_sync()
+            run.sharded.finish_grad_sync()
+            assert not run.sharded.has_deferred_gradients
+        run.step()
+    if run.sharded is not None:
+        run.sharded.broadcast_params()
+        run.sharded.start_param_sync()
+        run.sharded.finish_grad_sync()
+    run.note_parameters("after broadcasting")
+    for microbatch in range(2):
+        run.loss(50 + microbatch).backward()
+        if run.sharded is not None:
+            run.sharded.zero_grad_buffer()
+        else:
+            run.optimizer.zero_grad()
+    run.loss(60).backward()
+    if run.sharded is not None:
+        run.sharded.finish_grad_sync()
+    run.step()
+
+
+def test_gradients_wait_for_finish_grad_sync(run_ranks: RunRanks) -> None:
+    options = {"sync_model_each_microbatch": False}
+    jobs = [(Scenario(defer_and_finish, READING), ddp(options, **fields)) for fields in SETTINGS[:4]]
+    instances = ddp(options, **IN_TURN, num_distributed_optimizer_instances=2)
+    check_ddp(run_ranks, 2, [*jobs, (Scenario(defer_and_finish, READING), instances)])
+
+
+def per_token(run: Run) -> None:
+    """The loss of a rank is its part of the sum over all samples; gradients are summed without a factor."""
+    for step in range(3):
+        loss = run.case.loss(run.model, run.batch(step))
+        run.note_loss(loss)
+        (loss if run.sharded is None else loss / run.num_ranks).backward()
+        run.step()
+
+
+def test_per_token_losses_are_summed(run_ranks: RunRanks) -> None:
+    options = {"calculate_per_token_loss": True}
+    for num_ranks in (2, 3):
+        jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
+        check_ddp(run_ranks, num_ranks, jobs)
+
+
+# ---- other meshes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool) -> None:
+    scenario = Scenario(three_microbatches, TOP2)
+    fields = [{**found, "average_in_collective": averages} for found in SETTINGS]
+    check_ddp(run_ranks, 4, [(scenario, ddp(arrangement=EXPERTS, **found)) for found in fields])
+
+
+def expert_buckets(setting: DdpSetting) -> list[tuple[bool, int]]:
+    """For each bucket: whether every name in it is an expert's, and how many ranks share it."""
+    run = start(Scenario(three_microbatches, TOP2), setting)
+    groups = [group for unit in run.sharded._engine.units for group in unit.groups]
+    for group in groups:
+        assert len({".experts." in name for name in group.names}) == 1
+    return [(".experts." in group.names[0], group.plan.axis.num_ranks) for group in groups]
+
+
+def test_experts_have_buckets_of_their_own(run_ranks: RunRanks) -> None:
+    for buckets in run_ranks(4, expert_buckets, ddp(arrangement=EXPERTS, **SHARDS)):
+        assert set(buckets) == {(True, 2), (False, 4)}
+
+
+def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
+    dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
+    arrangement = tensor_parallel(divide_tensors)
+    jobs = [(Scenario(three_microbatches, dense), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
+    check_ddp(run_ranks, 4, jobs)
+
+
+def bucket_count(setting: DdpSetting, case: ModelCase) -> int:
+    run = start(Scenario(three_microbatches, case), setting)
+    return sum(unit.trainable for unit in run.sharded._engine.units)
+
+
+def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks(run_ranks: RunRanks) -> None:
+    """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
+    dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
+    fields = {"num_buckets": 4, "overlap_grad_reduce": True}
+    for found in run_ranks(4, bucket_count, ddp(arrangement=tensor_parallel(divide_tensors), **fields), dense):
+        assert found in (3, 4)
+
+
+# ---- torch's own -----------------------------------------------------------------------------------------------------
+
+
+def beside_torch(name: str, settings: tuple[DdpSetting, ...]) -> None:
+    """Three steps with torch's DDP and with each setting: gradients and weights agree."""
+    case = MODEL_CASES[name]  # type: ignore[index]
+    scenario = Scenario(three_microbatches, case, sgd)
+    with fixed_seed(0):
+        theirs = nn.parallel.DistributedDataParallel(case.build(), find_unused_parameters=name == "unused")
+    optimizer = sgd(theirs)
+    runs = [start(scenario, setting) for setting in settings]
+    for step in range(3):
+        case.loss(theirs, runs[0].batch(step)).backward()
+        for run in runs:
+            case.loss(run.model, run.batch(step)).backward()
+            expected = {name: p.grad for name, p in theirs.module.named_parameters() if p.requires_grad}
+            _assert_close(run.sharded.full_gradients(), expected)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        for run in runs:
+            _assert_close(run.sharded.full_parameters(), dict(theirs.module.named_parameters()))
+
+
+def _assert_close(found: Any, expected: dict[str, Tensor | None]) -> None:
+    assert {name for name, value in found.items() if value is None} == {n for n, v in expected.items() if v is None}
+    got = {name: value for name, value in found.items() if value is not None}
+    want = {name: value for name, value in expected.items() if value is not None}
+    assert_equal_tensors(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tied", "partly_frozen", "scalars", "unused"])
+def test_torchs_ddp_computes_the_same(run_ranks: RunRanks, name: str) -> None:
+    settings = tuple(ddp(connects=number % 2 == 0, **fields) for number, fields in enumerate(SETTINGS))
+    for num_ranks in (1, 3):
+        run_ranks(num_ranks, beside_torch, name, settings)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def _nothing(run: Run) -> None:
+    """No script."""
+
+
+def _state(run: DdpRun) -> dict[str, Any]:
+    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+
+
+def _whole(run: DdpRun) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in run.sharded.iter_full_tensors()}
+    for name, kind, value in run.sharded.iter_full_optimizer_state(run.optimizer):
+        found[f"{name} {kind}"] = value.clone()
+    return found
+
+
+def save(case: ModelCase, setting: DdpSetting, folder: str) -> dict[str, Tensor]:
+    """Train and save; returns weights and moments."""
+    run = start(Scenario(_nothing, case, _adamw), setting)
+    run.train(0, 1)
+    dcp.save(_state(run), checkpoint_id=folder)
+    return _whole(run)
+
+
+def load(case: ModelCase, setting: DdpSetting, folder: str) -> dict[str, Tensor]:
+    run = start(Scenario(_nothing, case, _adamw), setting)
+    run.train(7)
+    state = _state(run)
+    dcp.load(state, checkpoint_id=folder)
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    found = _whole(run)
+    run.train(8)
+    return found
+
+
+def test_a_checkpoint_fits_every_wrapper(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Saved whole on 2 ranks, in shards on 3, as FSDP on 4; loaded by each of the others, bit for bit."""
+    case = MODEL_CASES["odd_shapes"]
+    places = [(2, SETTINGS[0]), (3, SETTINGS[2]), (4, SETTINGS[4])]
+    places.append((4, {**SHARDS, "num_distributed_optimizer_instances": 2}))
+    for number, (ranks, fields) in enumerate(places):
+        folder = str(tmp_path / str(number))
+        expected = run_ranks(ranks, save, case, ddp(**fields), folder)[0]
+        assert sum(key.endswith("exp_avg") for key in expected) > 3
+        others, other_fields = places[(number + 1) % len(places)]
+        for found in run_ranks(others, load, case, ddp(**other_fields), folder):
+            assert_equal_tensors(found, expected)

@@ -1,0 +1,174 @@
+"""Cases that were wrong once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_fsdp.ddp import DistributedOptimizer
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from tests.conftest import RunRanks
+
+OVERLAPPING = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 1,
+}
+
+
+class Table(nn.Module):
+    """Holds a parameter and is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(5) + 0.1)
+
+
+class Reader(nn.Module):
+    """Reads a table that others read too."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.table = table
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) @ self.table.weight)
+
+
+class TwoReaders(nn.Module):
+    """The reader that has the table by name runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = Table()
+        self.first = Reader(table)
+        self.second = Reader(table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(x))
+
+
+class Skipping(nn.Module):
+    """Calls a module once and reads its weight without calling it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+        self.calls = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x) if self.calls else x @ self.last.weight
+
+
+def trained(module: nn.Module, optimizer: Any, steps: int = 3) -> None:
+    for step in range(steps):
+        (module(torch.full((2, 5), 0.1 * (step + 1))).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrapped(module: nn.Module, fields: dict[str, Any]) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), module)
+    return model, DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+
+
+def two_readers() -> float:
+    torch.manual_seed(0)
+    plain = TwoReaders()
+    module = copy.deepcopy(plain)
+    trained(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    model, optimizer = wrapped(module, OVERLAPPING)
+    trained(model, optimizer)
+    full = model.full_parameters()
+    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+
+
+def test_a_holder_of_parameters_below_several_modules_is_read_by_each(run_ranks: RunRanks) -> None:
+    assert all(found < 1e-6 for found in run_ranks(2, two_readers))
+
+
+def reads_too_early() -> list[str]:
+    torch.manual_seed(0)
+    model, optimizer = wrapped(Skipping(), OVERLAPPING)
+    trained(model, optimizer, 1)
+    model.module.calls = False
+    with pytest.raises(ShardOperationError) as caught:
+        model(torch.ones(2, 5))
+    model.reset()
+    model.module.calls = True
+    trained(model, optimizer, 1)  # it goes on
+    return list(caught.value.__notes__)
+
+
+def test_reading_a_weight_too_early_says_why(run_ranks: RunRanks) -> None:
+    for notes in run_ranks(2, reads_too_early):
+        assert any("leave overlap_param_gather out" in note for note in notes)
+
+
+def differing(field: str) -> str:
+    rank = dist.get_rank()
+    values = {"num_distributed_optimizer_instances": 1 + rank, "fp8_param_gather": bool(rank)}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, **{field: values[field]})
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallel(config, nn.Linear(5, 5))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["num_distributed_optimizer_instances", "fp8_param_gather"])
+def test_ranks_with_other_configurations_all_hear_of_it(run_ranks: RunRanks, field: str) -> None:
+    messages = run_ranks(2, differing, field)
+    assert messages[0] == messages[1]
+    assert field in messages[0]
+
+
+def loads_what_one_process_saved(fields: dict[str, Any]) -> float:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    trained(plain, optimizer, 2)
+    model, sharded = wrapped(copy.deepcopy(plain), fields)
+    sharded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    trained(plain, optimizer, 2)
+    trained(model, sharded, 2)
+    full = model.full_parameters()
+    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_state_of_one_process_is_cut_when_it_is_loaded(run_ranks: RunRanks, shards: bool) -> None:
+    assert all(
+        found < 1e-6 for found in run_ranks(2, loads_what_one_process_saved, {"use_distributed_optimizer": shards})
+    )
+
+
+def copies_a_parameter() -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    model, _ = wrapped(nn.Linear(5, 7), {"use_distributed_optimizer": True})
+    param = next(model.parameters())
+    made = copy.deepcopy(param)
+    return torch.equal(made.full_tensor(), param.full_tensor()), hasattr(made, "_megatron_fsdp_model")
+
+
+def test_a_parameter_can_be_copied_without_its_model(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, copies_a_parameter) == [(True, False)] * 2
+
+
+def adds_a_set() -> str:
+    model, optimizer = wrapped(nn.Linear(5, 7), {})
+    with pytest.raises(TypeError) as caught:
+        optimizer.add_param_group({"params": set(model.parameters())})
+    return str(caught.value)
+
+
+def test_sets_of_parameters_are_refused_as_torch_does(run_ranks: RunRanks) -> None:
+    assert "ordered collections" in run_ranks(1, adds_a_set)[0]
