@@ -1,5 +1,7 @@
 """Buckets equal one process on the whole batch: losses, every gradient, the first three updates."""
 
+from typing import Any
+
 import pytest
 
 from tests.conftest import RunRanks
@@ -21,8 +23,14 @@ CASES: dict[str, ModelCase] = {
     "nested": vector_case(Nested),
 }
 
-BUCKETS = ({"bucket_size": 1}, {"bucket_size": 60}, {"num_buckets": 3}, {"bucket_size": 10_000_000}, {})
-GATHERS = (
+BUCKETS: tuple[dict[str, Any], ...] = (
+    {"bucket_size": 1},
+    {"bucket_size": 60},
+    {"num_buckets": 3},
+    {"bucket_size": 10_000_000},
+    {},
+)
+GATHERS: tuple[dict[str, Any], ...] = (
     {},
     {"overlap_param_gather": True},
     {"overlap_param_gather": True, "align_param_gather": True},
@@ -39,6 +47,7 @@ _OPTIMIZERS = (OPTIMIZERS[0], OPTIMIZERS[1], OPTIMIZERS[3])
 def setting_of(way: int, turn: int, own_dtypes: bool) -> DdpSetting:
     """One of the four ways; the other fields are dealt out by turn."""
     shards, overlaps = WAYS[way]
+    dtypes: dict[str, Any] = {"megatron_fsdp_main_params_dtype": None} if own_dtypes else {}
     return ddp(
         connects=turn % 3 != 0,
         use_distributed_optimizer=shards,
@@ -47,7 +56,7 @@ def setting_of(way: int, turn: int, own_dtypes: bool) -> DdpSetting:
         gradient_reduce_div_fusion=turn % 5 != 2,
         **BUCKETS[(turn // 2 + turn) % len(BUCKETS)],
         **(GATHERS[turn // 2 % len(GATHERS)] if shards else {}),
-        **({"megatron_fsdp_main_params_dtype": None} if own_dtypes else {}),
+        **dtypes,
     )
 
 
@@ -134,7 +143,7 @@ def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None
 
 @pytest.mark.parametrize(("num_ranks", "instances"), [(4, 2), (2, 2), (4, 4)])
 def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int, instances: int) -> None:
-    several = {"num_distributed_optimizer_instances": instances}
+    several: dict[str, Any] = {"num_distributed_optimizer_instances": instances}
     buckets = [
         ddp(
             use_distributed_optimizer=True,

@@ -162,7 +162,7 @@ def bucket_count(setting: DdpSetting, case: ModelCase) -> int:
 def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks(run_ranks: RunRanks) -> None:
     """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
     dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
-    fields = {"num_buckets": 4, "overlap_grad_reduce": True}
+    fields: dict[str, Any] = {"num_buckets": 4, "overlap_grad_reduce": True}
     for found in run_ranks(4, bucket_count, ddp(arrangement=tensor_parallel(divide_tensors), **fields), dense):
         assert found in (3, 4)
 

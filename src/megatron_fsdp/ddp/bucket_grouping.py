@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -47,7 +47,8 @@ class BucketGrouping:
                 aliases.append((name, first))
         infos = [parameter_info(name, param, sharding) for name, param in module.named_parameters()]
         alone = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
-        return plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)
+        plan = plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)
+        return replace(plan, source=f"{plan.source}, weights gathered {self.gather_mode.value}")
 
     def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
         """None: what is not in buckets is frozen."""

@@ -313,6 +313,8 @@ def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Shar
     """What every data-parallel rank must have in common; experts may be others on other ranks."""
     chosen = [f"{name}={value}" for name, value in vars(switches).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
+    if not all(spec.is_module for spec in plan.units):
+        units.append(plan.source)  # names that were made up tell nothing of what is in them
     params = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
         for name, p in module.named_parameters()
