@@ -1,65 +1,73 @@
 """The configuration dataclass: fields, checks, implications and the round trip through plain values."""
 
+import copy
 import dataclasses
 import json
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
+from tests.support.ddp_configs import valid_configs
 
-DEFAULTS: dict[str, Any] = {
-    "grad_reduce_in_fp32": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "align_param_gather": False,
-    "use_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 1,
-    "check_for_nan_in_grad": False,
-    "check_for_large_grads": False,
-    "bucket_size": None,
-    "num_buckets": None,
-    "pad_buckets_for_high_nccl_busbw": False,
-    "reduce_scatter_with_fp32_accumulation": False,
-    "param_name_patterns_for_fp32_local_accumulation": (),
-    "average_in_collective": False,
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "use_megatron_fsdp": False,
-    "megatron_fsdp_version": 1,
-    "use_custom_fsdp": False,
-    "data_parallel_sharding_strategy": "no_shard",
-    "gradient_reduce_div_fusion": True,
-    "suggested_communication_unit_size": None,
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "fsdp_all_gather_in_start_param_sync": True,
-    "outer_dp_sharding_strategy": "no_shard",
-    "disable_symmetric_registration": False,
-    "fsdp_manual_registration": False,
-    "delay_wgrad_compute": False,
-    "megatron_fsdp_main_params_dtype": torch.float32,
-    "megatron_fsdp_main_grads_dtype": None,
-    "megatron_fsdp_grad_comm_dtype": None,
-    "megatron_fsdp_use_decoupled_grad": False,
-    "megatron_fsdp_cuda_graph_mode": False,
-    "megatron_fsdp_enable_fine_grained_param_gather": False,
-    "megatron_fsdp_max_pool_double_buffer": False,
-}
+FIELDS: list[tuple[str, Any, Any]] = [
+    ("grad_reduce_in_fp32", bool, False),
+    ("overlap_grad_reduce", bool, False),
+    ("overlap_param_gather", bool, False),
+    ("align_param_gather", bool, False),
+    ("use_distributed_optimizer", bool, False),
+    ("num_distributed_optimizer_instances", int, 1),
+    ("check_for_nan_in_grad", bool, False),
+    ("check_for_large_grads", bool, False),
+    ("bucket_size", int | None, None),
+    ("num_buckets", int | None, None),
+    ("pad_buckets_for_high_nccl_busbw", bool, False),
+    ("reduce_scatter_with_fp32_accumulation", bool, False),
+    ("param_name_patterns_for_fp32_local_accumulation", tuple[str, ...], ()),
+    ("average_in_collective", bool, False),
+    ("fp8_param_gather", bool, False),
+    ("fp4_param_gather", bool, False),
+    ("reuse_grad_buf_for_mxfp8_param_ag", bool, False),
+    ("use_megatron_fsdp", bool, False),
+    ("megatron_fsdp_version", int, 1),
+    ("use_custom_fsdp", bool, False),
+    ("data_parallel_sharding_strategy", str, "no_shard"),
+    ("gradient_reduce_div_fusion", bool, True),
+    ("suggested_communication_unit_size", int | None, None),
+    ("keep_fp8_transpose_cache", bool, False),
+    ("nccl_ub", bool, False),
+    ("fsdp_double_buffer", bool, False),
+    ("fsdp_db_use_persist_buf_on_alloc_fail", bool, False),
+    ("fsdp_all_gather_in_start_param_sync", bool, True),
+    ("outer_dp_sharding_strategy", str, "no_shard"),
+    ("disable_symmetric_registration", bool, False),
+    ("fsdp_manual_registration", bool, False),
+    ("delay_wgrad_compute", bool, False),
+    ("megatron_fsdp_main_params_dtype", torch.dtype | None, torch.float32),
+    ("megatron_fsdp_main_grads_dtype", torch.dtype | None, None),
+    ("megatron_fsdp_grad_comm_dtype", torch.dtype | None, None),
+    ("megatron_fsdp_use_decoupled_grad", bool, False),
+    ("megatron_fsdp_cuda_graph_mode", bool, False),
+    ("megatron_fsdp_enable_fine_grained_param_gather", bool, False),
+    ("megatron_fsdp_max_pool_double_buffer", bool, False),
+]
+"""Name, type and default of every field, in the order of the class."""
 
 
-def test_fields_and_defaults_are_those_of_the_published_classes() -> None:
-    assert vars(DistributedDataParallelConfig()) == DEFAULTS
+def test_fields_are_those_of_the_published_classes() -> None:
+    found = dataclasses.fields(DistributedDataParallelConfig)
+    assert [(field.name, field.type, field.default) for field in found] == FIELDS
+    assert vars(DistributedDataParallelConfig()) == {name: default for name, _, default in FIELDS}
 
 
 def test_every_field_is_documented() -> None:
     text = DistributedDataParallelConfig.__doc__ or ""
-    assert [name for name in DEFAULTS if f"\n        {name}: " not in text] == []
+    assert [name for name, _, _ in FIELDS if f"\n        {name}: " not in text] == []
 
 
 def test_it_can_be_changed_after_construction() -> None:
@@ -68,9 +76,9 @@ def test_it_can_be_changed_after_construction() -> None:
     assert config.bucket_size == 10
 
 
-@pytest.mark.parametrize(("given", "name"), [(0, "no_shard"), (2, "optim_grads"), ("optim_grads_params",) * 2])
-def test_strategies_are_stored_by_name(given: Any, name: str) -> None:
-    assert DistributedDataParallelConfig(data_parallel_sharding_strategy=given).data_parallel_sharding_strategy == name
+@pytest.mark.parametrize(("value", "name"), [(0, "no_shard"), (2, "optim_grads"), ("optim_grads_params",) * 2])
+def test_strategies_are_stored_by_name(value: Any, name: str) -> None:
+    assert DistributedDataParallelConfig(data_parallel_sharding_strategy=value).data_parallel_sharding_strategy == name
 
 
 def test_the_outer_strategy_may_be_a_number_too() -> None:
@@ -78,14 +86,14 @@ def test_the_outer_strategy_may_be_a_number_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
-    [("bf16", torch.bfloat16), ("torch.bfloat16", torch.bfloat16), ("fp32", torch.float32), (torch.float16,) * 2],
+    ("value", "dtype"),
+    [("bf16", torch.bfloat16), ("torch.bfloat16", torch.bfloat16), ("auto", None), (torch.float16,) * 2],
 )
 @pytest.mark.parametrize(
     "field", ["megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"]
 )
-def test_dtypes_may_be_names_and_are_stored_as_dtypes(field: str, given: Any, dtype: torch.dtype) -> None:
-    assert getattr(DistributedDataParallelConfig(**{field: given}), field) is dtype
+def test_dtypes_may_be_names_and_are_stored_as_dtypes(field: str, value: Any, dtype: torch.dtype | None) -> None:
+    assert getattr(DistributedDataParallelConfig(**{field: value}), field) is dtype
 
 
 @pytest.mark.parametrize(
@@ -99,8 +107,8 @@ def test_dtypes_may_be_names_and_are_stored_as_dtypes(field: str, given: Any, dt
         (
             {"param_name_patterns_for_fp32_local_accumulation": ("all",), "grad_reduce_in_fp32": True},
             (
-                "param_name_patterns_for_fp32_local_accumulation has no effect beside grad_reduce_in_fp32=True, which "
-                "accumulates everything in float32; give only one of them."
+                "param_name_patterns_for_fp32_local_accumulation=('all',) and grad_reduce_in_fp32=True both choose "
+                "which gradients accumulate in float32; give only one of them."
             ),
         ),
         (
@@ -113,6 +121,28 @@ def test_dtypes_may_be_names_and_are_stored_as_dtypes(field: str, given: Any, dt
         (
             {"num_buckets": 2, "bucket_size": 10},
             "num_buckets=2 and bucket_size=10 both cut gradients into buckets; give only one of them.",
+        ),
+        (
+            {"fp8_param_gather": True, "fp4_param_gather": True},
+            (
+                "fp8_param_gather=True and fp4_param_gather=True both choose the format in which parameters are kept "
+                "and travel; give only one of them."
+            ),
+        ),
+        ({"megatron_fsdp_version": True}, "megatron_fsdp_version=True is not a positive whole number; give 1 or more."),
+        ({"overlap_grad_reduce": "yes"}, "overlap_grad_reduce='yes' is not a bool; give True or False."),
+        ({"use_custom_fsdp": 1}, "use_custom_fsdp=1 is not a bool; give True or False."),
+        ({"nccl_ub": None}, "nccl_ub=None is not a bool; give True or False."),
+        (
+            {"param_name_patterns_for_fp32_local_accumulation": ("*norm*", 3)},
+            ("param_name_patterns_for_fp32_local_accumulation[1]=3 is not a string; give a pattern such as '*norm*'."),
+        ),
+        (
+            {"megatron_fsdp_grad_comm_dtype": torch.int32},
+            (
+                "megatron_fsdp_grad_comm_dtype=torch.int32 cannot be used; give one of torch.float16, torch.bfloat16, "
+                "torch.float32, torch.float64, or None to follow."
+            ),
         ),
         ({"num_buckets": 0}, "num_buckets=0 is not a positive whole number; give 1 or more."),
         ({"bucket_size": -1}, "bucket_size=-1 is not a positive whole number; give 1 or more."),
@@ -144,7 +174,7 @@ def test_dtypes_may_be_names_and_are_stored_as_dtypes(field: str, given: Any, dt
             {"megatron_fsdp_grad_comm_dtype": "bf61"},
             (
                 "megatron_fsdp_grad_comm_dtype='bf61' is not a dtype name; give one of fp16, half, float16, bf16, "
-                "bfloat16, fp32, float, float32, fp64, double, float64."
+                "bfloat16, fp32, float, float32, fp64, double, float64, or 'auto' or None to follow."
             ),
         ),
         (
@@ -175,6 +205,150 @@ def test_the_former_name_of_the_engine_flag_is_mapped_with_a_warning_at_the_call
         "use_custom_fsdp is deprecated and was taken as use_megatron_fsdp=True; write that instead."
     ]
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: dataclasses.replace(DistributedDataParallelConfig(), use_custom_fsdp=True),
+        lambda: DistributedDataParallelConfig.from_dict({"use_custom_fsdp": True}),
+        lambda: DistributedDataParallelConfig.from_yaml("use_custom_fsdp: true"),
+    ],
+    ids=["replace", "from_dict", "from_yaml"],
+)
+def test_the_warning_is_at_the_caller_however_the_config_was_built(
+    build: Callable[[], DistributedDataParallelConfig],
+) -> None:
+    with pytest.warns(DeprecationWarning, match="use_custom_fsdp") as caught:
+        assert build().use_megatron_fsdp is True
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_copy_does_not_warn_again() -> None:
+    with pytest.warns(DeprecationWarning, match="use_custom_fsdp"):
+        config = DistributedDataParallelConfig(use_custom_fsdp=True)
+    assert config.checked_copy().checked_copy() == config  # a warning would be an error
+    config.use_custom_fsdp = True
+    with pytest.warns(DeprecationWarning, match="use_custom_fsdp") as caught:
+        copy_ = config.checked_copy()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert copy_.checked_copy() == copy_
+    assert (copy_.use_custom_fsdp, config.use_custom_fsdp) == (False, True)
+
+
+def test_a_checked_copy_is_in_stored_form_and_leaves_the_original_alone() -> None:
+    config: Any = DistributedDataParallelConfig()
+    config.data_parallel_sharding_strategy = 3
+    config.megatron_fsdp_grad_comm_dtype = "bf16"
+    config.param_name_patterns_for_fp32_local_accumulation = ["all"]
+    config.nccl_ub = True
+    before = dict(vars(config))
+    found = config.checked_copy()
+    assert vars(config) == before
+    assert found == DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params",
+        megatron_fsdp_grad_comm_dtype=torch.bfloat16,
+        param_name_patterns_for_fp32_local_accumulation=("all",),
+        nccl_ub=True,
+        fsdp_double_buffer=True,
+    )
+    found.bucket_size = 3
+    assert config.bucket_size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("bucket_size", 2.0, "bucket_size=2.0 is not a positive whole number; give 1 or more."),
+        ("num_buckets", 2, "num_buckets=2 and bucket_size=7 both cut gradients into buckets; give only one of them."),
+        (
+            "bucket_sise",
+            2,
+            (
+                "'bucket_sise' was set on a DistributedDataParallelConfig and is no field of it; "
+                "did you mean 'bucket_size'?"
+            ),
+        ),
+    ],
+)
+def test_a_checked_copy_refuses_what_was_set_wrongly(name: str, value: Any, message: str) -> None:
+    config = DistributedDataParallelConfig(bucket_size=7)
+    setattr(config, name, value)
+    with pytest.raises(ConfigurationError) as caught:
+        config.checked_copy()
+    assert str(caught.value) == message
+
+
+def test_a_checked_copy_of_a_subclass_is_one_too() -> None:
+    @dataclasses.dataclass
+    class Mine(DistributedDataParallelConfig):
+        label: str = ""
+
+    mine = Mine(bucket_size=3, label="mine")
+    assert type(mine.checked_copy()) is Mine
+    assert mine.checked_copy() == mine
+
+
+def on(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        (on(), {}),
+        (on("keep_fp8_transpose_cache"), {"keep_fp8_transpose_cache": "fp8_param_gather=True"}),
+        (on("keep_fp8_transpose_cache", "fp8_param_gather"), {}),
+        (on("disable_symmetric_registration"), {"disable_symmetric_registration": "nccl_ub=True"}),
+        (on("disable_symmetric_registration", "nccl_ub"), {}),
+        (on("fsdp_manual_registration"), {"fsdp_manual_registration": "nccl_ub=True and use_megatron_fsdp=True"}),
+        (on("fsdp_manual_registration", "nccl_ub"), {"fsdp_manual_registration": "use_megatron_fsdp=True"}),
+        (on("fsdp_manual_registration", "nccl_ub", "use_megatron_fsdp"), {}),
+        (
+            on("fsdp_db_use_persist_buf_on_alloc_fail"),
+            {"fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_double_buffer=True"},
+        ),
+        (on("fsdp_db_use_persist_buf_on_alloc_fail", "nccl_ub"), {}),
+        (
+            on("keep_fp8_transpose_cache", "disable_symmetric_registration"),
+            {"keep_fp8_transpose_cache": "fp8_param_gather=True", "disable_symmetric_registration": "nccl_ub=True"},
+        ),
+    ],
+)
+def test_switches_without_effect_are_named_with_what_they_lack(values: dict[str, Any], missing: dict[str, str]) -> None:
+    assert DistributedDataParallelConfig(**values).idle_settings() == {
+        name: f"{name}=True has no effect without {what}; set that too, or leave it out."
+        for name, what in missing.items()
+    }
+
+
+@given(valid_configs())
+@settings(deadline=None)
+def test_every_config_survives_all_round_trips(config: DistributedDataParallelConfig) -> None:
+    known = {"DistributedDataParallelConfig": DistributedDataParallelConfig, "torch": torch}
+    assert DistributedDataParallelConfig.from_dict(config.to_dict()) == config
+    assert DistributedDataParallelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert DistributedDataParallelConfig.from_yaml(config.to_yaml()) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert config.checked_copy() == config
+    assert eval(repr(config), known) == config
+
+
+@given(valid_configs(), valid_configs())
+@settings(deadline=None, max_examples=30)
+def test_configs_that_differ_are_written_differently(
+    one: DistributedDataParallelConfig, other: DistributedDataParallelConfig
+) -> None:
+    assert (one == other) == (one.to_dict() == other.to_dict()) == (one.to_yaml() == other.to_yaml())
+
+
+def test_a_dict_must_be_one() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallelConfig.from_dict([("bucket_size", 3)])  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "a DistributedDataParallelConfig cannot be built from a list; give a mapping of fields to values."
+    )
 
 
 def test_plain_values_survive_json_and_come_back_equal() -> None:

@@ -1,9 +1,16 @@
 """The calls of loops that drive gathers and reductions by hand: an effect on communication, none on results."""
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
 
@@ -68,3 +75,35 @@ def test_driving_by_hand_changes_traffic_and_not_results(run_ranks: RunRanks) ->
     ):
         assert largest_difference(driven, plain) < 1e-6
         assert many > few
+
+
+def param_sync(starts_only: bool, force_sync: bool) -> tuple[list[bool], int, int, dict[str, Tensor]]:
+    """Which units are under way after `start_param_sync`, gathers in it and in the forward after it, and weights."""
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params",
+        overlap_param_gather=True,
+        overlap_grad_reduce=True,
+        fsdp_all_gather_in_start_param_sync=starts_only,
+    )
+    model = MegatronFSDP(build(), FSDPDistributedIndex(mesh(), "dp"), config, fsdp_unit_modules=[Layer])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, 1)
+    before = model.traffic()
+    model.start_param_sync(force_sync=force_sync)
+    under_way = [bool(unit._tickets) for unit in model._engine.units]
+    started = model.traffic().since(before).gathers
+    train(model, optimizer, 2, first=1)
+    return under_way, started, model.traffic().since(before).gathers, weights(model)
+
+
+@pytest.mark.parametrize(("starts_only", "force_sync"), [(True, False), (True, True), (False, False), (False, True)])
+def test_start_param_sync_starts_gathers_or_finishes_them_as_the_config_says(
+    run_ranks: RunRanks, starts_only: bool, force_sync: bool
+) -> None:
+    reference = build()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 3)
+    for under_way, started, gathers, trained in run_ranks(2, param_sync, starts_only, force_sync):
+        assert under_way == [starts_only and not force_sync] * 3
+        assert started == 3
+        assert gathers == 3 + 3  # those of the first step and of the second; backward finds all in their slots
+        assert largest_difference(trained, weights(reference)) < 1e-6

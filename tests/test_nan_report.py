@@ -62,7 +62,7 @@ def test_every_rank_names_parameters_and_rank_and_training_goes_on(
     assert first == second
     assert first.startswith("NonFiniteGradientError True: the gradients of ")
     assert "hold NaN or infinity before reduction: " in first
-    assert "layers.1.linear.bias on rank [1]" in first
+    assert "layers.1.linear.bias (layers.1) on rank [1]" in first
     assert "head." not in first  # the gradients behind the bad one are good
     assert "on rank [0" not in first
     assert max(first_difference, second_difference) <= 2e-6
@@ -76,7 +76,7 @@ def class_with_config() -> str:
 def test_the_rank_that_saw_it_is_named(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, class_with_config)
     assert first == second
-    assert "layers.1.linear.bias on rank [0]" in first
+    assert "layers.1.linear.bias (layers.1) on rank [0]" in first
     assert "on rank [1" not in first
 
 
@@ -88,7 +88,7 @@ def by_old_keyword() -> str:
 
 def test_the_old_keyword_switches_it_on_too(run_ranks: RunRanks) -> None:
     for message in run_ranks(2, by_old_keyword):
-        assert "layers.1.linear.bias on rank [0]" in message
+        assert "layers.1.linear.bias (layers.1) on rank [0]" in message
 
 
 def unchecked(strategy: int) -> tuple[str, bool]:
@@ -158,8 +158,8 @@ def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(
     everyone = run_ranks(3, deferred_and_frozen, strategy, bf16_grads)
     for deferred, several, difference in everyone:
         assert (deferred, several) == everyone[0][:2]
-        assert "layers.1.linear.bias on rank [1]" in deferred
-        assert "layers.1.linear.bias on rank [1, 2]" in several
-        assert "layers.0.linear.bias on rank [1, 2]" in several
+        assert "layers.1.linear.bias (layers.1) on rank [1]" in deferred
+        assert "layers.1.linear.bias (layers.1) on rank [1, 2]" in several
+        assert "layers.0.linear.bias (layers.0) on rank [1, 2]" in several
         assert "layers.0.linear.weight" not in deferred + several  # frozen: there is no gradient of it
         assert difference <= (5e-2 if bf16_grads else 2e-6)  # bfloat16 keeps 8 bits of values of about 2

@@ -113,6 +113,14 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("fsdp_group_ag", None),
         ("expt_fsdp_group_ag", None),
     ],
+    "reduce_scatter_with_fp32_accumulation": [
+        ("output", REQUIRED),
+        ("input", REQUIRED),
+        ("op", torch.distributed.ReduceOp.SUM),
+        ("group", None),
+        ("async_op", False),
+        ("all_to_all_output_tensor", None),
+    ],
 }
 
 DUNDERS = [
@@ -155,6 +163,7 @@ def test_the_package_exports_the_published_names() -> None:
         "fully_shard",
         "fully_shard_model",
         "fully_shard_optimizer",
+        "reduce_scatter_with_fp32_accumulation",
     }
 
 

@@ -40,7 +40,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"align_param_gather": True},
     {"use_distributed_optimizer": True},
     {"num_distributed_optimizer_instances": 2},
-    {"check_for_large_grads": True},
     {"num_buckets": 2},
     {"pad_buckets_for_high_nccl_busbw": True},
     {"fp8_param_gather": True},
@@ -54,7 +53,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
 
 CONFIG_FIELDS_THAT_NOTHING_READS: list[dict[str, Any]] = [
     {"grad_reduce_in_fp32": True},
-    {"fsdp_all_gather_in_start_param_sync": False},
     {"megatron_fsdp_version": 2},
 ]
 

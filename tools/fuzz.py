@@ -1,7 +1,10 @@
 """Compare random models, meshes, strategies and options with one process, for as many cases as asked for.
 
     python tools/fuzz.py --cases 500 --first-seed 1000
+    python tools/fuzz.py --cases 500 --buckets
     python tools/fuzz.py --cases 500 --checkpoints
+
+With `--buckets` models are wrapped by `DistributedDataParallel`.
 
 With `--checkpoints` each model is trained and saved under one random arrangement, loaded under another one, and
 compared bit for bit.
@@ -22,6 +25,7 @@ from functools import partial
 
 import torch
 
+from tests.fuzzing.buckets import draw_bucket_case, play_buckets_on_rank
 from tests.fuzzing.case import Case, draw_case
 from tests.fuzzing.checkpoints import draw_pair, load_on_rank, save_on_rank
 from tests.fuzzing.run import OneProcess, differences, play, play_on_rank
@@ -34,7 +38,8 @@ Pools = dict[int, WorkerPool]
 def run_case(case: Case, pools: Pools) -> list[str]:
     """What differed from one process, in words; empty where nothing did."""
     expected = play(OneProcess(case))
-    found = _pool(case.mesh.num_ranks, pools).run(play_on_rank, case, timeout_s=60.0)
+    play_case = play_buckets_on_rank if case.wrap == "buckets" else play_on_rank
+    found = _pool(case.mesh.num_ranks, pools).run(play_case, case, timeout_s=60.0)
     return [
         f"rank {rank}: {text}"
         for rank, trace in enumerate(found)
@@ -76,6 +81,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--max-ranks", type=int, default=4)
+    parser.add_argument("--buckets", action="store_true")
     parser.add_argument("--checkpoints", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -84,6 +90,8 @@ def main() -> int:
     seen: Counter[str] = Counter()
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.cases):
         case, loaded = draw_case(seed, arguments.max_ranks), None
+        if arguments.buckets:
+            case = draw_bucket_case(seed, arguments.max_ranks)
         run = partial(run_case, case, pools)
         if arguments.checkpoints:
             case, loaded = draw_pair(seed, arguments.max_ranks)

@@ -6,6 +6,7 @@
 An independent implementation of the interface of the `megatron_fsdp` package, not affiliated with NVIDIA.
 """
 
+from megatron_fsdp.buffer.fp32_accumulation import reduce_scatter_with_fp32_accumulation
 from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
@@ -46,4 +47,5 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "reduce_scatter_with_fp32_accumulation",
 ]

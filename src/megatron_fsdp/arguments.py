@@ -26,12 +26,10 @@ FUNCTION_DEFAULTS: Mapping[str, Any] = {
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
-    "fsdp_all_gather_in_start_param_sync": True,
     "megatron_fsdp_version": 1,
     "align_param_gather": False,
     "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
-    "check_for_large_grads": False,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
     "fp8_param_gather": False,

@@ -1,29 +1,17 @@
 """The configuration of the ``DistributedDataParallel`` front end."""
 
 import dataclasses
-import difflib
-import warnings
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
+from megatron_fsdp.ddp_config_checks import checked_values, idle_settings, nearest_field, with_implications
+from megatron_fsdp.ddp_config_yaml import read_mapping, write_mapping
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import check_main_dtype, dtype_from_name
-from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
-
-_DTYPE_FIELDS = (
-    "megatron_fsdp_main_params_dtype",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_grad_comm_dtype",
-)
-_POSITIVE_FIELDS = (
-    "bucket_size",
-    "num_buckets",
-    "num_distributed_optimizer_instances",
-    "suggested_communication_unit_size",
-)
+from megatron_fsdp.notices import warn_caller
 
 
 @dataclass
@@ -33,10 +21,13 @@ class DistributedDataParallelConfig:
     It holds every field of the published package's class and of Megatron-Core's. Holding a field is not a promise that
     every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
 
-    Strategies may be given as numbers and are stored as names; dtypes may be given as names such as ``"bf16"`` or
-    ``"torch.float32"`` and are stored as ``torch.dtype``. Checks run at construction; they always raise
-    ``ConfigurationError``, which is a ``ValueError``, also where the published class raises ``AssertionError``. A check
-    that torch before 2.11 needed (``nccl_ub`` with expandable segments) is left out, since 2.11 is required anyway.
+    Strategies may be given as numbers and are stored as names; dtypes may be given as names such as ``"bf16"``,
+    ``"torch.float32"`` or ``"auto"`` (None) and are stored as ``torch.dtype``. Checks run at construction; they always
+    raise ``ConfigurationError``, which is a ``ValueError``, also where the published class raises ``AssertionError``. A
+    check that torch before 2.11 needed (``nccl_ub`` with expandable segments) is left out, since 2.11 is required
+    anyway.
+
+    Attributes may be set afterwards; ``checked_copy`` checks them again, and front ends work on such a copy.
 
     Attributes:
         grad_reduce_in_fp32: Accumulate and reduce gradients in float32.
@@ -47,7 +38,8 @@ class DistributedDataParallelConfig:
         num_distributed_optimizer_instances: Into how many parts data parallelism is cut, each of which shards a whole
             optimizer.
         check_for_nan_in_grad: Check gradients for NaN and infinity before they are reduced.
-        check_for_large_grads: Check gradients for unexpectedly large values before they are reduced.
+        check_for_large_grads: Check gradients for unexpectedly large values before they are reduced: above 100 times
+            the largest of the same parameter in all backwards before, once there were 10.
         bucket_size: Parameters per gradient bucket, in elements; None: chosen by the front end.
         num_buckets: Number of gradient buckets, as an alternative to ``bucket_size``.
         pad_buckets_for_high_nccl_busbw: Round buckets up to a multiple of 2**16 elements.
@@ -69,7 +61,7 @@ class DistributedDataParallelConfig:
         nccl_ub: Register communication buffers with NCCL; sets ``fsdp_double_buffer``.
         fsdp_double_buffer: Keep two fixed communication buffers in place of allocating one per use.
         fsdp_db_use_persist_buf_on_alloc_fail: Give units that fit neither buffer one of their own.
-        fsdp_all_gather_in_start_param_sync: Start the first parameter gather in ``start_param_sync``.
+        fsdp_all_gather_in_start_param_sync: Only start parameter gathers in ``start_param_sync``; False: wait for each.
         outer_dp_sharding_strategy: ``"no_shard"`` or ``"optim"``, on the outer axis of hybrid sharding.
         disable_symmetric_registration: Register buffers with NCCL in the conventional way.
         fsdp_manual_registration: Register buffers with NCCL on demand.
@@ -127,12 +119,44 @@ class DistributedDataParallelConfig:
     megatron_fsdp_max_pool_double_buffer: bool = False
 
     def __post_init__(self) -> None:
-        self._normalise_strategies()
-        self._normalise_dtypes()
-        self._normalise_patterns()
-        self._check_numbers()
-        self._check_combinations()
-        self._apply_implications()
+        own = dataclasses.fields(DistributedDataParallelConfig)  # a subclass checks what it adds
+        given = {field.name: getattr(self, field.name) for field in own}
+        values = checked_values(given, {field.name: field.type for field in own})
+        if values["use_custom_fsdp"]:
+            warn_caller(
+                "use_custom_fsdp is deprecated and was taken as use_megatron_fsdp=True; write that instead.",
+                DeprecationWarning,
+            )
+        for name, value in with_implications(values).items():
+            setattr(self, name, value)
+
+    def checked_copy(self) -> Self:
+        """Check the attributes as they are now, and return a copy with everything in its stored form.
+
+        This object is not written to. A copy never warns of what this object warned of when it was built.
+
+        Returns:
+            A configuration that equals one built from these values.
+
+        Raises:
+            ConfigurationError: A value or a combination is not possible, or an attribute was set that is not a field.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in vars(self):
+            if name not in known:
+                hint = nearest_field(name, known)
+                raise ConfigurationError(f"{name!r} was set on a {type(self).__name__} and is no field of it; {hint}")
+        return type(self)(**{name: getattr(self, name) for name in known})
+
+    def idle_settings(self) -> dict[str, str]:
+        """Find switches that are on and cannot have an effect beside the others, whatever the front end.
+
+        The published class takes them in silence, so construction does too.
+
+        Returns:
+            One sentence by name of the field.
+        """
+        return idle_settings(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -147,89 +171,48 @@ class DistributedDataParallelConfig:
         Raises:
             ConfigurationError: A key is not a field, or a value is not possible.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigurationError(
+                f"a {cls.__name__} cannot be built from a {type(values).__name__}; give a mapping of fields to values."
+            )
         known = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
+        for key, value in values.items():
             if key not in known:
-                nearest = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"the fields are {', '.join(known)}."
+                is_section = isinstance(value, Mapping) and not value.keys().isdisjoint(known)
+                hint = "give only the mapping below it." if is_section else nearest_field(key, known)
                 raise ConfigurationError(f"{key!r} is not a field of {cls.__name__}; {hint}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value that JSON can hold: dtypes by name, the patterns as a list."""
-        values = dataclasses.asdict(self)
-        for name in _DTYPE_FIELDS:
-            if values[name] is not None:
-                values[name] = str(values[name]).removeprefix("torch.")
-        patterns = "param_name_patterns_for_fp32_local_accumulation"
-        values[patterns] = list(values[patterns])
-        return values
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
-    def _normalise_strategies(self) -> None:
-        for name in ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"):
-            setattr(self, name, resolve_strategy(getattr(self, name), name).name)
-        if ShardingStrategy[self.outer_dp_sharding_strategy] > ShardingStrategy.optim:
-            raise ConfigurationError(
-                f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy!r} is not possible on the outer axis; "
-                'give 0 or "no_shard", or 1 or "optim".'
-            )
+    @classmethod
+    def from_yaml(cls, source: str | os.PathLike[str]) -> Self:
+        """Build a configuration from YAML, such as that of ``to_yaml``. Nothing in it is executed.
 
-    def _normalise_dtypes(self) -> None:
-        for name in _DTYPE_FIELDS:
-            value: object = getattr(self, name)
-            if isinstance(value, str):
-                value = dtype_from_name(value, name)
-            try:
-                check_main_dtype(value, name)
-            except TypeError as error:
-                raise ConfigurationError(str(error)) from None
-            setattr(self, name, value)
+        Args:
+            source: The text; or a path object (not a string), which is read.
 
-    def _normalise_patterns(self) -> None:
-        name = "param_name_patterns_for_fp32_local_accumulation"
-        patterns: object = getattr(self, name)
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ConfigurationError(
-                f"{name}={patterns!r} is not a tuple of strings; write a tuple such as ('*norm*',)."
-            )
-        setattr(self, name, tuple(patterns))
+        Returns:
+            The configuration.
 
-    def _check_numbers(self) -> None:
-        for name in _POSITIVE_FIELDS:
-            value: object = getattr(self, name)
-            if value is None and name != "num_distributed_optimizer_instances":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{name}={value!r} is not a positive whole number; give 1 or more.")
-        if self.megatron_fsdp_version not in (1, 2):
-            raise ConfigurationError(
-                f"megatron_fsdp_version={self.megatron_fsdp_version!r} does not exist; give 1 or 2."
-            )
+        Raises:
+            ConfigurationError: The file cannot be read, this is not a YAML mapping, a key is not a field or is there
+                twice, or a value is not possible; names the file.
+        """
+        values, where = read_mapping(source)
+        try:
+            return cls.from_dict(values)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}{error}") from None
 
-    def _check_combinations(self) -> None:
-        if self.reuse_grad_buf_for_mxfp8_param_ag and not self.fp8_param_gather:
-            raise ConfigurationError(
-                "reuse_grad_buf_for_mxfp8_param_ag=True needs fp8_param_gather=True; set both or neither."
-            )
-        if self.param_name_patterns_for_fp32_local_accumulation and self.grad_reduce_in_fp32:
-            raise ConfigurationError(
-                "param_name_patterns_for_fp32_local_accumulation has no effect beside grad_reduce_in_fp32=True, which "
-                "accumulates everything in float32; give only one of them."
-            )
-        if self.num_buckets is not None and self.bucket_size is not None:
-            raise ConfigurationError(
-                f"num_buckets={self.num_buckets} and bucket_size={self.bucket_size} both cut gradients into buckets; "
-                "give only one of them."
-            )
+    def to_yaml(self) -> str:
+        """Return every field as YAML text, one a line, in the order of the class."""
+        return write_mapping(self.to_dict())
 
-    def _apply_implications(self) -> None:
-        if self.nccl_ub or self.megatron_fsdp_max_pool_double_buffer:
-            self.fsdp_double_buffer = True
-        if self.use_custom_fsdp:
-            warnings.warn(
-                "use_custom_fsdp is deprecated and was taken as use_megatron_fsdp=True; write that instead.",
-                DeprecationWarning,
-                stacklevel=4,  # this method, __post_init__ and __init__ stand between here and the caller
-            )
-            self.use_megatron_fsdp = True
-            self.use_custom_fsdp = False
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(value) if isinstance(value, tuple) else value

@@ -9,6 +9,10 @@ class ConfigurationError(MegatronFSDPError, ValueError):
     """An argument, or a combination of arguments, cannot be honoured."""
 
 
+class CollectiveArgumentError(ConfigurationError, AssertionError):
+    """Tensors of a public collective do not fit together; an AssertionError too, as the published function raises."""
+
+
 class NotSupportedYetError(MegatronFSDPError, NotImplementedError):
     """An argument is part of the API but this version does not implement it; leave it at its default."""
 
@@ -27,6 +31,10 @@ class RankError(MegatronFSDPError, RuntimeError):
 
 class NonFiniteGradientError(MegatronFSDPError, ValueError):
     """A gradient holds NaN or infinity; raised with the same message on every rank."""
+
+
+class LargeGradientError(MegatronFSDPError, ValueError):
+    """A gradient is far larger than any before of its parameter; raised with the same message on every rank."""
 
 
 class NonFiniteNormError(NonFiniteGradientError, RuntimeError):

@@ -22,6 +22,7 @@ class HandDriven:
     _mode: SyncMode
     module: nn.Module
     device: torch.device
+    _gathers_at_once = False  # `start_param_sync` waits for what it starts
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:
@@ -84,12 +85,24 @@ class HandDriven:
     def start_param_sync(self, *_unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:  # noqa: ARG002
         """Start gathering weights ahead of the next forward, as far as there is room for them.
 
+        With `fsdp_all_gather_in_start_param_sync=False` of the config they are gathered here, one unit after another,
+        and nothing is under way when this returns.
+
         Args:
-            force_sync: Wait for them here.
+            force_sync: Wait for them here, whatever the config says.
             force_dispatch: Accepted for callers that pass it; gathering always starts here.
         """
         self._engine.refresh_weights()
-        self._engine.prefetch_weights(wait=force_sync)
+        self._engine.prefetch_weights(wait=force_sync or self._gathers_at_once)
+
+    @property
+    def may_gather_between_steps(self) -> bool:
+        """Whether `start_param_sync` may be called before main weights are left alone until the next forward.
+
+        False where weights are gathered in place, around main weights (strategies 1 and 2 without main weights of their
+        own): what is written into main weights while a gather is under way could be lost there.
+        """
+        return self._engine.gathers_beside_main_weights
 
     def synchronize_param_gather(self) -> None:
         """Wait for gathers under way."""

@@ -135,6 +135,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
             find_unused_parameters=find_unused_parameters,
+            check_large=config.check_for_large_grads,
         )
         grouping = UnitGrouping(fsdp_unit_modules, memory)
         self._wrap(module, dist_index, config, switches, grouping, device, sync_model_each_microbatch)
@@ -168,6 +169,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
+        self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         finished = weakref.WeakMethod(self._backward_finished)
         self._assembly = assemble(module, grouping, switches, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine

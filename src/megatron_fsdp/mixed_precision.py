@@ -113,7 +113,7 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
     )
 
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     "fp16": torch.float16,
     "half": torch.float16,
     "float16": torch.float16,
@@ -126,6 +126,7 @@ _DTYPE_NAMES = {
     "double": torch.float64,
     "float64": torch.float64,
 }
+"""Dtypes as configuration files and command lines may name them."""
 
 
 def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:
@@ -141,8 +142,8 @@ def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:
     Raises:
         ConfigurationError: The name is not known.
     """
-    dtype = _DTYPE_NAMES.get(name.removeprefix("torch."))
+    dtype = DTYPE_NAMES.get(name.removeprefix("torch."))
     if dtype is None:
-        known = ", ".join(_DTYPE_NAMES)
+        known = ", ".join(DTYPE_NAMES)
         raise ConfigurationError(f"{argument}={name!r} is not a dtype name; give one of {known}.")
     return dtype

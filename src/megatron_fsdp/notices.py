@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-_PACKAGE = __name__.partition(".")[0]
+_NOT_THE_USER = (__name__.partition(".")[0], "dataclasses")
+"""Top-level modules that call us on behalf of somebody else; the second one does in `dataclasses.replace`."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
@@ -16,6 +17,6 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         category: Of the warning.
     """
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -120,7 +120,7 @@ class Ranks(OneProcess):
         self.model = build(case)
         mesh = make_mesh(case)
         if case.mesh.tensor:
-            _parallelize(self.model, mesh)
+            parallelize(self.model, mesh)
         self.sharded, self.optimizer = fully_shard(
             self.model,
             make_optimizer(case, self.model),
@@ -195,7 +195,8 @@ def _hybrid_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh["outer", "shard"]._flatten("hybrid").get_group()
 
 
-def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the blocks over the tensor-parallel ranks."""
     assert isinstance(model, Net)
     for block in model.blocks:
         plan = {"core.up": ColwiseParallel(), "core.down": RowwiseParallel()}
@@ -240,7 +241,12 @@ def _clear(side: OneProcess) -> None:
 
 def play_on_rank(case: Case) -> Trace:
     """For a worker: the sharded side. Ranks agree bit for bit on everything but their losses."""
-    side = Ranks(case)
+    return play_sharded(Ranks(case))
+
+
+def play_sharded(side: Ranks) -> Trace:
+    """Play on a rank; losses are those of the whole batch."""
+    case = side.case
     trace = play(side)
     group = side.sharded.get_distributed_index().get_dp_group()
     for label, values in trace.entries:

@@ -63,7 +63,12 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
         for position, group in enumerate(by_index[GROUPS])
     ]
     rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
-    return {STATE: state, GROUPS: options, KIND: type(optimizer).__name__, **rest}
+    return {STATE: state, GROUPS: options, KIND: kind_of(optimizer), **rest}
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the class whose state it is: that of the wrapped one where an optimizer wraps another."""
+    return type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
 
 
 def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:

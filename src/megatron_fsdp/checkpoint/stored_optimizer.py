@@ -23,7 +23,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import OPTIMIZER
 from megatron_fsdp.checkpoint.matching import Match
 from megatron_fsdp.checkpoint.naming import PREFIX, by_number, listed_names, own_name, saved_view, unwrapped
-from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE, blank_slot, options_by_name
+from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE, blank_slot, kind_of, options_by_name
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 _STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
@@ -117,8 +117,8 @@ def match_optimizer(
     if slots and not found.options:
         match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
     kind = folder.read_object(_KIND) if _KIND in folder.objects else None
-    if kind not in (None, type(optimizer).__name__):
-        match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {type(optimizer).__name__})")
+    if kind not in (None, kind_of(optimizer)):
+        match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {kind_of(optimizer)})")
     prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
     for key in keys:
         if key != _GROUPS and not key.startswith(prefixes) and key in folder.objects:

@@ -4,7 +4,8 @@ A bucket is reduced when every gradient in it has come, and never before the buc
 the same order, whatever their data made of the backward. How many gradients a parameter gets in one backward is learnt
 (a parameter in a reentrantly recomputed part gets several): the first backward reduces everything at its end.
 
-Weights, where they have to be gathered, are gathered in forward order: one bucket ahead of its use, or all together.
+Weights, where they have to be gathered, are gathered in forward order, whichever of them a rank reads first: one bucket
+ahead of its use, or all together. What a forward does not read is gathered when it ends.
 """
 
 from __future__ import annotations
@@ -86,12 +87,14 @@ class BucketScheduler(Scheduler):
         return (*started, *(op for unit in units for op in self.weights_awaited(unit)))
 
     def weights_read(self, units: Collection[int]) -> tuple[Operation, ...]:
-        """A module that reads some buckets is about to run; the bucket behind them is started first."""
-        operations = [op for unit in sorted(units) for op in self.weights_wanted(unit)]
-        behind = max(units, default=ROOT) + 1
-        if self.gather_mode is GatherMode.IN_TURN and behind < len(self._units):
-            operations += self.weights_wanted(behind)
-        return (*operations, *(op for unit in sorted(units) for op in self.weights_awaited(unit)))
+        """A module that reads some buckets is about to run; those in front of them and the one behind are started."""
+        last = min(max(units, default=ROOT) + 1, len(self._units) - 1)
+        started = [op for unit in range(last + 1) for op in self.weights_wanted(unit)]
+        return (*started, *(op for unit in sorted(units) for op in self.weights_awaited(unit)))
+
+    def forward_closes(self) -> tuple[Operation, ...]:
+        """The model's forward is over; start what it did not read, since other ranks may have read it."""
+        return tuple(op for unit in range(len(self._units)) for op in self.weights_wanted(unit))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
+from megatron_fsdp.ddp.delayed_linear import delay_weight_gradients, undelay_weight_gradients
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.meshes import index_of_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
+from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -87,11 +89,12 @@ class DistributedDataParallel(MegatronFSDP):
         verify_ranks: bool | float | None = None,
     ) -> None:
         _check_types(config, module)
-        index = index_of_instances(config, module, device_mesh, dp_dim, tp_dim, expt_device_mesh)
+        checked = config.checked_copy()
+        index = index_of_instances(checked, module, device_mesh, dp_dim, tp_dim, expt_device_mesh)
         group = index.get_dp_group()
         num_ranks = 1 if group is None else group.size()
         trainable = sum(param.numel() for param in module.parameters() if param.requires_grad)
-        resolved = resolve_ddp(config, num_ranks, trainable, disable_bucketing)
+        resolved = resolve_ddp(checked, num_ranks, trainable, disable_bucketing)
         if resolved.uses_units:
             super().__init__(
                 module,
@@ -114,14 +117,22 @@ class DistributedDataParallel(MegatronFSDP):
                     "parameters are cut by size; set that or leave it out"
                 )
             switches = replace(
-                _switches(config, resolved),
+                _switches(checked, resolved),
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
                 verify_ranks_s=resolve_verify_ranks(verify_ranks),
                 find_unused_parameters=find_unused_parameters,
             )
-            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, config.delay_wgrad_compute)
-            self._wrap(module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch)
+            delayed = _delay_weight_gradients(module) if checked.delay_wgrad_compute else None
+            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, delayed)
+            try:
+                self._wrap(
+                    module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch
+                )
+            except BaseException:
+                if delayed is not None:
+                    undelay_weight_gradients(module)
+                raise
             self._bucket_numel = resolved.bucket_numel
             self.fsdp_unit_modules = None
         self.resolved = resolved
@@ -161,6 +172,16 @@ def _check_types(config: Any, module: Any) -> None:
         raise ConfigurationError("the model is wrapped already; wrap a model once")
 
 
+def _delay_weight_gradients(module: nn.Module) -> WeightGradientQueue:
+    queue = WeightGradientQueue()
+    if not delay_weight_gradients(module, queue):
+        raise ConfigurationError(
+            f"delay_wgrad_compute=True has no effect on this {type(module).__name__}, which has no plain nn.Linear "
+            "whose parameters are its own; leave it out"
+        )
+    return queue
+
+
 def _switches(config: DistributedDataParallelConfig, resolved: ResolvedDDP) -> Switches:
     return Switches(
         strategy=resolved.strategy,
@@ -171,6 +192,7 @@ def _switches(config: DistributedDataParallelConfig, resolved: ResolvedDDP) -> S
         average_in_collective=config.average_in_collective,
         calculate_per_token_loss=False,
         check_finite=config.check_for_nan_in_grad,
+        check_large=config.check_for_large_grads,
         memory=MemoryOptions(),
         reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
         scales_first=not config.gradient_reduce_div_fusion,

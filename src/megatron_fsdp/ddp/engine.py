@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from torch import nn
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
+from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 from megatron_fsdp.runtime.memory_plan import MemoryPlan
 from megatron_fsdp.runtime.schedule import ROOT
@@ -49,7 +50,7 @@ class BucketEngine(Engine):
         super().__init__(units, memory, mode, sharding, backward_finished)
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
         self.scheduler = BucketScheduler(memory.schedule, counts, gather_mode)
-        self.delayed: Any = None
+        self.delayed: WeightGradientQueue | None = None
         self._buckets = self.units[ROOT + 1 :]
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -86,6 +87,8 @@ class BucketEngine(Engine):
         """The model's forward has run or failed."""
         call = super().after_forward(index, needs_backward, failed)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
+            if not self.executor.is_broken:
+                self.executor.run(self.scheduler.forward_closes())
             for unit in self._buckets:
                 if unit.index not in self.opened:
                     unit.install_sharded()
@@ -94,6 +97,17 @@ class BucketEngine(Engine):
     def prefetch_weights(self, wait: bool) -> None:
         """Start what the next forward starts first; or gather everything and wait for it."""
         self.executor.run(self.scheduler.everything() if wait else self.scheduler.forward_opens())
+
+    def set_prefetch(self, numel: int) -> None:
+        """Refuse; how far to gather ahead follows from the configuration.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(
+            f"suggested_AG_prefetch_size={numel} has no effect on buckets, gathered one ahead or all together; "
+            "set overlap_param_gather and align_param_gather in the configuration"
+        )
 
     def _show(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -106,6 +120,7 @@ class BucketEngine(Engine):
         """The backward of the model is about to run; recomputation may read any weight."""
         super().before_backward(call)
         if not self._installed.issuperset(unit.index for unit in self._buckets):
+            self._run_backward(self.scheduler.everything())
             self._show(self._buckets)
             self._installed.update(unit.index for unit in self._buckets)
 

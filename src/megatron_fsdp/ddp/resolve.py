@@ -86,7 +86,7 @@ def resolve_ddp(
     """Check a configuration against itself and the ranks; the caller's object is only read.
 
     Args:
-        config: As the caller has it now; its fields may have been set after construction.
+        config: A `checked_copy` of the caller's.
         num_ranks: Data-parallel ranks, all instances together.
         num_parameters: Trainable elements of the model.
         disable_bucketing: Never cut parameters of one kind into several buckets.
@@ -95,7 +95,6 @@ def resolve_ddp(
         ConfigurationError: A field or a combination cannot take effect, or contradicts another.
         NotSupportedYetError: A field that this version does not implement is not at its default.
     """
-    config = replace(config)  # a copy, checked once more
     _refuse_not_yet(config)
     uses_units = config.use_megatron_fsdp
     _refuse_without_effect(config, uses_units)

@@ -25,6 +25,7 @@ from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
+from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
@@ -59,6 +60,7 @@ class Switches:
         numel_multiple: What the elements of every trainable group are padded to a multiple of.
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
+        check_large: Look for unexpectedly large values in every gradient.
     """
 
     strategy: ShardingStrategy
@@ -77,6 +79,7 @@ class Switches:
     scales_first: bool = False
     numel_multiple: int = 1
     fp32_patterns: tuple[str, ...] = ()
+    check_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,7 @@ def assemble(
     engine = grouping.make_engine(units, memory, mode, sharding, backward_finished)
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
-    if switches.check_finite:
-        names = [name for group in engine.groups() if group.gradients is not None for name in group.names]
-        engine.finite_check = FiniteCheck(names, sharding.reaching_all, device)
+    _add_gradient_checks(engine, switches, device)
     if switches.verify_ranks_s and sharding.dense.group is not None:
         labels = [unit.label for unit in units]
         engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
@@ -157,6 +158,20 @@ def assemble(
         tuple(register_state_dict_hooks(engine, module)),
         device,
     )
+
+
+def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.device) -> None:
+    labels = {
+        name: unit.label.strip("()")  # messages put it in parentheses
+        for unit in engine.units
+        for group in unit.groups
+        if group.gradients is not None
+        for name in group.names
+    }
+    if switches.check_finite:
+        engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
+    if switches.check_large:
+        engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
 
 
 def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.device) -> Sharding:

@@ -20,6 +20,7 @@ from megatron_fsdp.runtime.expert_names import ExpertNames
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
+from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.memory_plan import MemoryPlan
 from megatron_fsdp.runtime.on_request import OnRequest
 from megatron_fsdp.runtime.recovery import match_deferred_sums
@@ -71,6 +72,7 @@ class Engine(OnRequest):
         self.scheduler = Scheduler(memory.schedule)
         self.executor = Executor(units, sharding.device, backward_finished, memory.weights, memory.buckets)
         self.finite_check: FiniteCheck | None = None
+        self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
         self._sharding = sharding
         self._usage = {
@@ -198,8 +200,8 @@ class Engine(OnRequest):
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
             self.executor.begin_filling(unit, position, self.reach)
-        if self.finite_check is not None:
-            self.finite_check.look_at(unit.groups[position].names[parameter], grad)
+        for check in self._checks:
+            check.look_at(unit.groups[position].names[parameter], grad)
         gradients.add(parameter, grad)
 
     @property
@@ -238,14 +240,21 @@ class Engine(OnRequest):
         self._callback_queued = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
+        for check in self._checks:
+            check.begin()  # not at the end: an earlier backward may have failed before it
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._callback_queued = False
         self._install_sharded()
         self._run_backward(self.scheduler.backward_ends())
-        if self.finite_check is not None:
-            self.finite_check.conclude()
+        for check in self._checks:
+            check.conclude()
+
+    @property
+    def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
+        """The checks of every gradient that are switched on."""
+        return [check for check in (self.finite_check, self.large_check) if check is not None]
 
     def install_sharded(self) -> None:
         """Put the sharded parameters into all modules."""

@@ -47,6 +47,16 @@ class OnRequest:
                 unit.wait()
 
     @property
+    def gathers_beside_main_weights(self) -> bool:
+        """Whether no gather writes into memory that main weights lie in, so that both may go on at a time.
+
+        Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
+        """
+        return not any(
+            group.is_gathered and group.weights.shares_memory and not group.weights_in_slots for group in self.groups()
+        )
+
+    @property
     def largest_unit_numel(self) -> int:
         """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
         sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]

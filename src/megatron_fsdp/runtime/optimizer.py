@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.runtime.local_step import LocalStep
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
@@ -61,9 +62,10 @@ class _StepHooks:
     def __init__(self, model: weakref.ref[ShardedModel]) -> None:
         self._model = model
         self._installs = True
+        self._local = LocalStep()
 
     def before(
-        self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
@@ -75,6 +77,8 @@ class _StepHooks:
             args = (args[0], self._around(args[1], syncs), *args[2:])
         elif callable(kwargs.get("closure")):
             kwargs["closure"] = self._around(kwargs["closure"], syncs)
+        if args and args[0] is optimizer:
+            args = (self._local.stand_in(optimizer), *args[1:])
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
@@ -92,12 +96,16 @@ class _StepHooks:
         return synchronised
 
     def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        self._local.release()
         if self._installs:
             _alive(self._model).install_optimized_model_weights()
 
 
 def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_state: bool) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
+
+    The step of torch's elementwise optimizers runs on local tensors (`local_step`); hooks of others, which are called
+    with the optimizer first, see DTensors as ever.
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as
     further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True).

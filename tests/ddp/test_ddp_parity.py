@@ -1,0 +1,163 @@
+"""Buckets equal one process on the whole batch: losses, every gradient, the first three updates."""
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.runtime.test_parity import OPTIMIZERS, SCRIPTS
+from tests.support.bucket_models import ATTENTION, ENCODER, READING
+from tests.support.ddp_run import DdpSetting, check_ddp, ddp, run_ddp
+from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.sharded_run import EXACT, FP32, Run, Scenario, Tolerance, assert_parity, reference
+from tests.support.usage_models import Nested, vector_case
+
+RANKS = (1, 2, 3, 4)
+_BF16 = Tolerance(rtol=2**-5, atol=2**-6)
+
+CASES: dict[str, ModelCase] = {
+    **MODEL_CASES,
+    "attention": ATTENTION,
+    "encoder": ENCODER,
+    "reading": READING,
+    "nested": vector_case(Nested),
+}
+
+BUCKETS = ({"bucket_size": 1}, {"bucket_size": 60}, {"num_buckets": 3}, {"bucket_size": 10_000_000}, {})
+GATHERS = (
+    {},
+    {"overlap_param_gather": True},
+    {"overlap_param_gather": True, "align_param_gather": True},
+)
+
+
+WAYS = ((False, False), (False, True), (True, False), (True, True))
+"""use_distributed_optimizer, overlap_grad_reduce."""
+
+_OPTIMIZERS = (OPTIMIZERS[0], OPTIMIZERS[1], OPTIMIZERS[3])
+"""RMSprop is left out: it divides by a tenth of the gradient, so rounding of 1e-8 shows."""
+
+
+def setting_of(way: int, turn: int, own_dtypes: bool) -> DdpSetting:
+    """One of the four ways; the other fields are dealt out by turn."""
+    shards, overlaps = WAYS[way]
+    return ddp(
+        connects=turn % 3 != 0,
+        use_distributed_optimizer=shards,
+        overlap_grad_reduce=overlaps,
+        average_in_collective=turn % 4 == 1,
+        gradient_reduce_div_fusion=turn % 5 != 2,
+        **BUCKETS[(turn // 2 + turn) % len(BUCKETS)],
+        **(GATHERS[turn // 2 % len(GATHERS)] if shards else {}),
+        **({"megatron_fsdp_main_params_dtype": None} if own_dtypes else {}),
+    )
+
+
+def jobs_of(num_ranks: int) -> list[tuple[str, Scenario, DdpSetting]]:
+    """What so many ranks train: every model in two of the ways, the other two with one rank more."""
+    jobs = []
+    for position, (name, case) in enumerate(CASES.items()):
+        own_dtypes = name in ("fp32_fp64_norm", "bf16_fp32_norm")
+        for number in range(2):
+            turn = 2 * position + 5 * num_ranks + number
+            setting = setting_of((num_ranks + position + 2 * number) % 4, turn, own_dtypes)
+            script = SCRIPTS[(position + number + num_ranks // 2) % 2][(position + num_ranks) // 2 % 2]
+            jobs.append((name, Scenario(script, case, _OPTIMIZERS[turn % len(_OPTIMIZERS)]), setting))
+    return jobs
+
+
+def _tolerance(name: str, num_ranks: int) -> Tolerance:
+    if num_ranks == 1:
+        return EXACT
+    return _BF16 if name == "bf16_fp32_norm" else FP32
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int) -> None:
+    jobs = jobs_of(num_ranks)
+    by_rank = run_ranks(num_ranks, run_ddp, [(scenario, setting) for _, scenario, setting in jobs])
+    for (name, scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
+        try:
+            assert_parity(outcomes, reference(scenario), _tolerance(name, num_ranks))
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {scenario.script.__name__}, {setting}: {error}") from None
+
+
+def test_the_deal_covers_every_pair() -> None:
+    dealt = [(name, dict(setting.fields), scenario) for n in RANKS[1:] for name, scenario, setting in jobs_of(n)]
+    ways = {(name, f["use_distributed_optimizer"], f["overlap_grad_reduce"]) for name, f, _ in dealt}
+    assert len(ways) == 4 * len(CASES)
+    sizes = {(f["use_distributed_optimizer"], f["overlap_grad_reduce"], _bucket(f)) for _, f, _ in dealt}
+    assert len(sizes) == 4 * len(BUCKETS)
+    gathers = {(_gathers(f), _bucket(f)) for _, f, _ in dealt if f["use_distributed_optimizer"]}
+    assert len(gathers) == len(GATHERS) * len(BUCKETS)
+    scripts = {(s.script, f["use_distributed_optimizer"], f["overlap_grad_reduce"]) for _, f, s in dealt}
+    assert len(scripts) == 4 * 4
+    assert len({(name, _bucket(f)) for name, f, _ in dealt}) >= 4 * len(CASES)
+    for field in ("average_in_collective", "gradient_reduce_div_fusion"):
+        assert len({(f[field], f["use_distributed_optimizer"], f["overlap_grad_reduce"]) for _, f, _ in dealt}) == 8
+
+
+def _bucket(fields: dict[str, object]) -> tuple[object, object]:
+    return fields.get("bucket_size"), fields.get("num_buckets")
+
+
+def _gathers(fields: dict[str, object]) -> tuple[object, object]:
+    return fields.get("overlap_param_gather"), fields.get("align_param_gather")
+
+
+# ---- the fully sharded engine, and several instances of the optimizer ------------------------------------------------
+
+
+def train(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None:
+    jobs = [
+        (
+            Scenario(train, MODEL_CASES[name]),
+            ddp(
+                use_megatron_fsdp=True,
+                data_parallel_sharding_strategy=strategy,
+                use_distributed_optimizer=number == 2,
+                overlap_grad_reduce=number % 2 == 0,
+            ),
+        )
+        for name in ("tied", "scalars")
+        for number, strategy in enumerate(STRATEGIES)
+    ]
+    check_ddp(run_ranks, num_ranks, jobs, EXACT if num_ranks == 1 else FP32)
+
+
+@pytest.mark.parametrize(("num_ranks", "instances"), [(4, 2), (2, 2), (4, 4)])
+def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int, instances: int) -> None:
+    several = {"num_distributed_optimizer_instances": instances}
+    buckets = [
+        ddp(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=number != 1,
+            average_in_collective=number == 1,
+            bucket_size=(60, 500, 1)[number],
+            **several,
+            **gathers,
+        )
+        for number, gathers in enumerate(GATHERS)
+    ]
+    jobs = [
+        (Scenario(SCRIPTS[1][0], CASES[name], OPTIMIZERS[1]), setting)
+        for name, setting in zip(("odd_shapes", "transformer", "scalars"), buckets, strict=True)
+    ]
+    pairs = [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "no_shard")]
+    pairs += [("optim_grads_params", "optim"), ("optim_grads", "optim")]
+    for inner, outer in pairs if instances == 2 and num_ranks == 4 else pairs[1:3]:
+        setting = ddp(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=inner,
+            outer_dp_sharding_strategy=outer,
+            **several,
+        )
+        jobs.append((Scenario(SCRIPTS[1][0], CASES["odd_shapes"], OPTIMIZERS[1]), setting))
+    check_ddp(run_ranks, num_ranks, jobs)

@@ -1,0 +1,385 @@
+"""`DistributedOptimizer`: one object for sync, clipping, step and gathers, accepted wherever an optimizer is."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp.checkpoint.checkpointer import load_checkpoint, save_checkpoint
+from megatron_fsdp.ddp import DistributedOptimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, message_of, weights
+
+TOLERANCE = 2e-6
+CLIP = 0.05
+"""Well below the norm of the gradients, so that every step clips."""
+
+
+def buckets(dtype: torch.dtype = torch.float32, **fields: Any) -> DistributedDataParallel:
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=30, **fields)
+    return DistributedDataParallel(config, build().to(dtype))
+
+
+def units(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
+    model = build().to(dtype)
+    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
+
+
+MODELS: dict[str, Callable[[], MegatronFSDP]] = {
+    "units 0": lambda: units(0),
+    "units 1": lambda: units(1),
+    "units 2": lambda: units(2),
+    "units 3": lambda: units(3),
+    "units 3, by hand": lambda: units(3, sync_model_each_microbatch=False),
+    "buckets": lambda: buckets(),
+    "buckets, sharded": lambda: buckets(use_distributed_optimizer=True),
+    "buckets, overlapped": lambda: buckets(use_distributed_optimizer=True, overlap_param_gather=True),
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
+    for batch in batches(steps, first):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+
+
+def one_process(steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after clipped steps of one process, and the norm of each."""
+    model = build()
+    optimizer, norms = adamw(model), []
+    for batch in batches(steps):
+        optimizer.zero_grad()
+        backward(model, batch)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+    return weights(model), norms
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+def clipped_training() -> dict[str, tuple[float, float, float]]:
+    """By model: distance to one process, of the norms, and to clipping and stepping by hand."""
+    expected, norms = one_process(3)
+    found = {}
+    for name, make in MODELS.items():
+        model = make()
+        optimizer = DistributedOptimizer(adamw(model), model, clip_grad=CLIP)
+        assert optimizer.grad_norm is None
+        errors = []
+        for batch, norm in zip(batches(3), norms, strict=True):
+            optimizer.zero_grad()
+            backward(model, batch)
+            assert optimizer.step() is None
+            assert optimizer.grad_norm is not None
+            errors.append(abs(optimizer.grad_norm.item() - norm))
+        by_hand = make()
+        plain = fully_shard_optimizer(adamw(by_hand))
+        for batch in batches(3):
+            plain.zero_grad()
+            backward(by_hand, batch)
+            by_hand.clip_grad_norm_(CLIP)
+            plain.step()
+        reached = weights(model)
+        found[name] = (
+            largest_difference(reached, expected),
+            max(errors),
+            largest_difference(reached, weights(by_hand)),
+        )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_syncs_clips_and_updates_as_one_process_does(ranks: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(ranks, clipped_training):
+        assert list(found) == list(MODELS)
+        for name, (difference, norm_error, by_hand) in found.items():
+            assert difference <= 5 * TOLERANCE, name
+            assert norm_error <= TOLERANCE, name
+            assert by_hand == 0.0, name
+
+
+def accumulated_with_closure() -> tuple[float, float, list[bool]]:
+    """Distance of two accumulated microbatches to one process, of a closure to plain steps, and what it returned."""
+    model, reference = buckets(use_distributed_optimizer=True), build()
+    optimizer, expected = DistributedOptimizer(adamw(model), model), adamw(reference)
+    with model.no_sync():
+        backward(model, next(batches(1)))
+        backward(model, next(batches(1, first=1)))
+    for batch in batches(2):
+        backward(reference, batch)
+    optimizer.step()
+    expected.step()
+    assert optimizer.grad_norm is None
+    accumulated = largest_difference(weights(model), weights(reference))
+    runs, returned = [], []
+    for uses_closure in (True, False):
+        wrapped = units(3)
+        optimizer = DistributedOptimizer(adamw(wrapped), wrapped, clip_grad=CLIP)
+        for batch in batches(3):
+
+            def closure(batch: Any = batch, model: Any = wrapped, optimizer: Any = optimizer) -> float:
+                optimizer.zero_grad()
+                return backward(model, batch)
+
+            if uses_closure:
+                returned.append(isinstance(optimizer.step(closure), float))
+            else:
+                closure()
+                optimizer.step()
+        runs.append(weights(wrapped))
+    return accumulated, largest_difference(*runs), returned
+
+
+def test_accumulated_gradients_and_closures(run_ranks: RunRanks) -> None:
+    for accumulated, difference, returned in run_ranks(2, accumulated_with_closure):
+        assert accumulated <= 5 * TOLERANCE
+        assert difference == 0.0
+        assert returned == [True] * 3
+
+
+def fill(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+
+
+def writes_after_a_step(dtype: torch.dtype) -> list[tuple[bool, float]]:
+    """Whether a step has started gathers, and how far the next output is from that of weights written after it."""
+    found = []
+    makers: list[Callable[[], MegatronFSDP]] = [
+        lambda: units(3, dtype),
+        lambda: units(1, dtype),
+        lambda: buckets(dtype, use_distributed_optimizer=True, overlap_param_gather=True),
+    ]
+    for make in makers:
+        model, reference = make(), build().to(dtype)
+        optimizer = DistributedOptimizer(adamw(model), model)
+        backward(model, next(batches(1)))
+        before = model.traffic().gathers
+        optimizer.step()
+        started = model.traffic().gathers > before
+        fill(model)
+        fill(reference)
+        inputs = torch.ones(2, 5, dtype=dtype)
+        found.append((started, (model(inputs) - reference(inputs)).abs().max().item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "started"), [(torch.float32, [True, False, False]), (torch.bfloat16, [True, True, True])]
+)
+def test_gathers_start_where_they_cannot_undo_writes(
+    dtype: torch.dtype, started: list[bool], run_ranks: RunRanks
+) -> None:
+    for found in run_ranks(2, writes_after_a_step, dtype):
+        assert [each for each, _ in found] == started
+        assert [difference for _, difference in found] == [0.0] * 3
+
+
+# ---- as any optimizer ------------------------------------------------------------------------------------------------
+
+
+def under_schedule(on_inner: bool) -> tuple[list[float], float, list[int]]:
+    """Rates that were used, distance to one process, and how often a user's hooks were called."""
+
+    def run(model: Any, optimizer: Any, scheduled: Any) -> list[float]:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=6)
+        rates = []
+        for batch in batches(4):
+            optimizer.zero_grad()
+            backward(model, batch)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return rates
+
+    model, reference = units(3), build()
+    inner, expected = adamw(model), adamw(reference)
+    optimizer = DistributedOptimizer(inner, model)
+    calls = [0, 0]
+
+    def count(position: int) -> Any:
+        def called(*_args: Any) -> None:
+            calls[position] += 1
+
+        return called
+
+    optimizer.register_step_pre_hook(count(0))
+    optimizer.register_step_post_hook(count(1))
+    rates = run(model, optimizer, inner if on_inner else optimizer)
+    assert rates == run(reference, expected, expected)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    return rates, largest_difference(weights(model), weights(reference)), calls
+
+
+@pytest.mark.parametrize("on_inner", [False, True])
+def test_schedulers_and_hooks_take_it(on_inner: bool, run_ranks: RunRanks) -> None:
+    for rates, difference, calls in run_ranks(2, under_schedule, on_inner):
+        assert len(set(rates)) == 4
+        assert difference <= 10 * TOLERANCE
+        assert calls == [4, 4]
+
+
+def under_scaler(fused: bool) -> tuple[float, list[float]]:
+    """Distance to one process that unscales before it clips; scale and number of steps at the end, of both."""
+    runs, ends = [], []
+    models: list[nn.Module] = [buckets(use_distributed_optimizer=True), build()]
+    for model in models:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        is_wrapped = isinstance(model, MegatronFSDP)
+        if isinstance(model, MegatronFSDP):
+            optimizer = DistributedOptimizer(optimizer, model, clip_grad=CLIP)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+        for number, (inputs, _) in enumerate(batches(4)):
+            own = inputs.chunk(dist.get_world_size())[dist.get_rank()] if is_wrapped else inputs
+            optimizer.zero_grad()
+            is_bad = number == 1 and (not is_wrapped or dist.get_rank() == 1)
+            scaler.scale(model(own).square().mean() * (float("inf") if is_bad else 1.0)).backward()
+            if not is_wrapped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append(weights(model))
+        ends += [scaler.get_scale(), *sorted({float(state["step"]) for state in optimizer.state.values()})]
+    return largest_difference(*runs), ends
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_sees_unscaled_gradients_under_a_scaler(fused: bool, run_ranks: RunRanks) -> None:
+    for difference, ends in run_ranks(2, under_scaler, fused):
+        assert difference <= 5 * TOLERANCE
+        assert ends == [512.0, 3.0, 512.0, 3.0]
+
+
+def small_methods() -> dict[str, Any]:
+    """Zeros in gradients, groups that are added, refusals, and an optimizer that was built before the model was."""
+    model = units(2)
+    params = list(model.parameters())
+    optimizer = DistributedOptimizer(torch.optim.SGD(params[:2], lr=0.1), model)
+    optimizer.add_param_group({"params": iter(params[2:]), "lr": 0.2})
+    found: dict[str, Any] = {"groups": [len(group["params"]) for group in optimizer.param_groups]}
+    with model.no_sync():
+        (model(torch.zeros(2, 5)).sum() * 0.0).backward()
+    found["zeros"] = optimizer.count_zeros()
+    found["errors"] = []
+    attempts: list[Callable[[], Any]] = [
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+        lambda: DistributedOptimizer(optimizer, model),
+        lambda: DistributedOptimizer(adamw(build()), model),
+        lambda: DistributedOptimizer(adamw(model), build()),  # type: ignore[arg-type]
+        lambda: DistributedOptimizer(adamw(model), model, clip_grad=-1.0),
+        lambda: DistributedOptimizer(adamw(model), model, clip_grad=float("nan")),
+        lambda: pickle.dumps(optimizer),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except Exception as error:  # noqa: BLE001 - the parent looks at it
+            found["errors"].append(message_of(error))
+    early, reference = build(), build()
+    wrapped, connected = fully_shard(early, adamw(early), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=3)
+    train(wrapped, DistributedOptimizer(connected, wrapped), 2)
+    train(reference, adamw(reference), 2)
+    found["early"] = largest_difference(weights(wrapped), weights(reference))
+    return found
+
+
+def test_groups_zeros_and_bad_arguments(run_ranks: RunRanks) -> None:
+    words = ("none of the wrapped", "cannot be wrapped", "is not a parameter of", "wrap it first", "clip_grad=-1.0",
+             "clip_grad=nan", "cannot be pickled")  # fmt: skip
+    for found in run_ranks(2, small_methods):
+        assert found["zeros"] == 82
+        assert found["groups"] == [2, 5]
+        assert found["early"] <= TOLERANCE
+        assert [kind for kind, _ in found["errors"]] == ["ConfigurationError"] * len(words)
+        for (_, message), word in zip(found["errors"], words, strict=True):
+            assert word in message
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def whole_state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every state tensor, whole, by parameter and slot."""
+    return {
+        f"{model.param_to_name[param]}/{slot}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for param, state in optimizer.state.items()
+        for slot, value in state.items()
+    }
+
+
+def through_dcp() -> tuple[bool, float, float]:
+    """Whether torch's state dict is that of the wrapped optimizer; distances after loading it into fresh ones."""
+    model = buckets(torch.bfloat16, use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(adamw(model), model)
+    train(model, optimizer, 2)
+    expected = whole_state(model, optimizer)
+    saved = get_optimizer_state_dict(model, optimizer)
+    inner = get_optimizer_state_dict(model, optimizer.inner_optimizer)
+    same = saved.keys() == inner.keys() and saved["state"].keys() == inner["state"].keys()
+    fresh, again = (DistributedOptimizer(adamw(model), model) for _ in range(2))
+    set_optimizer_state_dict(model, fresh, saved)
+    again.load_state_dict(optimizer.state_dict())
+    return same, *(largest_difference(whole_state(model, each), expected) for each in (fresh, again))
+
+
+def test_torch_distributed_checkpoint_takes_it(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, through_dcp) == [(True, 0.0, 0.0)] * 2
+
+
+def make_for_checkpoint(strategy: int) -> tuple[MegatronFSDP, DistributedOptimizer]:
+    model = buckets(torch.bfloat16, use_distributed_optimizer=strategy == 1)
+    return model, DistributedOptimizer(adamw(model), model, clip_grad=CLIP)
+
+
+def save(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = make_for_checkpoint(1)
+    train(model, optimizer, 3)
+    save_checkpoint(model, optimizer, folder, iteration=3)
+    return weights(model), whole_state(model, optimizer)
+
+
+def load(folder: str, strategy: int, plain: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Weights and state of fresh objects after loading; whether training goes on from there."""
+    model, wrapped = make_for_checkpoint(strategy)
+    optimizer = wrapped.inner_optimizer if plain else wrapped
+    load_checkpoint(model, optimizer, folder)
+    found = weights(model), whole_state(model, optimizer)
+    train(model, optimizer, 1, first=3)
+    return *found, largest_difference(weights(model), found[0]) > 0
+
+
+def test_a_checkpoint_loads_on_other_ranks_and_strategies(tmp_path: Path, run_ranks: RunRanks) -> None:
+    folder = str(tmp_path / "run")
+    (saved, state), _ = run_ranks(2, save, folder)
+    assert any(value.any() for value in state.values())
+    for ranks, strategy, plain in ((3, 1, False), (1, 0, False), (2, 1, True)):
+        for weights_found, state_found, moved in run_ranks(ranks, load, folder, strategy, plain):
+            assert largest_difference(weights_found, saved) == 0.0
+            assert largest_difference(state_found, state) == 0.0
+            assert moved

@@ -1,0 +1,29 @@
+"""A short run of the parity fuzzer for models in buckets; `make fuzz ARGS=--buckets` does a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.fuzzing.buckets import draw_bucket_case, play_buckets_on_rank
+from tests.fuzzing.run import OneProcess, differences, play
+
+CASES = 16
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_random_case_equals_one_process(run_ranks: Callable[..., list[Any]], seed: int) -> None:
+    case = draw_bucket_case(seed)
+    expected = play(OneProcess(case))
+    for rank, found in enumerate(run_ranks(case.mesh.num_ranks, play_buckets_on_rank, case)):
+        told = differences(expected, found, case.precision.tolerance)
+        assert not told, f"rank {rank}: {case}: {told[:5]}"
+
+
+def test_cases_differ_in_what_matters() -> None:
+    configs = [draw_bucket_case(seed).options["config"] for seed in range(CASES)]
+    assert len({config["bucket_size"] for config in configs}) > 2
+    assert {config["use_distributed_optimizer"] for config in configs} == {True, False}
+    assert any(config.get("overlap_param_gather") for config in configs)

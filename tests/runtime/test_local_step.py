@@ -1,0 +1,362 @@
+"""Optimizers whose step runs on local tensors: bit for bit what stepping DTensors gives, seen as DTensors by all."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
+from tests.support.parity import fixed_seed
+
+Params = Iterable[Any]
+Make = Callable[[Params], torch.optim.Optimizer]
+optim = torch.optim
+
+VARIANTS: dict[str, Make] = {
+    "adamw": lambda params: optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "adamw foreach": lambda params: optim.AdamW(params, lr=1e-2, amsgrad=True, maximize=True, foreach=True),
+    "adamw fused": lambda params: optim.AdamW(params, lr=1e-2, weight_decay=0.1, amsgrad=True, fused=True),
+    "adamw tensor lr": lambda params: optim.AdamW(params, lr=torch.tensor(1e-2)),
+    "adam": lambda params: optim.Adam(params, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "adam foreach": lambda params: optim.Adam(params, lr=1e-2, weight_decay=0.1, foreach=True),
+    "sgd": lambda params: optim.SGD(params, lr=0.1, weight_decay=0.01),
+    "sgd momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd foreach": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3, maximize=True, foreach=True),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.2),
+    "adagrad foreach": lambda params: optim.Adagrad(params, lr=0.1, weight_decay=0.1, foreach=True),
+    "rmsprop": lambda params: optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True),
+    "rmsprop foreach": lambda params: optim.RMSprop(params, lr=1e-2, momentum=0.5, foreach=True),
+    "adadelta": lambda params: optim.Adadelta(params, lr=1.0, weight_decay=0.1),
+    "adadelta foreach": lambda params: optim.Adadelta(params, lr=1.0, foreach=True),
+    "nadam": lambda params: optim.NAdam(params, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "nadam foreach": lambda params: optim.NAdam(params, lr=1e-2, foreach=True),
+    "radam": lambda params: optim.RAdam(params, lr=1e-2, weight_decay=0.1),
+    "radam foreach": lambda params: optim.RAdam(params, lr=1e-2, foreach=True),
+    "adamax": lambda params: optim.Adamax(params, lr=1e-2, weight_decay=0.1),
+    "adamax foreach": lambda params: optim.Adamax(params, lr=1e-2, foreach=True),
+    "asgd": lambda params: optim.ASGD(params, lr=0.1, t0=1.0, weight_decay=0.1),
+    "asgd foreach": lambda params: optim.ASGD(params, lr=0.1, t0=1.0, foreach=True),
+}
+"""Each optimizer that steps locally, by torch's loop and by its lists, with options that take other branches."""
+
+
+class Odd(nn.Module):
+    """A weight used twice, a parameter without dimensions, a frozen one and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers[1].linear.weight = self.layers[0].linear.weight
+        self.head = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.full((3,), 0.25), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale + self.shift
+
+
+def odd() -> nn.Module:
+    with fixed_seed(1):
+        return Odd()
+
+
+def bf16() -> Net:
+    return build().to(torch.bfloat16)
+
+
+def wrap(build_model: Callable[[], nn.Module], strategy: int) -> MegatronFSDP:
+    return fully_shard_model(build_model(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+
+
+def connect(model: MegatronFSDP, make: Make, on_dtensors: bool = False) -> torch.optim.Optimizer:
+    """A connected optimizer; with `on_dtensors` a hook puts the optimizer itself back in place of its stand-in."""
+    optimizer = fully_shard_optimizer(make([param for param in model.parameters() if param.requires_grad]))
+    if on_dtensors:
+        optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, *args[1:]), kwargs))
+    return optimizer
+
+
+def is_stepped_locally(args: tuple[Any, ...]) -> bool:
+    """Whether what torch's code gets as its optimizer shows plain tensors."""
+    return all(type(param) is Tensor for group in args[0].param_groups for param in group["params"])
+
+
+def train_and_look(
+    model: MegatronFSDP, start: list[Tensor], make: Make, on_dtensors: bool, seen: list[bool]
+) -> list[dict[str, Any]]:
+    """Three steps under a schedule from given weights: for each parameter its elements and its state here."""
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), start, strict=True):
+            param.copy_(value)
+    optimizer = connect(model, make, on_dtensors)
+    optimizer.register_step_pre_hook(lambda _own, args, _kwargs: seen.append(is_stepped_locally(args)))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+        schedule.step()
+    optimizer.zero_grad()
+    found = []
+    for param in model.parameters():
+        shown: dict[str, Any] = {"param": param.to_local().detach().clone()}
+        for key, value in optimizer.state.get(param, {}).items():
+            assert isinstance(value, DTensor) == (key not in ("step", "mu", "eta", "mu_product")), key
+            shown[key] = value
+            if isinstance(value, DTensor):
+                assert (value.placements, value.shape) == (param.placements, param.shape)
+                shown[key] = value.to_local()
+        found.append(shown)
+    return found
+
+
+def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[str, Any]:
+    """What differs between stepping locally and stepping DTensors, by variant; the state's keys on this rank."""
+    model = wrap(build_model, strategy)
+    start = [param.detach().clone() for param in model.parameters()]
+    wrong, keys, empty = [], {}, 0
+    for name, make in VARIANTS.items():
+        took: dict[bool, list[bool]] = {True: [], False: []}
+        local, dtensors = (
+            train_and_look(model, start, make, on_dtensors, took[on_dtensors]) for on_dtensors in (False, True)
+        )
+        if took != {False: [True] * 3, True: [False] * 3}:
+            wrong.append((name, "took the wrong path"))
+        for left, right in zip(local, dtensors, strict=True):
+            same = left.keys() == right.keys() and all(
+                left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
+            )
+            if not same:
+                wrong.append((name, "differs"))
+        keys[name] = [sorted(each) for each in local]
+        empty = sum(not each["param"].numel() for each in local)
+    return {"wrong": wrong, "keys": keys, "empty": empty}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "build_model"),
+    [(2, 0, odd), (2, 1, bf16), (3, 2, build), (4, 3, odd), (2, 3, bf16)],
+)
+def test_a_local_step_is_bit_for_bit_that_of_dtensors(
+    ranks: int, strategy: int, build_model: Callable[[], nn.Module], run_ranks: RunRanks
+) -> None:
+    found = run_ranks(ranks, compare_paths, build_model, strategy)
+    assert [each["wrong"] for each in found] == [[]] * ranks
+    assert all(each["keys"] == found[0]["keys"] for each in found), "ranks have different state"
+    if ranks > 2:
+        assert sum(each["empty"] for each in found), "some rank should own nothing of some parameter"
+
+
+def against_one_process(strategy: int) -> dict[str, float]:
+    """Distance of whole weights to one process after three steps, by variant."""
+    found = {}
+    model = wrap(build, strategy)
+    start = [param.detach().clone() for param in model.parameters()]
+    for name, make in VARIANTS.items():
+        train_and_look(model, start, make, False, [])
+        reference = build()
+        optimizer = make(reference.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        for batch in batches(3):
+            optimizer.zero_grad()
+            backward(reference, batch)
+            optimizer.step()
+            schedule.step()
+        found[name] = largest_difference(weights(model), weights(reference))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "tolerance"), [(1, 0.0), (2, 2e-5)])
+def test_a_local_step_is_that_of_one_process(ranks: int, tolerance: float, run_ranks: RunRanks) -> None:
+    for found in run_ranks(ranks, against_one_process, 3):
+        assert {name: error for name, error in found.items() if not error <= tolerance} == {}
+
+
+# ---- who sees what ---------------------------------------------------------------------------------------------------
+
+
+def look_from_outside() -> dict[str, Any]:
+    """What hooks of the user, registered before and after connecting, and a closure see during steps."""
+    model = wrap(build, 3)
+    optimizer = VARIANTS["adamw"](model.parameters())
+    found: dict[str, Any] = {}
+
+    def look(name: str) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state = [each["exp_avg"] for each in optimizer.state.values()]
+        kinds = {isinstance(each, DTensor) for each in (*params, *state)}
+        found.setdefault(name, []).append((kinds, len(state), optimizer.state.keys() <= set(params)))
+
+    def hook(name: str) -> Any:
+        def called(own: Any, _args: Any, _kwargs: Any) -> None:
+            assert own is optimizer
+            look(name)
+
+        return called
+
+    optimizer.register_step_pre_hook(hook("pre, early"))
+    optimizer.register_step_post_hook(hook("post, early"))
+    fully_shard_optimizer(optimizer)
+    optimizer.register_step_pre_hook(hook("pre, late"))
+    optimizer.register_step_post_hook(hook("post, late"))
+    for batch in batches(2):
+
+        def closure(batch: Any = batch) -> float:
+            look("closure")
+            optimizer.zero_grad()
+            return backward(model, batch)
+
+        optimizer.step(closure)
+    found["count"] = len(list(model.parameters()))
+    return found
+
+
+def test_hooks_and_closures_see_dtensors(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, look_from_outside):
+        count = found.pop("count")
+        before, after = [({True}, 0, True), ({True}, count, True)], [({True}, count, True)] * 2
+        assert found == {
+            "pre, early": before,
+            "pre, late": before,
+            "closure": before,
+            "post, early": after,
+            "post, late": after,
+        }
+
+
+def step_with_failures() -> tuple[list[tuple[str, str]], bool, float]:
+    """Steps that fail in a closure, and in torch's code half way; then as if nothing had happened."""
+    runs, errors, shown = [], [], True
+    for fails in (True, False):
+        model = wrap(build, 3)
+        optimizer = connect(model, VARIANTS["adamw foreach"])
+        for number, batch in enumerate(batches(3)):
+            optimizer.zero_grad()
+            backward(model, batch)
+            if fails:
+                rate, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
+                options["lr"] = torch.tensor(rate)  # refused in the middle of collecting parameters and state
+                calls: list[Callable[[], Any]] = [optimizer.step, lambda: optimizer.step(lambda: 1 / 0)]  # noqa: B023
+                for call in calls[: 2 - number % 2]:
+                    try:
+                        call()
+                    except (RuntimeError, ZeroDivisionError) as error:
+                        errors.append(message_of(error))
+                options["lr"] = rate
+                held = [*options["params"], *(each["exp_avg"] for each in optimizer.state.values())]
+                shown &= all(isinstance(each, DTensor) for each in held)
+            optimizer.step()
+        runs.append(weights(model))
+    return errors, shown, largest_difference(*runs)
+
+
+def test_a_step_that_fails_leaves_everything_as_it_was(run_ranks: RunRanks) -> None:
+    for errors, shown, difference in run_ranks(2, step_with_failures):
+        kinds = ["RuntimeError", "ZeroDivisionError", "RuntimeError", "RuntimeError", "ZeroDivisionError"]
+        assert [kind for kind, _ in errors] == kinds
+        assert (shown, difference) == (True, 0.0)
+
+
+def state_of_another_cut() -> list[tuple[str, str]]:
+    """A plain tensor among the state of a sharded parameter: what either path says."""
+    found = []
+    for on_dtensors in (False, True):
+        model = wrap(build, 3)
+        optimizer = connect(model, VARIANTS["adamw"], on_dtensors)
+        backward(model, next(batches(1)))
+        optimizer.step()
+        for param, state in optimizer.state.items():
+            state["exp_avg"] = torch.zeros(param.shape)
+        try:
+            optimizer.step()
+        except Exception as error:  # noqa: BLE001 - the parent looks at it
+            found.append(message_of(error))
+    return found
+
+
+def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever(run_ranks: RunRanks) -> None:
+    for local, dtensors in run_ranks(2, state_of_another_cut):
+        assert local == dtensors
+        assert local[0] == "ShardOperationError"
+
+
+def what_is_kept() -> list[bool]:
+    """Whether gradients, and state that was put away, are gone after a step."""
+    model = wrap(bf16, 2)
+    optimizer = connect(model, VARIANTS["adamw"])
+    backward(model, next(batches(1)))
+    optimizer.step()
+    param = next(param for param in model.parameters() if param.to_local().numel())
+    state = weakref.ref(optimizer.state[param]["exp_avg"]._local_tensor)
+    param.grad = param.grad.clone()
+    gradient = weakref.ref(param.grad._local_tensor)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state.clear()
+    gc.collect()
+    return [state() is None, gradient() is None]
+
+
+def test_nothing_is_kept_between_steps(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, what_is_kept) == [[True, True]] * 2
+
+
+# ---- writes, and loss scaling ----------------------------------------------------------------------------------------
+
+
+def output_without_install(strategy: int) -> tuple[float, float]:
+    """After a step that was told not to install: change of the next output, and distance between both paths."""
+    outputs = []
+    inputs = torch.ones(2, 5, dtype=torch.bfloat16)
+    for on_dtensors in (False, True):
+        model = wrap(bf16, strategy)
+        optimizer: Any = connect(model, lambda params: optim.SGD(params, lr=1.0), on_dtensors)
+        backward(model, next(batches(1)))
+        before = model(inputs).detach().clone()
+        optimizer.step(install_optimized_model_weights=False)
+        outputs.append(model(inputs).detach())
+    return (outputs[0] - before).abs().max().item(), (outputs[0] - outputs[1]).abs().max().item()
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, run_ranks: RunRanks) -> None:
+    for moved, difference in run_ranks(2, output_without_install, strategy):
+        assert moved > 1e-2
+        assert difference == 0.0
+
+
+def scaled(name: str) -> tuple[float, list[float], list[float]]:
+    """Four steps under a scaler, one of them with an infinite gradient on one rank: distance between both paths."""
+    runs, scales, steps = [], [], []
+    for on_dtensors in (False, True):
+        model = wrap(build, 2)
+        optimizer = connect(model, VARIANTS[name], on_dtensors)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for number, (inputs, _) in enumerate(batches(4)):
+            optimizer.zero_grad()
+            factor = float("inf") if number == 1 and torch.distributed.get_rank() == 1 else 1.0
+            scaler.scale(model(inputs).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append(weights(model))
+        scales.append(scaler.get_scale())
+        steps += sorted({float(state["step"]) for state in optimizer.state.values()})
+    return largest_difference(*runs), scales, steps
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
+def test_loss_scaling_skips_the_step_on_all_ranks(name: str, run_ranks: RunRanks) -> None:
+    for difference, scales, steps in run_ranks(2, scaled, name):
+        assert difference == 0.0
+        assert scales == [8.0, 8.0]  # halved once, doubled once
+        assert steps == [3.0, 3.0]

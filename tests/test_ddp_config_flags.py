@@ -1,0 +1,303 @@
+"""Command-line flags of the configuration: their names, what they parse to, and the way back."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+
+from megatron_fsdp.ddp_config_flags import (
+    DTYPE_CHOICES,
+    MEGATRON_DEFAULTS,
+    add_flags,
+    config_from_flags,
+    destination_of,
+    field_meanings,
+    flag_of,
+    flags_of,
+    off_flag_of,
+)
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
+from tests.support.ddp_configs import valid_configs
+
+FIELDS = dataclasses.fields(DistributedDataParallelConfig)
+
+MEGATRON_FLAGS = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "megatron_fsdp_version": "--megatron-fsdp-version",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "data_parallel_sharding_strategy": "--data-parallel-sharding-strategy",
+    "outer_dp_sharding_strategy": "--outer-dp-sharding-strategy",
+    "num_distributed_optimizer_instances": "--num-distributed-optimizer-instances",
+    "overlap_grad_reduce": "--overlap-grad-reduce",
+    "overlap_param_gather": "--overlap-param-gather",
+    "bucket_size": "--ddp-bucket-size",
+    "num_buckets": "--ddp-num-buckets",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "average_in_collective": "--ddp-average-in-collective",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "param_name_patterns_for_fp32_local_accumulation": "--ddp-param-name-patterns-for-fp32-local-accumulation",
+    "suggested_communication_unit_size": "--suggested-communication-unit-size",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "megatron_fsdp_enable_fine_grained_param_gather": "--megatron-fsdp-enable-fine-grained-param-gather",
+    "fsdp_double_buffer": "--fsdp-double-buffer",
+    "megatron_fsdp_max_pool_double_buffer": "--megatron-fsdp-max-pool-double-buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "--fsdp-db-use-persist-buf-on-alloc-fail",
+    "nccl_ub": "--use-nccl-ub",
+    "disable_symmetric_registration": "--disable-symmetric-registration",
+    "fsdp_manual_registration": "--fsdp-manual-registration",
+    "keep_fp8_transpose_cache": "--keep-fp8-transpose-cache",
+    "megatron_fsdp_main_params_dtype": "--megatron-fsdp-main-params-dtype",
+    "megatron_fsdp_main_grads_dtype": "--megatron-fsdp-main-grads-dtype",
+    "megatron_fsdp_grad_comm_dtype": "--megatron-fsdp-grad-comm-dtype",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "fp8_param_gather": "--fp8-param-gather",
+    "fp4_param_gather": "--fp4-param-gather",
+    "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag",
+    "check_for_large_grads": "--check-for-large-grads",
+}
+"""Flags of Megatron-LM that set a field."""
+
+MEGATRON_OFF_FLAGS = {
+    "align_param_gather": "--no-align-param-gather",
+    "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
+    "check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
+}
+"""Flags of Megatron-LM that turn a field off which its parser has on."""
+
+FIELDS_WITHOUT_A_FLAG_THERE = {
+    "use_custom_fsdp",
+    "fsdp_all_gather_in_start_param_sync",
+    "megatron_fsdp_use_decoupled_grad",
+    "megatron_fsdp_cuda_graph_mode",
+}
+
+ARGUMENTS: dict[Any, list[str]] = {
+    int: ["2"],
+    int | None: ["1"],
+    tuple[str, ...]: ["a", "*b"],
+    torch.dtype | None: ["fp16"],
+    str: ["optim"],
+}
+"""What stands after a flag, by the type of its field."""
+
+STORED: dict[Any, Any] = {
+    int: 2,
+    int | None: 1,
+    tuple[str, ...]: ("a", "*b"),
+    torch.dtype | None: torch.float16,
+    str: "optim",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="train", allow_abbrev=False, exit_on_error=False)
+    add_flags(made)
+    return made
+
+
+def parse(*flags: str) -> DistributedDataParallelConfig:
+    return config_from_flags(parser().parse_args(flags))
+
+
+def alone(name: str, value: Any) -> DistributedDataParallelConfig:
+    """A configuration with one field set, and what it cannot be without."""
+    needs = {"fp8_param_gather": True} if value and name == "reuse_grad_buf_for_mxfp8_param_ag" else {}
+    return DistributedDataParallelConfig(**{name: value, **needs})
+
+
+def test_every_field_has_a_flag_of_its_own_and_help() -> None:
+    actions = {action.dest: action for action in parser()._actions}
+    assert len({destination_of(field.name) for field in FIELDS}) == len(FIELDS)
+    for field in FIELDS:
+        action = actions.pop(destination_of(field.name))
+        assert action.option_strings[0] == flag_of(field.name)
+        assert str(action.help).startswith(field_meanings()[field.name].replace("``", ""))
+    assert set(actions) == {"help"}
+
+
+def test_flags_are_those_of_megatron_lm() -> None:
+    names = {field.name for field in FIELDS}
+    assert set(MEGATRON_FLAGS) | set(MEGATRON_OFF_FLAGS) | FIELDS_WITHOUT_A_FLAG_THERE == names
+    assert {name: flag_of(name) for name in MEGATRON_FLAGS} == MEGATRON_FLAGS
+    assert {name: off_flag_of(name) for name in MEGATRON_OFF_FLAGS} == MEGATRON_OFF_FLAGS
+    assert {name: flag_of(name) for name in FIELDS_WITHOUT_A_FLAG_THERE} == {
+        name: "--" + name.replace("_", "-") for name in FIELDS_WITHOUT_A_FLAG_THERE
+    }
+
+
+def test_no_flags_give_the_default_of_the_class() -> None:
+    assert parse() == config_from_flags(argparse.Namespace()) == DistributedDataParallelConfig()
+    defaults = vars(DistributedDataParallelConfig())
+    assert [name for name, value in MEGATRON_DEFAULTS.items() if defaults[name] == value] == []
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if field.type is bool], ids=lambda field: field.name)
+def test_every_switch_turns_on_and_off(field: dataclasses.Field[bool]) -> None:
+    if field.name == "use_custom_fsdp":
+        with pytest.warns(DeprecationWarning, match="use_custom_fsdp"):
+            assert parse(flag_of(field.name)) == DistributedDataParallelConfig(use_megatron_fsdp=True)
+    else:
+        needed = ["--fp8-param-gather"] if field.name == "reuse_grad_buf_for_mxfp8_param_ag" else []
+        assert parse(flag_of(field.name), *needed) == alone(field.name, True)
+    assert parse(off_flag_of(field.name)) == alone(field.name, False)
+    assert parse(flag_of(field.name), off_flag_of(field.name)) == alone(field.name, False)
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if field.type is not bool], ids=lambda field: field.name)
+def test_every_other_flag_takes_a_value(field: dataclasses.Field[Any]) -> None:
+    assert parse(flag_of(field.name), *ARGUMENTS[field.type]) == alone(field.name, STORED[field.type])
+
+
+def test_a_command_line_of_megatron_lm_is_read() -> None:
+    line = (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce "
+        "--no-gradient-reduce-div-fusion --no-align-param-gather --ddp-bucket-size 1000 "
+        "--ddp-param-name-patterns-for-fp32-local-accumulation *norm* *.bias --use-nccl-ub "
+        "--megatron-fsdp-main-params-dtype auto --megatron-fsdp-grad-comm-dtype bf16"
+    )
+    assert parse(*line.split()) == DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads",
+        overlap_grad_reduce=True,
+        gradient_reduce_div_fusion=False,
+        bucket_size=1000,
+        param_name_patterns_for_fp32_local_accumulation=("*norm*", "*.bias"),
+        nccl_ub=True,
+        fsdp_double_buffer=True,
+        megatron_fsdp_main_params_dtype=None,
+        megatron_fsdp_grad_comm_dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--data-parallel-sharding-strategy 3", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+        ("--outer-dp-sharding-strategy 1", {"outer_dp_sharding_strategy": "optim"}),
+        ("--megatron-fsdp-main-grads-dtype torch.float32", {"megatron_fsdp_main_grads_dtype": torch.float32}),
+        ("--megatron-fsdp-main-params-dtype double", {"megatron_fsdp_main_params_dtype": torch.float64}),
+    ],
+)
+def test_other_names_of_a_choice_are_known(line: str, values: dict[str, Any]) -> None:
+    assert parse(*line.split()) == DistributedDataParallelConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--ddp-bucket-size 0", "argument --ddp-bucket-size: '0' is not a positive whole number; give 1 or more"),
+        ("--ddp-num-buckets 1e6", "argument --ddp-num-buckets: '1e6' is not a positive whole number; give 1 or more"),
+        ("--megatron-fsdp-version 3", "argument --megatron-fsdp-version: invalid choice: 3 (choose from "),
+        ("--outer-dp-sharding-strategy 2", "argument --outer-dp-sharding-strategy: invalid choice: 'optim_grads' ("),
+        ("--data-parallel-sharding-strategy zero3", "sharding-strategy: invalid choice: 'zero3' (choose from "),
+        ("--megatron-fsdp-main-grads-dtype bf61", "-main-grads-dtype: invalid choice: 'bf61' (choose from "),
+    ],
+)
+def test_a_value_that_is_none_is_refused_by_the_parser(line: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentError) as caught:
+        parse(*line.split())
+    assert message in str(caught.value)
+
+
+def test_what_cannot_stand_together_is_refused_with_the_flags() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--ddp-num-buckets", "2", "--ddp-bucket-size", "10")
+    assert str(caught.value) == (
+        "num_buckets=2 and bucket_size=10 both cut gradients into buckets; give only one of them. "
+        "(On the command line: bucket_size is --ddp-bucket-size, num_buckets is --ddp-num-buckets.)"
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        parse("--reuse-grad-buf-for-mxfp8-param-ag")
+    assert str(caught.value) == (
+        "reuse_grad_buf_for_mxfp8_param_ag=True needs fp8_param_gather=True; set both or neither."
+    )
+
+
+def test_a_second_parser_has_patterns_of_its_own() -> None:
+    flag = flag_of("param_name_patterns_for_fp32_local_accumulation")
+    twice = parser()
+    for _ in range(2):
+        found = config_from_flags(twice.parse_args([flag, "a", flag, "b"]))
+        assert found.param_name_patterns_for_fp32_local_accumulation == ("a", "b")
+
+
+def test_a_program_may_set_defaults_of_its_own() -> None:
+    made = parser()
+    made.set_defaults(overlap_grad_reduce=True, data_parallel_sharding_strategy="optim")
+    found = config_from_flags(made.parse_args(["--no-overlap-grad-reduce"]))
+    assert (found.overlap_grad_reduce, found.data_parallel_sharding_strategy) == (False, "optim")
+
+
+@given(valid_configs())
+@settings(deadline=None)
+def test_every_config_survives_the_way_through_flags(config: DistributedDataParallelConfig) -> None:
+    assume("--" not in config.param_name_patterns_for_fp32_local_accumulation)
+    before = dict(vars(config))
+    assert parse(*flags_of(config)) == config
+    assert vars(config) == before
+
+
+def test_flags_are_written_for_what_is_not_at_its_default_only() -> None:
+    config = DistributedDataParallelConfig(
+        gradient_reduce_div_fusion=False,
+        grad_reduce_in_fp32=True,
+        bucket_size=3,
+        megatron_fsdp_main_params_dtype=None,
+        data_parallel_sharding_strategy=1,  # type: ignore[arg-type]
+    )
+    assert flags_of(DistributedDataParallelConfig()) == []
+    assert flags_of(config) == [
+        "--accumulate-allreduce-grads-in-fp32",
+        *("--ddp-bucket-size", "3"),
+        *("--data-parallel-sharding-strategy", "optim"),
+        "--no-gradient-reduce-div-fusion",
+        *("--megatron-fsdp-main-params-dtype", "auto"),
+    ]
+
+
+def test_patterns_that_look_like_flags_are_joined_to_theirs() -> None:
+    flag = flag_of("param_name_patterns_for_fp32_local_accumulation")
+    plain = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("a", "b"))
+    dashed = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("--use-nccl-ub", "b"))
+    assert flags_of(plain) == [flag, "a", "b"]
+    assert flags_of(dashed) == [f"{flag}=--use-nccl-ub", f"{flag}=b"]
+    assert parse(*flags_of(dashed)) == dashed
+
+
+def test_what_argparse_would_lose_or_the_class_refuses_is_not_written() -> None:
+    config = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("a", "--"))
+    with pytest.raises(ConfigurationError) as caught:
+        flags_of(config)
+    assert str(caught.value) == (
+        "param_name_patterns_for_fp32_local_accumulation=('a', '--') cannot be written as flags, "
+        "since argparse drops '--'; write it as '-[-]'."
+    )
+    config = DistributedDataParallelConfig()
+    config.bucket_size = 0
+    with pytest.raises(ConfigurationError, match="bucket_size=0 is not a positive whole number"):
+        flags_of(config)
+
+
+def test_help_gives_meaning_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = " ".join(parser().format_help().split())
+    choices = ",".join(DTYPE_CHOICES)
+    parts = [
+        "--no-align-param-gather Start the parameter gathers of all pipeline stages together. (default: off; in Meg",
+        "--ddp-bucket-size N Parameters per gradient bucket, in elements; None: chosen by the front end. (default: n",
+        "(default: no_shard; in Megatron-LM: optim_grads_params)",
+        f"--megatron-fsdp-main-params-dtype {{{choices}}} Dtype of main weights; None: the compute weights",
+        "the main weights. (default: fp32)",
+    ]
+    assert [part for part in parts if part not in text] == []
+    assert text.count("(default: ") == len(FIELDS)
+
+
+def test_flags_work_where_python_drops_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistributedDataParallelConfig, "__doc__", None)
+    assert parser().format_help().count("(default: ") == len(FIELDS)
+    assert parse("--ddp-bucket-size", "3") == DistributedDataParallelConfig(bucket_size=3)

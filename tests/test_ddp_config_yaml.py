@@ -1,0 +1,88 @@
+"""Configurations in YAML files: what is read, and what is refused in words. Round trips are with the class's tests."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
+
+
+def test_yaml_may_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "ddp.yaml"
+    path.write_text(
+        "# larger buckets\nbucket_size: 80_000_000\noverlap_grad_reduce: on\n"
+        "megatron_fsdp_main_params_dtype: auto\nouter_dp_sharding_strategy: 1\n"
+        "param_name_patterns_for_fp32_local_accumulation: ['*norm*']\n"
+    )
+    assert DistributedDataParallelConfig.from_yaml(path) == DistributedDataParallelConfig(
+        bucket_size=80_000_000,
+        overlap_grad_reduce=True,
+        megatron_fsdp_main_params_dtype=None,
+        outer_dp_sharding_strategy="optim",
+        param_name_patterns_for_fp32_local_accumulation=("*norm*",),
+    )
+
+
+def test_yaml_of_nothing_is_the_default() -> None:
+    assert DistributedDataParallelConfig.from_yaml("# nothing set\n") == DistributedDataParallelConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bucket_size: 1e6", "bucket_size='1e6' is not a positive whole number; give 1 or more."),
+        (
+            "overlap_param_gater: true",
+            (
+                "'overlap_param_gater' is not a field of DistributedDataParallelConfig; "
+                "did you mean 'overlap_param_gather'?"
+            ),
+        ),
+        (
+            "ddp:\n  bucket_size: 3\n",
+            "'ddp' is not a field of DistributedDataParallelConfig; give only the mapping below it.",
+        ),
+        (
+            "bucket_size: 3\nnccl_ub: true\nbucket_size: 4\n",
+            "'bucket_size' is there twice, on lines 1 and 3; keep one of them.",
+        ),
+        ("- bucket_size", "this is YAML of a list, and a mapping of fields to values is needed."),
+        (
+            "ddp.yaml",
+            ("this is YAML of a str, and a mapping of fields to values is needed; give a path as a pathlib.Path."),
+        ),
+        (
+            "bucket_size: [3",
+            "not YAML: expected ',' or ']', but got '<stream end>' on line 1, column 16; put it right there.",
+        ),
+        ("bucket_size: 2001-99-99", "not YAML: month must be in 1..12"),
+        (
+            "nccl_ub: !!python/name:os.getcwd []",
+            (
+                "not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd' "
+                "on line 1, column 10; put it right there."
+            ),
+        ),
+    ],
+)
+def test_yaml_that_is_no_config_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallelConfig.from_yaml(text)
+    assert str(caught.value) == message
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallelConfig.from_yaml(path)
+    assert str(caught.value) == f"{path}: {message.replace('; give a path as a pathlib.Path', '')}"
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for make, reason in ((path.touch, "it is not UTF-8"), (path.unlink, "No such file or directory")):
+        make()
+        if path.exists():
+            path.write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigurationError) as caught:
+            DistributedDataParallelConfig.from_yaml(path)
+        assert str(caught.value) == f"{path} cannot be read: {reason}; give the path of a YAML file."
