@@ -283,6 +283,9 @@ def small_methods() -> dict[str, Any]:
     optimizer = DistributedOptimizer(torch.optim.SGD(params[:2], lr=0.1), model)
     optimizer.add_param_group({"params": iter(params[2:]), "lr": 0.2})
     found: dict[str, Any] = {"groups": [len(group["params"]) for group in optimizer.param_groups]}
+    hooks = len(optimizer.inner_optimizer._optimizer_step_pre_hooks)
+    found["again"] = fully_shard_optimizer(optimizer) is optimizer
+    found["again"] &= len(optimizer.inner_optimizer._optimizer_step_pre_hooks) == hooks
     with model.no_sync():
         (model(torch.zeros(2, 5)).sum() * 0.0).backward()
     found["zeros"] = optimizer.count_zeros()
@@ -314,6 +317,7 @@ def test_groups_zeros_and_bad_arguments(run_ranks: RunRanks) -> None:
              "clip_grad=nan", "cannot be pickled")  # fmt: skip
     for found in run_ranks(2, small_methods):
         assert found["zeros"] == 82
+        assert found["again"]
         assert found["groups"] == [2, 5]
         assert found["early"] <= TOLERANCE
         assert [kind for kind, _ in found["errors"]] == ["ConfigurationError"] * len(words)

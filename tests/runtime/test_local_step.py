@@ -314,12 +314,12 @@ def test_nothing_is_kept_between_steps(run_ranks: RunRanks) -> None:
 # ---- writes, and loss scaling ----------------------------------------------------------------------------------------
 
 
-def output_without_install(strategy: int) -> tuple[float, float]:
+def output_without_install(strategy: int, dtype: torch.dtype) -> tuple[float, float]:
     """After a step that was told not to install: change of the next output, and distance between both paths."""
     outputs = []
-    inputs = torch.ones(2, 5, dtype=torch.bfloat16)
+    inputs = torch.ones(2, 5, dtype=dtype)
     for on_dtensors in (False, True):
-        model = wrap(bf16, strategy)
+        model = wrap(build if dtype == torch.float32 else bf16, strategy)
         optimizer: Any = connect(model, lambda params: optim.SGD(params, lr=1.0), on_dtensors)
         backward(model, next(batches(1)))
         before = model(inputs).detach().clone()
@@ -328,9 +328,12 @@ def output_without_install(strategy: int) -> tuple[float, float]:
     return (outputs[0] - before).abs().max().item(), (outputs[0] - outputs[1]).abs().max().item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strategy", [0, 1, 3])
-def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, run_ranks: RunRanks) -> None:
-    for moved, difference in run_ranks(2, output_without_install, strategy):
+def test_writes_of_a_local_step_are_noticed_at_the_next_forward(
+    strategy: int, dtype: torch.dtype, run_ranks: RunRanks
+) -> None:
+    for moved, difference in run_ranks(2, output_without_install, strategy, dtype):
         assert moved > 1e-2
         assert difference == 0.0
 

@@ -75,6 +75,7 @@ class DistributedOptimizer(Optimizer):
         self.clip_grad = clip_grad
         self.grad_norm: torch.Tensor | None = None
         self._model = model
+        model.adopt(self)  # connecting it again would register the hooks of the wrapped one twice
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import nn
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
@@ -66,12 +67,14 @@ class BucketEngine(Engine):
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
             return
-        self.executor.run(self.scheduler.forward_opens())
-        if not self.waits_for_readers:
+        # Fast paths of evaluation read weights of modules that training calls.
+        reads_anything = not torch.is_grad_enabled()
+        self.executor.run(self.scheduler.everything() if reads_anything else self.scheduler.forward_opens())
+        if reads_anything or not self.waits_for_readers:
             self._show(self._buckets)
 
     def gather_all(self) -> None:
-        """Gather and show everything, because nobody knows yet who reads what."""
+        """Gather and show everything, where nobody knows who reads what."""
         if all(unit.shows_full for unit in self._buckets):
             return
         self.executor.run(self.scheduler.everything())

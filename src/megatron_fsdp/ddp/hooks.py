@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,7 +29,9 @@ def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> list[Remova
 
 
 class Readers:
-    """Which modules read which buckets: learnt in the first forward, which gathers everything before it begins.
+    """Which modules read which buckets: learnt in the first forward with gradients, which gathers everything first.
+
+    So do forwards without gradients: evaluation may read weights of modules that it does not call.
 
     Args:
         engine: Whom to report to; held weakly.
@@ -46,6 +49,7 @@ class Readers:
             for name, module in self._modules.items()
         ]
         self._called: set[str] = set()
+        self._learns = False  # the forward under way is one to learn from
         self._reads: dict[str, frozenset[int]] | None = None
 
     def register(self) -> list[RemovableHandle]:
@@ -64,6 +68,8 @@ class Readers:
         """The model's forward has begun, after the engine has heard of it."""
         engine = self._live()
         if self._reads is None:
+            self._called.clear()
+            self._learns = torch.is_grad_enabled()
             engine.gather_all()
         else:
             engine.before_reading(self._reads.get("", frozenset()))
@@ -80,7 +86,7 @@ class Readers:
 
     def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         """The first forward that came to its end has shown who is called."""
-        if self._reads is None:
+        if self._reads is None and self._learns:
             self._reads = plan_readers(self._owned, self._called.__contains__)
 
     def _live(self) -> BucketEngine:

@@ -1,9 +1,10 @@
 """Let torch's elementwise optimizers step on plain local tensors, without a detour through DTensor for each operation.
 
 During `step` the code of the optimizer's class works on a stand-in: an object of the same kind that shares every
-attribute with the optimizer but shows this rank's shards as parameters, their gradients and their state. Nobody else
-ever sees it: the optimizer itself, which hooks, closures, schedulers and checkpoints hold, has its DTensors throughout.
-So there is nothing to restore, whatever happens inside.
+attribute with the optimizer but shows this rank's shards as parameters, their gradients and their state. The optimizer
+itself, which hooks, closures, schedulers and checkpoints hold, has its DTensors throughout, so there is nothing to
+restore, whatever happens inside. (Hooks get the stand-in as `args[0]`; one that returns the optimizer there instead
+has that step run on DTensors.)
 
     optimizer.param_groups[i]["params"][j]   a DTensor      stand-in: a plain tensor over the same memory
     optimizer.state[param]["exp_avg"]        a DTensor      stand-in: its local tensor; new ones are wrapped at once
@@ -115,10 +116,10 @@ class _LocalGroup:
         )
 
     def show_gradients(self) -> bool:
-        """Take over the gradients that there are now; False where one is not cut as its parameter."""
+        """Take over the gradients that there are now; False where one is not cut as its parameter, or of its dtype."""
         for local, param in zip(self.params, self._shown, strict=True):
             grad = param.grad
-            if grad is not None and not _is_cut_as(param.shard_frame, grad):
+            if grad is not None and not (_is_cut_as(param.shard_frame, grad) and grad.dtype == param.dtype):
                 return False
             local.grad = None if grad is None else grad._local_tensor  # type: ignore[attr-defined]
         return True
@@ -168,13 +169,15 @@ class _LocalState(dict[str, Any]):
         """Show what there is; False where it is not cut as the parameter."""
         self.clear()
         self.own, self._slots = own, slots
-        for key, value in () if own is None else own.items():
-            if value is None or key not in slots:
-                super().__setitem__(key, value)
-            elif _is_cut_as(self.param.shard_frame, value):
-                super().__setitem__(key, value._local_tensor)
-            else:
-                return False
+        if own:
+            frame = self.param.shard_frame
+            for key, value in own.items():
+                if value is None or key not in slots:
+                    dict.__setitem__(self, key, value)
+                elif _is_cut_as(frame, value):
+                    dict.__setitem__(self, key, value._local_tensor)
+                else:
+                    return False
         return True
 
     def release(self) -> None:

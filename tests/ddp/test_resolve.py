@@ -1,0 +1,251 @@
+"""From the configuration to what is done: every refusal, what is derived, and what is said about it; pure."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from megatron_fsdp import DistributedDataParallelConfig, MixedPrecisionPolicy
+from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.placement import ShardingStrategy
+from tests.support.ddp_configs import valid_configs
+
+Fields = dict[str, Any]
+
+SHARDS: Fields = {"use_distributed_optimizer": True}
+UNITS: Fields = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+def resolve(num_ranks: int = 4, num_parameters: int = 1_000, disable_bucketing: bool = False, **f: Any) -> ResolvedDDP:
+    return resolve_ddp(DistributedDataParallelConfig(**f), num_ranks, num_parameters, disable_bucketing)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+NOT_YET: list[tuple[Fields, str]] = [
+    ({"nccl_ub": True}, "nccl_ub=True is not supported yet: registering buffers"),
+    ({"disable_symmetric_registration": True}, "disable_symmetric_registration=True is not supported yet"),
+    ({"fsdp_manual_registration": True}, "fsdp_manual_registration=True is not supported yet"),
+    ({"fp8_param_gather": True}, "fp8_param_gather=True is not supported yet: float8"),
+    ({"fp4_param_gather": True}, "fp4_param_gather=True is not supported yet: 4-bit"),
+    ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
+    ({"keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache=True is not supported yet"),
+    ({"megatron_fsdp_cuda_graph_mode": True}, "megatron_fsdp_cuda_graph_mode=True is not supported yet: CUDA graphs"),
+    ({"megatron_fsdp_version": 2}, "megatron_fsdp_version=2 is not supported: this package has one engine"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), NOT_YET)
+@pytest.mark.parametrize("units", [False, True])
+def test_what_is_not_there_yet_is_refused(fields: Fields, message: str, units: bool) -> None:
+    with pytest.raises(NotSupportedYetError, match=message):
+        resolve(**fields, **(UNITS if units else {}))
+
+
+REFUSED: list[tuple[Fields, str]] = [
+    # without effect on buckets
+    (
+        {"data_parallel_sharding_strategy": "optim"},
+        "strategy='optim' has no effect without use_megatron_fsdp=True; set use_distributed_optimizer=True",
+    ),
+    (
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+        "has no effect without use_megatron_fsdp=True; set use_megatron_fsdp=True or leave it out",
+    ),
+    (
+        {"outer_dp_sharding_strategy": "optim"},
+        "outer_dp_sharding_strategy='optim' has no effect without use_megatron_fsdp=True",
+    ),
+    ({"suggested_communication_unit_size": 5}, "suggested_communication_unit_size=5 has no effect without"),
+    ({"fsdp_double_buffer": True}, "fsdp_double_buffer=True has no effect without use_megatron_fsdp"),
+    ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect"),
+    ({"fsdp_all_gather_in_start_param_sync": False}, "fsdp_all_gather_in_start_param_sync=False has no effect"),
+    ({"megatron_fsdp_enable_fine_grained_param_gather": True}, "fine_grained_param_gather=True has no effect"),
+    ({"megatron_fsdp_max_pool_double_buffer": True}, "double_buffer=True has no effect without"),
+    # without effect on units
+    ({**UNITS, "num_buckets": 2}, "num_buckets=2 has no effect with use_megatron_fsdp=True; leave it out"),
+    ({**UNITS, "pad_buckets_for_high_nccl_busbw": True}, "pad_buckets_for_high_nccl_busbw=True has no effect with "),
+    (
+        {**UNITS, "overlap_param_gather": True, "align_param_gather": True},
+        "align_param_gather=True has no effect with use_megatron_fsdp=True",
+    ),
+    ({**UNITS, "delay_wgrad_compute": True}, "delay_wgrad_compute=True has no effect with use_megatron_fsdp"),
+    # contradictions
+    (
+        {"use_megatron_fsdp": True, **SHARDS},
+        'use_distributed_optimizer=True contradicts data_parallel_sharding_strategy="no_shard"',
+    ),
+    ({"overlap_param_gather": True}, "overlap_param_gather=True has no effect without use_distributed_optimizer=True"),
+    (
+        {"use_megatron_fsdp": True, "overlap_param_gather": True},
+        "overlap_param_gather=True has no effect without a sharding strategy",
+    ),
+    (
+        {"reduce_scatter_with_fp32_accumulation": True},
+        "reduce_scatter_with_fp32_accumulation=True has no effect without .* gradients are all-reduced",
+    ),
+    ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances=2 has no effect without"),
+    (
+        {**SHARDS, "align_param_gather": True},
+        "align_param_gather=True has no effect without overlap_param_gather=True",
+    ),
+    (
+        {**SHARDS, "num_distributed_optimizer_instances": 3},
+        "num_distributed_optimizer_instances=3 does not divide the 4 data-parallel ranks; give one of 1, 2, 4",
+    ),
+    (
+        {**UNITS, "outer_dp_sharding_strategy": "optim"},
+        "outer_dp_sharding_strategy='optim' has no effect with num_distributed_optimizer_instances=1",
+    ),
+    (
+        {"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": "bf16"},
+        "grad_reduce_in_fp32=True contradicts megatron_fsdp_main_grads_dtype=torch.bfloat16",
+    ),
+    (
+        {"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": "bf16"},
+        "grad_reduce_in_fp32=True contradicts megatron_fsdp_grad_comm_dtype=torch.bfloat16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_cannot_take_effect_is_refused_in_words(fields: Fields, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(**fields)
+
+
+@pytest.mark.parametrize("field", ["bucket_size", "num_buckets"])
+def test_disabling_buckets_contradicts_their_size(field: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"disable_bucketing=True contradicts {field}=7"):
+        resolve(disable_bucketing=True, **{field: 7})
+
+
+def test_what_is_set_after_construction_is_checked_as_well() -> None:
+    config = DistributedDataParallelConfig()
+    config.bucket_size = -1
+    with pytest.raises(ConfigurationError, match="bucket_size=-1 is not a positive whole number"):
+        resolve_ddp(config, 1, 1)
+    config.bucket_size = 4
+    config.num_buckets = 2
+    with pytest.raises(ConfigurationError, match="both cut gradients into buckets"):
+        resolve_ddp(config, 1, 1)
+
+
+# ---- what is derived -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_ranks", "numel", "notice"),
+    [
+        ({"bucket_size": 123}, 4, 123, None),
+        ({}, 4, None, "one bucket for each kind of parameter: overlap_grad_reduce is off and no bucket_size is given"),
+        ({"overlap_grad_reduce": True}, 1, 40_000_000, "40,000,000 parameters: the default for 1 ranks"),
+        ({"overlap_grad_reduce": True}, 40, 40_000_000, "the default for 40 ranks"),
+        ({"overlap_grad_reduce": True}, 41, 41_000_000, "41,000,000 parameters: the default for 41 ranks"),
+        ({"num_buckets": 3}, 4, 334, "buckets close at 334 parameters: 1,000 in num_buckets=3"),
+        ({"num_buckets": 1}, 4, 1_000, "1,000 in num_buckets=1"),
+        ({"num_buckets": 5_000}, 4, 1, "buckets close at 1 parameters"),
+        ({**UNITS, "bucket_size": 9}, 4, 9, None),
+        (UNITS, 4, None, None),
+    ],
+)
+def test_the_size_of_buckets(fields: Fields, num_ranks: int, numel: int | None, notice: str | None) -> None:
+    found = resolve(num_ranks, **fields)
+    assert found.bucket_numel == numel
+    said = [line for line in found.notices if "bucket" in line]
+    assert (said == []) if notice is None else (len(said) == 1 and notice in said[0])
+
+
+def test_bucketing_disabled() -> None:
+    found = resolve(disable_bucketing=True, overlap_grad_reduce=True)
+    assert found.bucket_numel is None
+    assert found.notices == ("one bucket for each kind of parameter: disable_bucketing",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "strategy", "outer", "uses_units"),
+    [
+        ({}, 0, 0, False),
+        (SHARDS, 1, 0, False),
+        ({**SHARDS, "num_distributed_optimizer_instances": 2}, 1, 0, False),
+        ({"use_megatron_fsdp": True}, 0, 0, True),
+        (UNITS, 3, 0, True),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": 2}, 2, 0, True),
+        ({**UNITS, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}, 3, 1, True),
+    ],
+)
+def test_the_strategy(fields: Fields, strategy: int, outer: int, uses_units: bool) -> None:
+    found = resolve(**fields)
+    assert (found.strategy, found.outer_strategy, found.uses_units) == (strategy, outer, uses_units)
+    assert found.num_instances == fields.get("num_distributed_optimizer_instances", 1)
+    assert found.engine_config.data_parallel_sharding_strategy == ShardingStrategy(strategy).name
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        (SHARDS, GatherMode.AT_ONCE),
+        ({**SHARDS, "overlap_param_gather": True}, GatherMode.IN_TURN),
+        ({**SHARDS, "overlap_param_gather": True, "align_param_gather": True}, GatherMode.TOGETHER),
+    ],
+)
+def test_when_weights_are_gathered(fields: Fields, mode: GatherMode) -> None:
+    assert resolve(**fields).gather_mode is mode
+
+
+def test_padding() -> None:
+    assert resolve().numel_multiple == 1
+    assert resolve(pad_buckets_for_high_nccl_busbw=True).numel_multiple == 2**16
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [
+        ({}, MixedPrecisionPolicy(torch.float32, None, None)),
+        ({"megatron_fsdp_main_params_dtype": None}, MixedPrecisionPolicy(None, None, None)),
+        ({"grad_reduce_in_fp32": True}, MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32)),
+        (
+            {"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": "fp32"},
+            MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32),
+        ),
+        (
+            {"megatron_fsdp_main_grads_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "bf16"},
+            MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16),
+        ),
+    ],
+)
+def test_dtypes(fields: Fields, policy: MixedPrecisionPolicy) -> None:
+    found = resolve(**fields)
+    assert found.policy == policy
+    says = any("grad_reduce_in_fp32" in line for line in found.notices)
+    assert says is bool(fields.get("grad_reduce_in_fp32"))
+
+
+def test_notices_of_what_is_implied() -> None:
+    found = resolve(**UNITS, use_distributed_optimizer=True)
+    assert found.notices == (
+        "use_distributed_optimizer: implied by data_parallel_sharding_strategy='optim_grads_params'",
+        "gradients are reduced during backward: optim_grads_params does so in any case",
+    )
+    assert resolve(**UNITS, overlap_grad_reduce=True).notices == ()
+
+
+@given(valid_configs())
+def test_any_configuration_is_resolved_or_refused_and_never_written_to(config: DistributedDataParallelConfig) -> None:
+    before = dataclasses.asdict(config)
+    try:
+        found = resolve_ddp(config, 4, 10_000)
+    except (ConfigurationError, NotSupportedYetError) as error:
+        assert len(str(error)) > 30  # noqa: PT017
+    else:
+        assert found.engine_config is not config
+        assert found.num_instances * (4 // found.num_instances) == 4
+        assert found.bucket_numel is None or found.bucket_numel >= 1
+        assert found.uses_units == config.use_megatron_fsdp
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            found.num_instances = 5  # type: ignore[misc]
+    assert dataclasses.asdict(config) == before
