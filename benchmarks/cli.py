@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pickle
 import platform
@@ -17,7 +18,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.contenders import FLOOR, OURS, PEERS
+from benchmarks.contenders import DDP, FLOOR, FSDP2, OURS, OURS_BY_BUCKETS, PEERS
 from benchmarks.readings import Request, RunReading
 from benchmarks.report import TOLERANCES, disagreements, document, markdown, summarise
 from benchmarks.worker import run_rank
@@ -31,14 +32,16 @@ EXIT_DISAGREEMENT = 1
 
 def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     """Read the arguments; returns what to run and the folder for the results."""
-    parser = argparse.ArgumentParser(prog="compare.py", description="Compare this engine with PyTorch's FSDP2 and DDP.")
+    parser = argparse.ArgumentParser(prog="compare.py", description="Compare this engine with PyTorch's.")
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
     parser.add_argument("--ranks", type=_positive, help="default: 2 on the CPU, all devices elsewhere")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=_positive, default=20, help="measured steps")
     parser.add_argument("--warmup", type=_positive, default=3, help="steps before them (the first ones build up state)")
     parser.add_argument("--strategies", type=int, nargs="*", choices=range(4), default=[3], help="of this engine")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--ddp", nargs="*", choices=OURS_BY_BUCKETS, default=[], help="this engine by buckets")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[FSDP2, DDP])
+    parser.add_argument("--bucket-mib", type=_size, default=25.0, metavar="MIB", help="of all that cut by size")
     parser.add_argument("--grad-accumulation", type=_positive, default=1, metavar="N", help="microbatches per step")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="of all that is stored or sent")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
@@ -49,7 +52,8 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         ranks = choose_ranks(given.ranks, num_accelerators=accelerators, num_cores=count_cores())
     except ConfigurationError as error:
         parser.error(str(error))
-    contenders = (FLOOR, *dict.fromkeys(OURS[strategy] for strategy in given.strategies), *dict.fromkeys(given.peers))
+    ours = [*(OURS[strategy] for strategy in given.strategies), *given.ddp]
+    contenders = (FLOOR, *dict.fromkeys(ours), *dict.fromkeys(given.peers))
     request = Request(
         given.model,
         ranks,
@@ -59,6 +63,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         contenders,
         given.grad_accumulation,
         given.dtype,
+        given.bucket_mib,
     )
     return request, given.out
 
@@ -79,12 +84,18 @@ def run(request: Request) -> RunReading:
 def command_of(request: Request) -> str:
     """The command that repeats a run, defaults spelled out."""
     strategies = [str(OURS.index(name)) for name in request.contenders if name in OURS]
+    by_buckets = [name for name in request.contenders if name in OURS_BY_BUCKETS]
     peers = [name for name in request.contenders if name in PEERS]
     return (
         f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
-        f"--steps {request.steps} --warmup {request.warmup} --strategies {' '.join(strategies)} "
-        f"--peers {' '.join(peers)} --grad-accumulation {request.microbatches} --dtype {request.dtype}"
+        f"--steps {request.steps} --warmup {request.warmup} {_listed('--strategies', strategies)}"
+        f"{_listed('--ddp', by_buckets)}{_listed('--peers', peers)}"
+        f"--grad-accumulation {request.microbatches} --dtype {request.dtype} --bucket-mib {request.bucket_mib:g}"
     )
+
+
+def _listed(option: str, values: Sequence[str]) -> str:
+    return " ".join([option, *values, ""])
 
 
 def describe_run(request: Request) -> dict[str, str]:
@@ -120,6 +131,13 @@ def main(argv: Sequence[str]) -> int:
         content = json.dumps(document(lines, request, reading, facts), indent=1)
         (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
     return 0
+
+
+def _size(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is not possible; give more than 0")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -39,7 +39,7 @@ class Counts:
 def counting() -> Iterator[Counts]:
     """Count what happens inside; the number of collectives is there once the block is left."""
     counts = Counts()
-    before = _collectives()
+    before = collectives_by_group()
     patches = (
         mock.patch.object(io, "open", _counting_open(counts)),
         mock.patch.object(os, "fsync", _counting_sync(counts, os.fsync)),
@@ -51,10 +51,10 @@ def counting() -> Iterator[Counts]:
         for patch in patches:
             stack.enter_context(patch)
         yield counts
-    counts.collectives = sum(after - before.get(group, 0) for group, after in _collectives().items())
+    counts.collectives = sum(after - before.get(group, 0) for group, after in collectives_by_group().items())
 
 
-def _collectives() -> dict[dist.ProcessGroup, int]:
+def collectives_by_group() -> dict[dist.ProcessGroup, int]:
     """How many collectives each process group has counted so far."""
     groups = distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return {group: group._get_sequence_number_for_group() for group in groups if group is not None}

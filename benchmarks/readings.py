@@ -18,6 +18,7 @@ class Request:
         contenders: Names, in table order; the floor is first.
         microbatches: Per step.
         dtype: "float32" or "bfloat16".
+        bucket_mib: Gradients that close a bucket, in MiB, of all that cut them by size.
     """
 
     model: str
@@ -28,6 +29,7 @@ class Request:
     contenders: tuple[str, ...]
     microbatches: int
     dtype: str
+    bucket_mib: float
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class RankReading:
         losses: This rank's loss per step, warm-up included.
         live: Memory.
         sent: Communication; None where the contender does not count it.
+        collectives: Per step, as the process groups count them.
     """
 
     wall_s: tuple[float, ...]
@@ -70,6 +73,7 @@ class RankReading:
     losses: tuple[float, ...]
     live: LiveBytes
     sent: SentPerStep | None
+    collectives: float
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median, quantiles
 
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
+from benchmarks.theory import needed_bytes
 
 TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-4}
 """Largest relative difference of losses by dtype, well below the 1e-3 by which ranks that do not communicate differ."""
@@ -16,7 +17,9 @@ _MEBIBYTE = 2**20
 _LEGEND = (
     "Medians with quartiles in brackets. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios "
     "are taken within a round. Held is live memory between steps, peak the most during one, activations included, on "
-    "the rank with most. Collectives and bytes sent are per step and rank, where the contender counts them."
+    "the rank with most. Collectives are per step, as the process groups count them, the smallest included; gathers, "
+    "reductions and what they sent are per step and rank, where the contender counts them. Needed is what its "
+    "algorithm has to send per step and rank, without padding."
 )
 
 
@@ -54,6 +57,7 @@ class Line:
         cpu_over_floor: The same for CPU time and the floor.
         live: Of the rank that holds most at its peak.
         sent: Of the first rank; None where it is not counted.
+        collectives: Per step, of the first rank.
         losses: Per step, mean over ranks, warm-up included.
     """
 
@@ -64,6 +68,7 @@ class Line:
     cpu_over_floor: Spread
     live: LiveBytes
     sent: SentPerStep | None
+    collectives: float
     losses: tuple[float, ...]
 
 
@@ -97,6 +102,7 @@ def summarise(reading: RunReading, rivals: Sequence[str]) -> list[Line]:
             Spread.of(_ratios(cpus[name], cpus[_FLOOR])),
             max((rank.live for rank in ranks), key=lambda live: live.peak),
             ranks[0].sent,
+            ranks[0].collectives,
             _mean_losses(ranks),
         )
         for name, ranks in reading.contenders.items()
@@ -107,8 +113,12 @@ def markdown(lines: Sequence[Line], request: Request, reading: RunReading, facts
     """The report for people."""
     rivals = list(lines[0].wall_over)
     head = ["contender", "wall ms", "CPU ms", *(f"wall / {rival}" for rival in rivals), "CPU / floor"]
-    head += ["held MiB", "peak MiB", "gathers", "reductions", "sent MiB"]
-    rows = [head, ["---"] * len(head), *(_row(line, rivals) for line in lines)]
+    head += ["held MiB", "peak MiB", "collectives", "gathers", "reductions", "sent MiB", "needed MiB"]
+    rows = [
+        head,
+        ["---"] * len(head),
+        *(_row(line, rivals, needed_bytes(line.name, request, reading)) for line in lines),
+    ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     worst = max((_largest_difference(line, reading) for line in lines if line.name != _FLOOR), default=0.0)
@@ -130,11 +140,11 @@ def document(lines: Sequence[Line], request: Request, reading: RunReading, facts
         "parameter_numel": reading.parameter_numel,
         "parameter_tensors": reading.parameter_tensors,
         "reference_losses": reading.reference_losses,
-        "contenders": [asdict(line) for line in lines],
+        "contenders": [asdict(line) | {"needed_bytes": needed_bytes(line.name, request, reading)} for line in lines],
     }
 
 
-def _row(line: Line, rivals: Sequence[str]) -> list[str]:
+def _row(line: Line, rivals: Sequence[str], needed: int | None) -> list[str]:
     sent = ["-"] * 3
     if line.sent is not None:
         sent_mib = (line.sent.gather_bytes + line.sent.reduce_bytes) / _MEBIBYTE
@@ -147,7 +157,9 @@ def _row(line: Line, rivals: Sequence[str]) -> list[str]:
         line.cpu_over_floor.text(1, 2),
         f"{line.live.persistent / _MEBIBYTE:.1f}",
         f"{line.live.peak / _MEBIBYTE:.1f}",
+        f"{line.collectives:g}",
         *sent,
+        "-" if needed is None else f"{needed / _MEBIBYTE:.2f}",
     ]
 
 

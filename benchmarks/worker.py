@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
+from benchmarks.counting import collectives_by_group
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.buffer.collectives import Traffic
@@ -30,6 +31,7 @@ class _Notes:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
+    collectives: int = 0
     traffic: Traffic | None = None
 
 
@@ -43,7 +45,7 @@ def run_rank(rank: int, request: Request, store_port: int, threads: int, answer:
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks)
     mesh = init_device_mesh(request.device_type, (request.ranks,), mesh_dim_names=("dp",))
-    setting = Setting(WORKLOADS[request.model], getattr(torch, request.dtype), device, mesh)
+    setting = Setting(WORKLOADS[request.model], getattr(torch, request.dtype), device, mesh, request.bucket_mib)
     reading = _measure(request, setting, rank)
     if rank == 0:
         answer.write_bytes(pickle.dumps(reading))
@@ -66,6 +68,7 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
             tuple(loss.item() for loss in note.losses),
             live[contender.name],
             _sent(contender, note.traffic, request.steps),
+            note.collectives / request.steps,
         )
         for contender, note in zip(contenders, notes, strict=True)
     }
@@ -89,9 +92,13 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
                 note.traffic = contender.traffic()
+            _finish_queued_work(setting.device)
+            dist.barrier()
+            before = _count_collectives()
             wall_s, cpu_s, loss = _timed_step(contender, microbatches, setting.device)
             note.losses.append(loss)
             if step >= request.warmup:
+                note.collectives += _count_collectives() - before
                 note.wall_s.append(wall_s)
                 note.cpu_s.append(cpu_s)
     return notes
@@ -109,13 +116,15 @@ def turns(count: int, round_index: int) -> list[int]:
 def _timed_step(
     contender: Contender, microbatches: Sequence[Microbatch], device: torch.device
 ) -> tuple[float, float, torch.Tensor]:
-    """Wall and CPU seconds of one step, which begins when every rank has ended the one before, and its loss."""
-    _finish_queued_work(device)
-    dist.barrier()
+    """Wall and CPU seconds of one step, and its loss."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     loss = contender.step(microbatches)
     _finish_queued_work(device)
     return time.perf_counter() - wall_s, time.process_time() - cpu_s, loss
+
+
+def _count_collectives() -> int:
+    return sum(collectives_by_group().values())
 
 
 def _finish_queued_work(device: torch.device) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.cli import command_of, parse
+from benchmarks.contenders import OURS, OURS_BY_BUCKETS, PEERS
 from benchmarks.readings import LiveBytes, RankReading, RunReading, SentPerStep
 from benchmarks.report import Spread, disagreements, summarise
+from benchmarks.theory import needed_bytes
 from benchmarks.worker import turns
 from tests.support.source_tree import ROOT, SOURCE
 
@@ -21,8 +23,8 @@ def reading(**losses: tuple[float, float]) -> RunReading:
     """Two ranks, two steps; rank 0 saw the losses given, rank 1 those plus 2; the reference is 3.0 and 2.0."""
     contenders: dict[str, tuple[RankReading, ...]] = {
         name: (
-            RankReading((2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), SentPerStep(1, 2, 3, 4)),
-            RankReading((3.0, 1.0), (3.0, 4.0), (seen[0] + 2, seen[1] + 2), LiveBytes(20, 25), None),
+            RankReading((2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), SentPerStep(1, 2, 3, 4), 6.0),
+            RankReading((3.0, 1.0), (3.0, 4.0), (seen[0] + 2, seen[1] + 2), LiveBytes(20, 25), None, 6.0),
         )
         for name, seen in losses.items()
     }
@@ -33,7 +35,10 @@ def reading(**losses: tuple[float, float]) -> RunReading:
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
     """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output."""
     folder = tmp_path_factory.mktemp("results")
-    arguments = "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --strategies 0 1 2 3 --grad-accumulation 2"
+    arguments = (
+        "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --strategies 0 1 2 3 --ddp mddp mddp-optim "
+        "--peers fsdp2 ddp ddp-view ddp-zero --grad-accumulation 2 --bucket-mib 0.05"
+    )
     finished = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *arguments.split(), "--out", str(folder)],
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
@@ -54,7 +59,10 @@ def lines(tiny_run: tuple[dict[str, Any], str, str]) -> dict[str, dict[str, Any]
 
 
 def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[str, Any]]) -> None:
-    assert list(lines) == ["floor", "ours-0", "ours-1", "ours-2", "ours-3", "fsdp2", "ddp"]
+    ours, peers = [*OURS, "mddp", "mddp-optim"], ["fsdp2", "ddp", "ddp-view", "ddp-zero"]
+    assert list(lines) == ["floor", *ours, *peers]
+    assert set(peers) == set(PEERS)
+    assert set(ours) == {*OURS, *OURS_BY_BUCKETS}
 
 
 def test_losses_of_all_that_communicate_are_those_of_one_process(
@@ -78,7 +86,30 @@ def test_collectives_of_a_step_are_those_of_the_strategy(lines: dict[str, dict[s
     assert [sent[f"ours-{i}"]["reductions"] for i in range(4)] == [4, 4, 8, 8]
     assert [sent[f"ours-{i}"]["gathers"] for i in range(3)] == [0, 4, 4]
     assert sent["ours-3"]["gathers"] > 4
-    assert sent["floor"] is sent["fsdp2"] is sent["ddp"] is None
+    assert {name for name, counted in sent.items() if counted is None} == {"floor", *PEERS}
+
+
+def test_buckets_send_what_the_algorithm_needs(
+    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
+) -> None:
+    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
+    replicated, sharded = lines["mddp"], lines["mddp-optim"]
+    # A bucket is closed at 0.05 MiB of gradients: three are full, and the embeddings are left.
+    assert (replicated["sent"]["reductions"], replicated["sent"]["gathers"]) == (4, 0)
+    assert (sharded["sent"]["reductions"], sharded["sent"]["gathers"]) == (4, 4)
+    for line in (replicated, sharded):
+        assert line["sent"]["reduce_bytes"] + line["sent"]["gather_bytes"] == line["needed_bytes"] == weights_bytes
+
+
+def test_collectives_of_all_are_counted_by_the_process_groups(lines: dict[str, dict[str, Any]]) -> None:
+    assert lines["floor"]["collectives"] == 0
+    for line in lines.values():
+        if line["sent"] is not None:
+            assert line["collectives"] == line["sent"]["gathers"] + line["sent"]["reductions"]
+    buckets = lines["ddp"]["collectives"]
+    assert 2 <= buckets <= 4
+    assert lines["ddp-view"]["collectives"] == buckets
+    assert lines["ddp-zero"]["collectives"] == buckets + 2  # one broadcast by each rank
 
 
 def test_memory_between_steps_holds_weights_and_optimizer_state(
@@ -97,7 +128,8 @@ def test_report_is_printed_and_written(tiny_run: tuple[dict[str, Any], str, str]
     document, table, printed = tiny_run
     assert table.strip() == printed.strip()
     assert (
-        "--strategies 0 1 2 3 --peers fsdp2 ddp --grad-accumulation 2 --dtype float32" in document["facts"]["command"]
+        "--strategies 0 1 2 3 --ddp mddp mddp-optim --peers fsdp2 ddp ddp-view ddp-zero --grad-accumulation 2 "
+        "--dtype float32 --bucket-mib 0.05" in document["facts"]["command"]
     )
     assert document["facts"]["command"] in table
     assert table.count("\n| ours-") == 4
@@ -134,16 +166,34 @@ def test_nan_is_not_agreement() -> None:
     assert len(disagreements(reading(ddp=(float("nan"), 1.0)), 1e-6)) == 1
 
 
-def test_recorded_command_repeats_the_run() -> None:
-    given = "--model large --strategies 3 1 --peers ddp --steps 7 --device cpu"
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("floor", 0), ("mddp", 2), ("ddp", 2), ("ours-1", 2), ("mddp-optim", 2), ("ddp-zero", 3), ("ours-2", 4)],
+)
+def test_needed_bytes_are_parts_of_the_model(name: str, parts: int) -> None:
+    request, _ = parse(["--ranks", "4", "--device", "cpu", "--grad-accumulation", "3", "--dtype", "bfloat16"])
+    assert needed_bytes(name, request, reading()) == parts * 150  # three quarters of 100 elements of 2 bytes
+
+
+@pytest.mark.parametrize("name", ["ours-3", "fsdp2"])
+def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -> None:
+    request, _ = parse(["--device", "cpu"])
+    assert needed_bytes(name, request, reading()) is None
+
+
+@pytest.mark.parametrize("ours", ["--strategies 3 1", "--strategies --ddp mddp-optim"])
+def test_recorded_command_repeats_the_run(ours: str) -> None:
+    given = f"--model large {ours} --peers ddp --steps 7 --device cpu --bucket-mib 1.5"
     request, folder = parse([*given.split(), "--out", "somewhere"])
     repeated, nowhere = parse(command_of(request).split()[2:])
     assert repeated == request
-    assert request.contenders == ("floor", "ours-3", "ours-1", "ddp")
+    assert request.contenders in (("floor", "ours-3", "ours-1", "ddp"), ("floor", "mddp-optim", "ddp"))
     assert (folder, nowhere) == (Path("somewhere"), None)
 
 
-@pytest.mark.parametrize("arguments", ["--steps 0", "--strategies 4", "--peers horovod", "--dtype float8"])
+@pytest.mark.parametrize(
+    "arguments", ["--steps 0", "--strategies 4", "--ddp fsdp2", "--peers horovod", "--dtype float8", "--bucket-mib 0"]
+)
 def test_impossible_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(arguments.split())

@@ -28,10 +28,31 @@ class GatherMode(Enum):
 
 @dataclass
 class _Arrivals:
-    """How many gradients of one parameter come in a backward."""
+    """How many gradients of the parameters of one bucket come in a backward."""
 
-    expected: int = 0  # the most seen in a backward; 0: not known
-    now: int = 0
+    expected: list[int]  # of each parameter, the most seen in a backward; 0: not known
+    now: list[int]
+    missing: int = 0  # parameters whose last gradient has not come yet
+
+    @classmethod
+    def of(cls, count: int) -> _Arrivals:
+        """Nothing is known of `count` parameters."""
+        return cls([0] * count, [0] * count, count)
+
+    def note(self, parameter: int) -> None:
+        """A gradient has come."""
+        self.now[parameter] += 1
+        if self.now[parameter] == max(1, self.expected[parameter]):
+            self.missing -= 1
+
+    def learn(self) -> None:
+        """The backward is over: expect as much of the next."""
+        self.expected = [max(pair) for pair in zip(self.expected, self.now, strict=True)]
+
+    def forget(self) -> None:
+        """Another backward begins."""
+        self.now = [0] * len(self.now)
+        self.missing = len(self.now)
 
 
 class BucketScheduler(Scheduler):
@@ -46,7 +67,7 @@ class BucketScheduler(Scheduler):
     def __init__(self, config: ScheduleConfig, counts: Sequence[int], gather_mode: GatherMode) -> None:
         super().__init__(config)
         self.gather_mode = gather_mode
-        self._arrivals = [[_Arrivals() for _ in range(count)] for count in counts]
+        self._arrivals = [_Arrivals.of(count) for count in counts]
         self._learning = True  # no backward has ended yet
         self._next = len(counts) - 1  # the bucket to be reduced next
 
@@ -100,11 +121,12 @@ class BucketScheduler(Scheduler):
 
     def gradient_counted(self, unit: int, parameter: int) -> tuple[Operation, ...]:
         """A gradient of parameter `parameter` of a bucket is in; returns the reductions that can start, in order."""
-        self._arrivals[unit][parameter].now += 1
-        if self._learning or not self.config.reduces_early:
+        arrivals = self._arrivals[unit]
+        arrivals.note(parameter)
+        if arrivals.missing or self._learning or not self.config.reduces_early:
             return ()
         operations: list[Operation] = []
-        while self._next > ROOT and self._is_complete(self._next):
+        while self._next > ROOT and not self._arrivals[self._next].missing:
             if self.config.trainable[self._next]:
                 operations += self.gradients_ready(self._next)
             self._next -= 1
@@ -113,8 +135,7 @@ class BucketScheduler(Scheduler):
     def backward_ends(self) -> tuple[Operation, ...]:
         """As in `Scheduler`; what came is what the next backward waits for."""
         for arrivals in self._arrivals:
-            for arrival in arrivals:
-                arrival.expected = max(arrival.expected, arrival.now)
+            arrivals.learn()
         self._learning = False
         self._forget_arrivals()
         return super().backward_ends()
@@ -128,14 +149,10 @@ class BucketScheduler(Scheduler):
     def _forget_arrivals(self) -> None:
         self._next = len(self._units) - 1
         for arrivals in self._arrivals:
-            for arrival in arrivals:
-                arrival.now = 0
+            arrivals.forget()
 
     def _open_all(self) -> None:
         for unit in range(ROOT + 1, len(self._units)):
             state = self._units[unit]
             if self.config.trainable[unit] and not state.in_backward:
                 state.in_backward, state.reduced = True, False
-
-    def _is_complete(self, unit: int) -> bool:
-        return all(arrival.now >= max(1, arrival.expected) for arrival in self._arrivals[unit])

@@ -132,7 +132,9 @@ class BucketEngine(Engine):
         came = param.grad is not None
         super().take_gradient(index, position, parameter, param)
         if came:
-            self._run_backward(self.scheduler.gradient_counted(index, parameter))
+            operations = self.scheduler.gradient_counted(index, parameter)
+            if operations:
+                self._run_backward(operations)
 
     def _end_backward(self) -> None:
         if self.delayed is not None:

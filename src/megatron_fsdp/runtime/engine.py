@@ -193,7 +193,8 @@ class Engine(OnRequest):
         grad = unit.groups[position].local_gradient(parameter, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        self._begin_backward()
+        if not self._callback_queued:
+            self._begin_backward()
         gradients = unit.groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:

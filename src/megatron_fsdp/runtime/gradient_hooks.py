@@ -37,8 +37,12 @@ def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]])
     """
     for group, used in renewed:
         for index, param in enumerate(group.sharded):
-            if used[index] and get_grad(param, group.grad_attribute) is not None:
+            if _has_hooks(param, group.own_hooks) and used[index] and get_grad(param, group.grad_attribute) is not None:
                 _run(group, index, param)
+
+
+def _has_hooks(param: nn.Parameter, own_hooks: set[int]) -> bool:
+    return bool(param._post_accumulate_grad_hooks) or not own_hooks.issuperset(param._backward_hooks or ())
 
 
 def _run(group: ParameterGroup, index: int, param: nn.Parameter) -> None:

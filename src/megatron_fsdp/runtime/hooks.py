@@ -52,7 +52,6 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
     for inner in _outside_of_units(modules[ROOT], unit_modules):
         door = _Door(reference)
         handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
-        handles.append(inner.register_forward_hook(uncompiled(door.leave), always_call=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
@@ -129,10 +128,14 @@ class _Door:
 
     Callers may come in below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
     an embedding. Then the root's forward is this module's.
+
+    Every call of every module pays for its hooks, so the one behind the forward is registered when it is first needed:
+    by a hook in front of the forward, which is early enough.
     """
 
     def __init__(self, reference: weakref.ref[Engine]) -> None:
         self._reference = reference
+        self._leaves = False  # the hook behind the forward is there
         self._opened: list[bool] = []  # one entry per call under way: whether it opened the root's forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -141,9 +144,13 @@ class _Door:
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
             _before_forward(self._reference, ROOT, None, module, args)
-        self._opened.append(opens)
+            if not self._leaves:
+                module.register_forward_hook(uncompiled(self._leave), always_call=True)
+                self._leaves = True
+        if self._leaves:
+            self._opened.append(opens)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run, or failed."""
         if self._opened and self._opened.pop():
             return _after_forward(self._reference, ROOT, None, module, args, output)

@@ -55,6 +55,7 @@ class GradientBuffers:
         self._views: list[DTensor | None] = [None] * count
         self._target: torch.Tensor | None = None
         self._target_views: dict[int, list[torch.Tensor]] = {}
+        self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self._filled = [False] * count
@@ -65,6 +66,7 @@ class GradientBuffers:
         """Use another communication dtype for the next bucket."""
         self.precision, self.reducer.reduction = precision, reduction
         self._target_views.clear()
+        self._views_of_target = []
 
     # ---- filling ------------------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class GradientBuffers:
             for start, stop in self._padding:
                 bucket[start:stop].zero_()
             self._target = bucket
+            self._views_of_target = self._views_of(bucket)
         else:
             if self._partial is None:
                 self._partial = self._zeros(self.layout.numel)
@@ -106,25 +109,25 @@ class GradientBuffers:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
-        view = self._view(index)
-        if self._target is self._partial or self._filled[index]:
-            view.add_(grad, alpha=1.0 if self._target is self._partial else self.reducer.reduction.pre_factor)
-        elif self.reducer.reduction.pre_factor == 1.0:
-            view.copy_(grad)
+        target, factor = self._target, self.reducer.reduction.pre_factor
+        assert target is not None
+        if target is self._partial:
+            full_view(self.layout, target, index).add_(grad)
+        elif self._filled[index]:
+            self._views_of_target[index].add_(grad, alpha=factor)
+        elif factor == 1.0:
+            self._views_of_target[index].copy_(grad)
         else:
-            torch.mul(grad, self.reducer.reduction.pre_factor, out=view)
+            torch.mul(grad, factor, out=self._views_of_target[index])
         self._filled[index] = True
         self.arrived[index] = True
 
-    def _view(self, index: int) -> torch.Tensor:
-        target = self._target
-        assert target is not None
-        if target is self._partial:
-            return full_view(self.layout, target, index)
-        key = target.data_ptr()
+    def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """Each tensor's place in a bucket; made once for each memory that is lent."""
+        key = bucket.data_ptr()
         if key not in self._target_views:
-            self._target_views[key] = [full_view(self.layout, target, i) for i in range(len(self.layout.shapes))]
-        return self._target_views[key][index]
+            self._target_views[key] = [full_view(self.layout, bucket, i) for i in range(len(self.layout.shapes))]
+        return self._target_views[key]
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class GradientBuffers:
         else:
             for index, filled in enumerate(self._filled):
                 if not filled:
-                    self._view(index).zero_()
+                    self._views_of_target[index].zero_()
         self._target = None
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
@@ -234,8 +237,8 @@ class GradientBuffers:
             used: Whether any rank had a gradient for the parameter; one that nobody used and that had none keeps None.
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
-        for index, param in enumerate(params):
-            grad, attached = get_grad(param, self.grad_attribute), self._attached[index]
+        found = [get_grad(param, self.grad_attribute) for param in params]
+        for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
             if grad is None or grad is self._views[index]:
@@ -248,8 +251,8 @@ class GradientBuffers:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, param in enumerate(params):
-            shown = get_grad(param, self.grad_attribute) is not None
-            if not self._live[index] or not (used[index] or self._kept[index] or shown):
+            shown = found[index]
+            if not self._live[index] or not (used[index] or self._kept[index] or shown is not None):
                 self._live[index] = False
                 continue
             if cast is None:
@@ -258,7 +261,8 @@ class GradientBuffers:
                     grad = self._views[index] = describe(index, self.main.piece(index))
             else:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
-            set_grad(param, self.grad_attribute, grad)
+            if grad is not shown:
+                set_grad(param, self.grad_attribute, grad)
             self._attached[index] = True
         self.arrived = [False] * len(self.arrived)
         self._kept = [False] * len(self._kept)

@@ -178,16 +178,17 @@ class ParameterGroup:
             ConfigurationError: Names the first one.
         """
         wanted = self.gradients is not None
-        for index, (name, param) in enumerate(zip(self.names, self.sharded, strict=True)):
+        for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
             if param.requires_grad is not wanted:
                 raise ConfigurationError(
-                    f"requires_grad of {name} was {wanted} when the model was sharded and is {param.requires_grad} "
-                    "now; buffers for gradients are made once, so set requires_grad before sharding"
+                    f"requires_grad of {info.name} was {wanted} when the model was sharded and is "
+                    f"{param.requires_grad} now; buffers for gradients are made once, so set requires_grad before "
+                    "sharding"
                 )
             if local_part(param).data_ptr() != self._pointers[index]:
                 raise ConfigurationError(
-                    f"the data of {name} was replaced after the model was sharded (by param.data = ..., or by moving "
-                    "or casting the inner module); copy into the parameter instead, under torch.no_grad()"
+                    f"the data of {info.name} was replaced after the model was sharded (by param.data = ..., or by "
+                    "moving or casting the inner module); copy into the parameter instead, under torch.no_grad()"
                 )
 
     @property

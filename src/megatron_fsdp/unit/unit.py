@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,8 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 ParameterSites = tuple[tuple[nn.Module, str], ...]
+_Swap = tuple[nn.Module, str, nn.Parameter, nn.Parameter, bool]
+"""A place in the module tree, the full and the sharded parameter for it, and whether nobody wants to hear of a swap."""
 
 
 class Unit:
@@ -40,6 +42,7 @@ class Unit:
         self.is_module = is_module
         self.groups = tuple(groups)
         self._sites = tuple(tuple(of_group) for of_group in sites)
+        self._swaps = tuple(_swaps(self.groups, self._sites))
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
         self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
@@ -151,17 +154,18 @@ class Unit:
             ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
         """
         self.shows_full = True
-        for group, sites in zip(self.groups, self._sites, strict=True):
-            for param, sharded, places in zip(group.full, group.sharded, sites, strict=True):
-                for module, attribute in places:
-                    found = module._parameters.get(attribute)
-                    if found is not sharded and found is not param:
-                        raise ConfigurationError(
-                            f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded "
-                            "parameter any more (functional_call, or assigned after sharding); sharded models use "
-                            "their own weights"
-                        )
-                    set_parameter(module, attribute, param)
+        for module, attribute, param, sharded, is_plain in self._swaps:
+            held = module._parameters
+            found = held.get(attribute)
+            if found is not sharded and found is not param:
+                raise ConfigurationError(
+                    f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded parameter any "
+                    "more (functional_call, or assigned after sharding); sharded models use their own weights"
+                )
+            if is_plain:
+                held[attribute] = param
+            else:
+                setattr(module, attribute, param)
 
     def check_untouched(self) -> None:
         """Refuse writes into gathered weights, which would be lost when these are released.
@@ -182,10 +186,11 @@ class Unit:
     def install_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
         self.shows_full = False
-        for group, sites in zip(self.groups, self._sites, strict=True):
-            for param, places in zip(group.sharded, sites, strict=True):
-                for module, attribute in places:
-                    set_parameter(module, attribute, param)
+        for module, attribute, _, param, is_plain in self._swaps:
+            if is_plain:
+                module._parameters[attribute] = param
+            else:
+                setattr(module, attribute, param)
 
     def install_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put parameters of somebody else's into the module tree, one per parameter of each group."""
@@ -220,7 +225,18 @@ class Unit:
 
 def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
+    if _is_plain(module):
         module._parameters[attribute] = param
     else:
         setattr(module, attribute, param)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def _swaps(groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]]) -> Iterator[_Swap]:
+    for group, of_group in zip(groups, sites, strict=True):
+        for full, sharded, places in zip(group.full, group.sharded, of_group, strict=True):
+            for module, attribute in places:
+                yield module, attribute, full, sharded, _is_plain(module)

@@ -1,0 +1,33 @@
+"""What a contender has to send per step and rank, from its algorithm alone (pure)."""
+
+from __future__ import annotations
+
+from benchmarks.contenders import DDP, DDP_VIEW, DDP_ZERO, FLOOR, OUR_DDP, OUR_DDP_OPTIM, OURS
+from benchmarks.readings import Request, RunReading
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+def needed_bytes(name: str, request: Request, reading: RunReading) -> int | None:
+    """Bytes that one rank sends in a step over a ring, the mean of all ranks; flags and padding are left out.
+
+    A reduce-scatter, a gather, and broadcasts of every rank's part to all others send `(N - 1) / N` of the whole each,
+    an all-reduce twice that.
+
+    Args:
+        name: A contender.
+        request: For ranks, dtype and microbatches.
+        reading: For the size of the model.
+
+    Returns:
+        None where it depends on what stays gathered.
+    """
+    once = {FLOOR: 0}
+    once |= dict.fromkeys((OURS[0], OUR_DDP, DDP, DDP_VIEW), 2)  # an all-reduce
+    once |= dict.fromkeys((OURS[1], OUR_DDP_OPTIM), 2)  # a reduce-scatter and a gather
+    once[DDP_ZERO] = 3  # an all-reduce, and broadcasts
+    once[OURS[2]] = request.microbatches + 1  # a reduce-scatter after each microbatch, and a gather
+    if name not in once:
+        return None
+    whole = reading.parameter_numel * _ITEMSIZE[request.dtype]
+    return once[name] * (whole - whole // request.ranks)
