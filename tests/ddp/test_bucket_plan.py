@@ -126,7 +126,7 @@ def test_a_module_that_is_called_reads_its_own() -> None:
 def test_weights_of_a_module_that_is_not_called_are_read_by_the_nearest_one_above_it_that_is() -> None:
     found = readers({"layer", "layer.attention"}, layer={1}, layer_attention={2}, layer_attention_out={3})
     assert found == {"layer": {1}, "layer.attention": {2, 3}, "layer.attention.out": {3}}
-    assert readers(set(), a_b_c={4}) == {"": {4}, "a.b.c": {4}}
+    assert readers(set(), a_b_c={4}) == {"": {4}, "a": {4}, "a.b": {4}, "a.b.c": {4}}
 
 
 def test_modules_without_parameters_read_nothing() -> None:

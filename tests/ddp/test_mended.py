@@ -172,3 +172,83 @@ def adds_a_set() -> str:
 
 def test_sets_of_parameters_are_refused_as_torch_does(run_ranks: RunRanks) -> None:
     assert "ordered collections" in run_ranks(1, adds_a_set)[0]
+
+
+class ReadsDtype(nn.Module):
+    """Casts to what a layer wants before it is called, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.middle = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        self.seen.append(self.last.weight.dtype)
+        return self.last(self.middle(x)).float()
+
+
+def reads_dtype() -> list[torch.dtype]:
+    model, optimizer = wrapped(ReadsDtype().bfloat16(), OVERLAPPING)
+    trained(model, optimizer)
+    return model.module.seen
+
+
+def test_the_dtype_of_a_weight_that_is_not_there_yet_is_that_of_compute(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, reads_dtype) == [[torch.bfloat16] * 3] * 2
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+
+
+class HeadOutside(nn.Module):
+    """Has a head that only the loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 5)
+        self.head = Head()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def calls_the_head() -> float:
+    torch.manual_seed(0)
+    plain = HeadOutside()
+    model, optimizer = wrapped(copy.deepcopy(plain), OVERLAPPING)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for step in range(3):
+        x = torch.full((2, 5), 0.1 * (step + 1))
+        for body, head, steps in ((plain, plain.head, reference), (model, model.module.head, optimizer)):
+            head(body(x)).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+    full = model.full_parameters()
+    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+
+
+def test_a_head_that_is_called_outside_of_the_model_finds_its_weights(run_ranks: RunRanks) -> None:
+    assert all(found < 1e-5 for found in run_ranks(2, calls_the_head))
+
+
+def pool_after_steps() -> tuple[int, int]:
+    model, optimizer = wrapped(nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]), {**OVERLAPPING, "bucket_size": 30})
+    trained(model, optimizer, 1)
+    first = model.memory().transient_peak_bytes
+    trained(model, optimizer, 2)
+    return first, model.memory().transient_peak_bytes
+
+
+def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -> None:
+    for first, later in run_ranks(2, pool_after_steps):
+        assert first == later
+        assert later <= 3 * 128 * 4  # two buckets of 30 elements and the exchange, each aligned

@@ -82,7 +82,8 @@ def plan_readers(
     """Which buckets each module that is called reads.
 
     A module reads the parameters it owns, and those of the modules below it that are never called themselves: their
-    weights are used by somebody above them (as `nn.MultiheadAttention` uses those of its output projection).
+    weights are used by somebody above them (as `nn.MultiheadAttention` uses those of its output projection). A module
+    that was not called reads everything below it, should it be called one day.
 
     Args:
         owned: Fully qualified name of every module and the buckets of the parameters that it owns itself.
@@ -94,8 +95,8 @@ def plan_readers(
     found: dict[str, set[int]] = {}
     for name, buckets in owned:
         reader = name
+        found.setdefault(reader, set()).update(buckets)
         while reader and not called(reader):
             reader = reader.rpartition(".")[0]
-        found.setdefault(reader, set()).update(buckets)
-        found.setdefault(name, set()).update(buckets)  # should it be called one day
+            found.setdefault(reader, set()).update(buckets)
     return {name: frozenset(buckets) for name, buckets in found.items() if buckets}

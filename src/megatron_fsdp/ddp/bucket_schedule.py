@@ -93,8 +93,16 @@ class BucketScheduler(Scheduler):
         return (*started, *(op for unit in sorted(units) for op in self.weights_awaited(unit)))
 
     def forward_closes(self) -> tuple[Operation, ...]:
-        """The model's forward is over; start what it did not read, since other ranks may have read it."""
-        return tuple(op for unit in range(len(self._units)) for op in self.weights_wanted(unit))
+        """The model's forward is over; gather what it did not read, since other ranks may have read it.
+
+        Waited for, because whoever has the model now may write into its weights.
+        """
+        return self.everything()
+
+    @property
+    def learns(self) -> bool:
+        """Whether the backward under way is one that reduces everything at its end."""
+        return self._learning
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

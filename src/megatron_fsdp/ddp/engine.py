@@ -22,8 +22,8 @@ class BucketEngine(Engine):
     """Every unit but the root is a bucket of parameters of many modules.
 
     While the model runs, a bucket's full parameters hang in the modules from the moment they are up to date until the
-    forward ends, and again during the whole backward. Before that the modules hold the sharded parameters, so that code
-    that reads a weight too early fails instead of computing with old values.
+    forward ends, and again during the whole backward. Before that the modules hold sharded parameters, in the dtype of
+    the full ones, so that code that reads a weight too early fails instead of computing with old values.
 
     Args:
         units: Root first, then the buckets in forward order.
@@ -53,6 +53,14 @@ class BucketEngine(Engine):
         self.scheduler = BucketScheduler(memory.schedule, counts, gather_mode)
         self.delayed: WeightGradientQueue | None = None
         self._buckets = self.units[ROOT + 1 :]
+        self._stand_ins: dict[int, list[tuple[nn.Parameter, ...]]] = {}
+        if self.waits_for_readers:
+            self._stand_ins = {
+                unit.index: [group.stand_ins() for group in unit.groups]
+                for unit in self._buckets
+                if any(group.plan.precision.has_main_copy for group in unit.groups)
+            }
+        self._stood_in: set[int] = set()  # units whose stand-ins hang in the modules
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -72,6 +80,8 @@ class BucketEngine(Engine):
         self.executor.run(self.scheduler.everything() if reads_anything else self.scheduler.forward_opens())
         if reads_anything or not self.waits_for_readers:
             self._show(self._buckets)
+        else:
+            self._stand_in()
 
     def gather_all(self) -> None:
         """Gather and show everything, where nobody knows who reads what."""
@@ -92,6 +102,7 @@ class BucketEngine(Engine):
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())
+            self._stood_in.clear()
             for unit in self._buckets:
                 if unit.index not in self.opened:
                     unit.install_sharded()
@@ -114,8 +125,18 @@ class BucketEngine(Engine):
 
     def _show(self, units: Sequence[Unit]) -> None:
         for unit in units:
+            if unit.index in self._stood_in:
+                self._stood_in.discard(unit.index)
+                unit.install_sharded()
             if unit.index not in self.opened:
                 unit.install_full()
+
+    def _stand_in(self) -> None:
+        """Let code that asks for the dtype of a weight before its module runs find that of the compute weight."""
+        for unit in self._buckets:
+            if unit.index in self._stand_ins and unit.index not in self.opened and not unit.shows_full:
+                unit.install_copies(self._stand_ins[unit.index])
+                self._stood_in.add(unit.index)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -139,10 +160,14 @@ class BucketEngine(Engine):
     def _end_backward(self) -> None:
         if self.delayed is not None:
             self.delayed.run()
+        learnt = self.scheduler.learns
         super()._end_backward()
+        if learnt and self.scheduler.config.reduces_early:
+            self.executor.set_bucket_count(self.executor.bucket_count)  # all filled at once, this time only
 
     def reset(self) -> None:
         """As in `Engine`."""
         if self.delayed is not None:
             self.delayed.clear()
+        self._stood_in.clear()
         super().reset()

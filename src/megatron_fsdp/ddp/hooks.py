@@ -58,6 +58,7 @@ class Readers:
         ]
         self._called: set[int] = set()
         self._learns = False  # the forward under way is one to learn from
+        self._whole = False  # the forward under way began at the model, not at a module inside
         self._reads: dict[int, frozenset[int]] | None = None  # by the id of the module
 
     def register(self) -> list[RemovableHandle]:
@@ -77,6 +78,7 @@ class Readers:
     def _begin(self, _module: nn.Module, _args: Any) -> None:
         """The model's forward has begun, after the engine has heard of it."""
         engine = self._live()
+        self._whole = True
         if self._reads is None:
             self._called.clear()
             self._learns = torch.is_grad_enabled()
@@ -87,6 +89,7 @@ class Readers:
     def _before(self, module: nn.Module, _args: Any) -> None:
         if self._reads is None:
             self._called.add(id(module))
+        if self._reads is None or not self._whole:
             self._live().gather_all()
             return
         buckets = self._reads.get(id(module))
@@ -95,6 +98,7 @@ class Readers:
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """The first forward that came to its end has shown who is called."""
+        self._whole = False
         error = sys.exc_info()[1] if output is None else None
         if isinstance(error, ShardOperationError) and self._reads is not None:
             error.add_note(_ADVICE)

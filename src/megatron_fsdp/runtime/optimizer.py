@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.local_step import LocalStep
 
@@ -165,7 +166,7 @@ def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer,
 
 
 def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
-    """Cut whole, plain state tensors, such as one process saved, as their parameters are; the rest is handed on."""
+    """Cut state as its parameters are, where it is whole or cut otherwise; the rest is handed on."""
     listed = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     if len(listed) != len(numbers):
@@ -174,15 +175,21 @@ def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model:
     for param, number in zip(listed, numbers, strict=True):
         if number in state and isinstance(param, DTensor):
             state[number] = {
-                key: model.shard_like(param, value) if _is_whole(key, value, param) else value
+                key: model.shard_like(param, _whole(value)) if _is_cut_otherwise(key, value, param) else value
                 for key, value in state[number].items()
             }
     return {**state_dict, "state": state}
 
 
-def _is_whole(key: str, value: object, param: DTensor) -> bool:
-    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    return is_plain and value.shape == param.shape and key != STEP_KEY  # type: ignore[attr-defined]
+def _is_cut_otherwise(key: str, value: object, param: DTensor) -> bool:
+    """Whether state is whole, as one process saves it, or cut as torch cuts it, where its parameter is not."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
+        return False
+    return not isinstance(value, DTensor) or (isinstance(param, UnevenDTensor) and not isinstance(value, UnevenDTensor))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.flat_buffer import piece_view
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
@@ -266,6 +267,18 @@ class ParameterGroup:
         flat = local_part(full.detach()).reshape(-1).to(self.plan.device)
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
+
+    def stand_ins(self) -> tuple[nn.Parameter, ...]:
+        """Parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
+        region = self.weights.main.region
+        part = self.weights.compute.part(region)
+        return tuple(
+            nn.Parameter(
+                self.describe_piece(index, piece_view(self.plan.layout, region, part, index)),
+                requires_grad=param.requires_grad,
+            )
+            for index, param in enumerate(self.sharded)
+        )
 
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
