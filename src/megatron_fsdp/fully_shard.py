@@ -257,7 +257,7 @@ def fully_shard_optimizer(
         ) from None
     check_parameters(optimizer, names)
     check_kind(optimizer)
-    check_reads_decoupled(optimizer, model.ddp_config.megatron_fsdp_use_decoupled_grad)
+    check_reads_decoupled(optimizer, model.decouples_gradients)
     if model.adopt(optimizer):
         integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.pipelines import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
+from megatron_fsdp.runtime.assemble import Switches
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.participation import calls_of, take_part
 from megatron_fsdp.runtime.sync import SyncMode
@@ -19,6 +20,7 @@ class HandDriven:
     """Start, wait for and defer communication. Plain loops need none of this."""
 
     _engine: Engine
+    _switches: Switches
     _mode: SyncMode
     module: nn.Module
     device: torch.device
@@ -94,6 +96,11 @@ class HandDriven:
         """
         self._engine.refresh_weights()
         self._engine.prefetch_weights(wait=force_sync or self._gathers_at_once)
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether weights are gathered while the forward runs."""
+        return self._switches.overlap_param_gather
 
     @property
     def may_gather_between_steps(self) -> bool:

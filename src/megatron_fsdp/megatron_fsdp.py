@@ -156,6 +156,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
         self.ddp_config = config
+        self._switches = switches
         self.mp_policy = switches.policy
         self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.calculate_per_token_loss = switches.calculate_per_token_loss
@@ -187,7 +188,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     @property
     def data_parallel_sharding_strategy(self) -> str:
         """The strategy by name."""
-        return resolve_strategy(self.ddp_config.data_parallel_sharding_strategy).name
+        return self._switches.strategy.name
 
     @property
     def model_auto_sync(self) -> bool:

@@ -12,6 +12,7 @@ from megatron_fsdp.runtime.assemble import Assembly
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.footprint import MemoryUse, footprints_of, memory_of
 from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
+from megatron_fsdp.unit.grad_slot import GRAD
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 
@@ -37,6 +38,11 @@ class Reports:
             for params in (group.full, group.sharded)
             for name, param in zip(group.names, params, strict=True)
         }
+
+    @property
+    def decouples_gradients(self) -> bool:
+        """Whether parameters show their gradients as `.decoupled_grad`."""
+        return any(group.grad_attribute != GRAD for group in self._engine.groups())
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """All parameter groups, in unit order."""

@@ -53,7 +53,7 @@ def setting_of(way: int, turn: int, own_dtypes: bool) -> DdpSetting:
         use_distributed_optimizer=shards,
         overlap_grad_reduce=overlaps,
         average_in_collective=turn % 4 == 1,
-        gradient_reduce_div_fusion=turn % 5 != 2,
+        gradient_reduce_div_fusion=turn % 5 != 2 or turn % 4 == 1,  # a collective that averages divides by itself
         **BUCKETS[(turn // 2 + turn) % len(BUCKETS)],
         **(GATHERS[turn // 2 % len(GATHERS)] if shards else {}),
         **dtypes,

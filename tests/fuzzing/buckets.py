@@ -28,7 +28,7 @@ def draw_bucket_case(seed: int, max_ranks: int = 4) -> Case:
         "average_in_collective": case.options.get("average_in_collective", False),
         "check_for_nan_in_grad": case.options.get("report_nan_in_param_grad", False),
         "bucket_size": rng.choice([None, 1, 20, 60, 200, 1000]),
-        "gradient_reduce_div_fusion": rng.random() < 0.7,
+        "gradient_reduce_div_fusion": rng.random() < 0.7 or case.options.get("average_in_collective", False),
         "pad_buckets_for_high_nccl_busbw": rng.random() < 0.15,
         "megatron_fsdp_main_params_dtype": policy.main_params_dtype,
         "megatron_fsdp_main_grads_dtype": policy.main_grads_dtype,

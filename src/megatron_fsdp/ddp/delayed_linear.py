@@ -260,4 +260,5 @@ def _is_plain(linear: nn.Linear) -> bool:
     if type(linear) not in (nn.Linear, DelayedLinear) or "forward" in linear.__dict__:
         return False
     params = list(linear.parameters(recurse=False))
-    return "weight" in linear._parameters and all(type(param) in _PLAIN for param in params)
+    learns = any(param.requires_grad for param in params)
+    return "weight" in linear._parameters and learns and all(type(param) in _PLAIN for param in params)

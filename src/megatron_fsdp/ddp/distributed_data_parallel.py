@@ -66,7 +66,7 @@ class DistributedDataParallel(MegatronFSDP):
         verify_ranks: As in `fully_shard_model`.
 
     Attributes:
-        ddp_config: The caller's configuration.
+        ddp_config: The caller's configuration; nothing reads it after wrapping.
         resolved: What was made of it.
 
     Raises:
@@ -119,11 +119,12 @@ class DistributedDataParallel(MegatronFSDP):
                     f"fsdp_unit_modules={fsdp_unit_modules!r} has no effect without use_megatron_fsdp=True, where "
                     "parameters are cut by size; set that or leave it out"
                 )
+            verify_ranks_s = resolve_verify_ranks(verify_ranks)
             switches = replace(
-                _switches(resolved),
+                _switches(resolved, verify_ranks_s),
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
-                verify_ranks_s=resolve_verify_ranks(verify_ranks),
+                verify_ranks_s=verify_ranks_s,
                 find_unused_parameters=find_unused_parameters,
             )
             delayed = _delay_weight_gradients(module) if resolved.config.delay_wgrad_compute else None
@@ -142,11 +143,6 @@ class DistributedDataParallel(MegatronFSDP):
         self.ddp_config = config
         for notice in resolved.notices:
             logger.info(notice)
-
-    @property
-    def data_parallel_sharding_strategy(self) -> str:
-        """The strategy by name, as it is in force."""
-        return self.resolved.strategy.name
 
     def backward_dw(self) -> None:
         """Compute weight gradients that were delayed now, in place of at the end of backward.
@@ -171,8 +167,8 @@ def _check_types(config: Any, module: Any) -> None:
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give the model, a torch.nn.Module")
-    if isinstance(module, MegatronFSDP):
-        raise ConfigurationError("the model is wrapped already; wrap a model once")
+    if isinstance(module, MegatronFSDP) or any(hasattr(p, "_megatron_fsdp_model") for p in module.parameters()):
+        raise ConfigurationError("the model is sharded already; wrap a model once")
 
 
 def _resolve_together(
@@ -202,13 +198,14 @@ def _delay_weight_gradients(module: nn.Module) -> WeightGradientQueue:
     return queue
 
 
-def _switches(resolved: ResolvedDDP) -> Switches:
+def _switches(resolved: ResolvedDDP, verify_ranks_s: float) -> Switches:
+    # Ranks that are compared wait for one another, so reductions start where they all do: at the end of backward.
     config = resolved.config
     return Switches(
         strategy=resolved.strategy,
         outer_strategy=resolved.outer_strategy,
         policy=resolved.policy,
-        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_grad_reduce=config.overlap_grad_reduce and not verify_ranks_s,
         overlap_param_gather=config.overlap_param_gather,
         average_in_collective=config.average_in_collective,
         calculate_per_token_loss=False,

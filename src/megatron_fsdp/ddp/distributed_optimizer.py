@@ -42,7 +42,7 @@ class DistributedOptimizer(Optimizer):
         optimizer: Built on `model.parameters()` after wrapping, or what `fully_shard(model, optimizer)` handed back for
             one that was built before. Step either it or this object; only this one clips.
         model: The wrapped model. All its gradients together are clipped, those of other optimizers' parameters too.
-        clip_grad: Largest 2-norm of all gradients; 0.0: they are not clipped.
+        clip_grad: Largest 2-norm of all gradients; None or 0.0: they are not clipped.
 
     Attributes:
         inner_optimizer: The wrapped one.
@@ -57,7 +57,7 @@ class DistributedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = False  # a scaler that leaves unscaling to the step would have scaled gradients clipped
 
-    def __init__(self, optimizer: Optimizer, model: MegatronFSDP, *, clip_grad: float = 0.0) -> None:
+    def __init__(self, optimizer: Optimizer, model: MegatronFSDP, *, clip_grad: float | None = None) -> None:
         if not isinstance(model, MegatronFSDP):
             raise ConfigurationError(
                 f"a DistributedOptimizer steps on the shards of a wrapped model, and this one is a "
@@ -100,7 +100,7 @@ class DistributedOptimizer(Optimizer):
                 return result
 
             loss = self.inner_optimizer.step(clipped)
-        if self._model.ddp_config.overlap_param_gather and self._model.may_gather_between_steps:
+        if self._model.gathers_ahead and self._model.may_gather_between_steps:
             self._model.start_param_sync()
         return loss
 
@@ -189,8 +189,11 @@ def _without_names(params: Iterable[Any]) -> list[nn.Parameter]:
     return [param[1] if isinstance(param, tuple) else param for param in params]
 
 
-def _check_clip_grad(clip_grad: float) -> None:
-    if not (clip_grad >= 0 and math.isfinite(clip_grad)):
+def _check_clip_grad(clip_grad: object) -> None:
+    if clip_grad is None:
+        return
+    is_number = isinstance(clip_grad, int | float) and not isinstance(clip_grad, bool)
+    if not is_number or not (clip_grad >= 0 and math.isfinite(clip_grad)):  # type: ignore[operator, arg-type]
         raise ConfigurationError(
-            f"clip_grad={clip_grad} is no largest norm; give a positive number, or 0.0 to leave gradients as they are"
+            f"clip_grad={clip_grad!r} is no largest norm; give a positive number, or None not to clip"
         )

@@ -180,6 +180,16 @@ def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: Sha
             "align_param_gather=True has no effect without overlap_param_gather=True, where all weights are gathered "
             "before the forward; set both or neither"
         )
+    if config.average_in_collective and not config.gradient_reduce_div_fusion:
+        raise ConfigurationError(
+            "gradient_reduce_div_fusion=False has no effect with average_in_collective=True, where the collective "
+            "divides; give only one of them"
+        )
+    if not config.fsdp_all_gather_in_start_param_sync and strategy is ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            'fsdp_all_gather_in_start_param_sync=False has no effect with data_parallel_sharding_strategy="no_shard", '
+            "where nothing is gathered; leave it out"
+        )
     instances = config.num_distributed_optimizer_instances
     if num_ranks % instances:
         raise ConfigurationError(

@@ -104,7 +104,8 @@ class Executor:
         """
         for action, index, slot in operations:
             unit = self._units[index]
-            self._fold(action, index)
+            if action is not Action.REDUCE or reach is not Reach.NOWHERE:
+                self._fold(action, index)
             before, self.is_broken = self.is_broken, True
             try:
                 if self.verifier is not None:
