@@ -1,11 +1,15 @@
 """Configurations in YAML files: what is read, and what is refused in words. Round trips are with the class's tests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
+
+_NO_PATH = Path("a\x00b")
 
 
 def test_yaml_may_come_from_a_file(tmp_path: Path) -> None:
@@ -86,3 +90,56 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError) as caught:
             DistributedDataParallelConfig.from_yaml(path)
         assert str(caught.value) == f"{path} cannot be read: {reason}; give the path of a YAML file."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("overlap_grad_reduce: !!bool maybe", "some value does not fit the tag in front of it; "),  # KeyError inside
+        ("bucket_size: !!timestamp abc", "some value does not fit the tag in front of it; "),  # AttributeError inside
+        ("bucket_size: !!float ''", "some value does not fit the tag in front of it; "),  # IndexError inside
+        ("bucket_size: !!int 010", "this is not a whole decimal number on line 1, column 14; put it right there."),
+        ("bucket_size: !!int ''", "this is not a whole decimal number on line 1, column 14; put it right there."),
+        (
+            "bucket_size: 1" + "0" * 5000,
+            "a whole number of 5,001 characters is too long on line 1, column 14; put it right there.",
+        ),
+    ],
+)
+def test_values_that_the_yaml_reader_fails_on_are_refused_in_words(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallelConfig.from_yaml(text)
+    assert str(caught.value).startswith(f"not YAML: {message}")
+
+
+@pytest.mark.parametrize("word", ["010", "1:30", "0x10", "0b11", "-010", "0_1"])
+def test_whole_numbers_are_decimal(word: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallelConfig.from_yaml(f"bucket_size: {word}")
+    assert str(caught.value) == f"bucket_size={word!r} is not a positive whole number; give 1 or more."
+
+
+def test_decimal_numbers_are_read_and_other_users_of_yaml_keep_their_numbers() -> None:
+    for text, number in (("7", 7), ("+7", 7), ("1_000", 1000), ("!!int 7", 7), (str(2**63 - 1), 2**63 - 1)):
+        assert DistributedDataParallelConfig.from_yaml(f"bucket_size: {text}").bucket_size == number
+    assert yaml.safe_load("[010, 1:30, !!int 010]") == [8, 90, 8]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (_NO_PATH, f"{_NO_PATH!r} cannot be read: embedded null byte; give the path of a YAML file."),
+        (
+            3,
+            (
+                "a configuration cannot be read from 'int'; give YAML text, or the path of a YAML file as a "
+                "pathlib.Path."
+            ),
+        ),
+    ],
+    ids=["null byte", "number"],
+)
+def test_what_is_no_path_is_refused(source: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallelConfig.from_yaml(source)
+    assert str(caught.value) == message

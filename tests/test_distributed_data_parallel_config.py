@@ -146,6 +146,9 @@ def test_dtypes_may_be_names_and_are_stored_as_dtypes(field: str, value: Any, dt
         ),
         ({"num_buckets": 0}, "num_buckets=0 is not a positive whole number; give 1 or more."),
         ({"bucket_size": -1}, "bucket_size=-1 is not a positive whole number; give 1 or more."),
+        ({"bucket_size": 2**63}, "bucket_size is a whole number beyond 2**63 - 1 in size; give a smaller one."),
+        ({"num_buckets": -(10**5000)}, "num_buckets is a whole number beyond 2**63 - 1 in size; give a smaller one."),
+        ({"nccl_ub": 10**5000}, "nccl_ub is a whole number beyond 2**63 - 1 in size; give a smaller one."),
         ({"bucket_size": 1.5}, "bucket_size=1.5 is not a positive whole number; give 1 or more."),
         ({"bucket_size": True}, "bucket_size=True is not a positive whole number; give 1 or more."),
         (

@@ -52,6 +52,7 @@ A switch that is harmless but idle without another one is accepted, as the publi
 
 All three give back an equal configuration. What a file leaves out takes its default; an unknown key is an error that
 names the nearest field, and so are a key that is there twice and a string that only looks like a number (`1e6`).
+Whole numbers in YAML are decimal (`80_000_000`): what YAML 1.1 reads as octal or base 60 (`010`, `1:30`) is refused.
 
 Flags, and the attributes of the parsed namespace, have the names that Megatron-LM gives them. A switch has a flag for
 on and one for off, written `--[no-]x` below, of which the last one given counts. Strategies may be numbers, dtypes any

@@ -17,6 +17,9 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import DTYPE_NAMES, check_main_dtype
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 
+MOST = 2**63 - 1
+"""The largest whole number that a field takes: sizes are counted in 64 bits. Python cannot print all larger ones."""
+
 FOLLOW = "auto"
 """How a dtype that is None is written where there is no None."""
 
@@ -98,6 +101,9 @@ def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[s
     Raises:
         ConfigurationError: A value or a combination of values is not possible.
     """
+    for name, value in given.items():
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ConfigurationError(f"{name} is a whole number beyond 2**63 - 1 in size; give a smaller one.")
     values = {name: _CHECKS[types[name]](name, value) for name, value in given.items()}
     for rule in EXCLUSIONS:
         if _is_set(values[rule.one]) and _is_set(values[rule.other]):

@@ -1,8 +1,13 @@
-"""Mappings of plain values as YAML text: what PyYAML's safe loader and dumper do, with errors in words."""
+"""Mappings of plain values as YAML text: what PyYAML's safe loader and dumper do, with errors in words.
+
+Whole numbers are decimal. YAML 1.1 also has octal and base 60, by which 010 is 8 and 1:30 is 90; here such words are
+strings, as are those in base 2 and 16, and a field that needs a number refuses them.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,31 @@ from typing import Any
 import yaml
 
 from megatron_fsdp.errors import ConfigurationError
+
+_INT = "tag:yaml.org,2002:int"
+_DECIMAL = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$")
+_BAD_VALUE = "some value does not fit the tag in front of it; leave tags such as !!bool out"
+
+
+def _decimal(_loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """The whole number that is written; also where a tag asks for one, which no resolver has seen then."""
+    try:
+        if isinstance(node.value, str) and _DECIMAL.match(node.value):
+            return int(node.value.replace("_", ""))
+        problem = "this is not a whole decimal number"
+    except ValueError:  # Python limits the digits of a number
+        problem = f"a whole number of {len(node.value):,} characters is too long"
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """The safe loader with whole numbers in decimal only. Its tables are its own: other users of PyYAML keep theirs."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, _DECIMAL if tag == _INT else pattern) for tag, pattern in known]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {**yaml.SafeLoader.yaml_constructors, _INT: _decimal}  # noqa: RUF012
 
 
 def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
@@ -27,11 +57,11 @@ def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
     Raises:
         ConfigurationError: The file cannot be read, or does not hold one YAML mapping with every key once.
     """
-    text, where = (source, "") if isinstance(source, str) else (_text_of(Path(source)), f"{os.fspath(source)}: ")
+    text, where = (source, "") if isinstance(source, str) else _text_of(source)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
+        root = yaml.compose(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader)
+    except Exception as error:  # noqa: BLE001 - PyYAML's constructors fail in many ways on what they do not expect
         raise ConfigurationError(f"{where}not YAML: {_one_line(error)}") from None
     if values is None:
         return {}, where
@@ -50,12 +80,22 @@ def write_mapping(values: Mapping[str, Any]) -> str:
     return text
 
 
-def _text_of(path: Path) -> str:
+def _text_of(source: os.PathLike[str]) -> tuple[str, str]:
+    """The text of a file, and what errors about it begin with."""
+    if not isinstance(source, os.PathLike):
+        raise ConfigurationError(
+            f"a configuration cannot be read from {type(source).__name__!r}; give YAML text, or the path of a YAML "
+            "file as a pathlib.Path."
+        )
+    shown = repr(source)
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigurationError(f"{path} cannot be read: {reason}; give the path of a YAML file.") from None
+        path = Path(source)
+        shown = str(path) if str(path).isprintable() else shown
+        return path.read_text(encoding="utf-8"), f"{shown}: "
+    except Exception as error:  # noqa: BLE001 - also a path that Python or the system cannot take
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else reason
+        raise ConfigurationError(f"{shown} cannot be read: {reason}; give the path of a YAML file.") from None
 
 
 def _refuse_repeated_keys(root: Any, where: str) -> None:
@@ -71,6 +111,8 @@ def _refuse_repeated_keys(root: Any, where: str) -> None:
 
 
 def _one_line(error: Exception) -> str:
+    if not isinstance(error, yaml.YAMLError | ValueError | RecursionError):  # ValueError: a date that does not exist
+        return _BAD_VALUE
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())

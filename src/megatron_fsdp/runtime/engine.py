@@ -96,6 +96,7 @@ class Engine(OnRequest):
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
+        self._ending = False  # a backward ends, and its checks conclude after that
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -263,7 +264,11 @@ class Engine(OnRequest):
     def _end_backward(self) -> None:
         self._callback_queued = False
         self._install_sharded()
-        self._run_backward(self.scheduler.backward_ends())
+        self._ending = True
+        try:
+            self._run_backward(self.scheduler.backward_ends())
+        finally:
+            self._ending = False
         for check in self._checks:
             check.conclude()
 
@@ -299,14 +304,25 @@ class Engine(OnRequest):
         return [group for unit in self.units for group in unit.groups]
 
     def flush_deferred(self) -> None:
-        """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would."""
+        """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would.
+
+        Raises:
+            NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
+        """
+        check = None if self._ending else self.finite_check
+        concludes = self._may_differ  # then not all ranks of other groups may have something to reduce
+        if check is not None and not self._callback_queued:  # inside a backward its own findings stay
+            check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
+                concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
                 self.executor.reduce_across(unit)
         self.executor.retire_all()
+        if check is not None and concludes:
+            check.conclude()
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""

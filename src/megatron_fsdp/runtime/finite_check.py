@@ -1,4 +1,8 @@
-"""Find NaN and infinity in gradients before they are reduced, and say on every rank whose they are."""
+"""Find NaN and infinity in gradients before they are reduced, and say on every rank whose they are.
+
+Gradients are looked at twice: as they arrive, and as they are about to travel. A sum of deferred microbatches, or the
+cast to the dtype of the main gradients or of the wire, can make infinity of values that were finite.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class FiniteCheck:
         self._flags = torch.zeros(self._ranks.most, dtype=torch.bool, device=device)
 
     def begin(self) -> None:
-        """A backward begins; what an earlier one has left, which may have failed, is forgotten."""
+        """A backward, or a sync outside of one, begins; what an earlier one that failed has left is forgotten."""
         self._flags.zero_()
 
     def look_at(self, name: str, grad: torch.Tensor) -> None:

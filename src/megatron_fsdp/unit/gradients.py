@@ -28,6 +28,7 @@ from megatron_fsdp.unit.grad_slot import GRAD, get_grad, set_grad
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
+Inspect = Callable[[int, torch.Tensor], None]
 
 
 class GradientBuffers:
@@ -46,6 +47,7 @@ class GradientBuffers:
         self.precision = precision
         self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
+        self.inspect: Inspect | None = None  # sees what is about to travel: tensor i of each bucket
         self.main = FlatBuffer(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
@@ -154,6 +156,9 @@ class GradientBuffers:
                 if not filled:
                     self._views_of_target[index].zero_()
         self._target = None
+        if self.inspect is not None:
+            for index, view in enumerate(self._views_of(bucket)):
+                self.inspect(index, view)
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
             return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
