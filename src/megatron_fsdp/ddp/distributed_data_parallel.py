@@ -167,8 +167,10 @@ def _check_types(config: Any, module: Any) -> None:
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give the model, a torch.nn.Module")
-    if isinstance(module, MegatronFSDP) or any(hasattr(p, "_megatron_fsdp_model") for p in module.parameters()):
-        raise ConfigurationError("the model is sharded already; wrap a model once")
+    if isinstance(module, MegatronFSDP):
+        raise ConfigurationError("the model is wrapped already; wrap a model once")
+    if any(hasattr(param, "_megatron_fsdp_model") for param in module.parameters()):
+        raise ConfigurationError("the model is sharded already, inside of another wrapper; wrap a model once")
 
 
 def _resolve_together(
