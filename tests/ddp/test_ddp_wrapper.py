@@ -61,7 +61,7 @@ def test_what_cannot_be_honoured_is_refused_in_words(run_ranks: RunRanks) -> Non
             "the model is wrapped already; wrap a model once",
             "the model is sharded already",
             "has no effect without use_megatron_fsdp=True, where parameters are cut by size",
-            "num_distributed_optimizer_instances=3 does not divide the 2 ranks",
+            "num_distributed_optimizer_instances=3 does not divide the 2 data-parallel ranks",
             "average_in_collective=True contradicts calculate_per_token_loss=True",
             "'nothing.*', which matches none of the 2 trainable parameters",
             "other",
