@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -252,3 +253,42 @@ def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -
     for first, later in run_ranks(2, pool_after_steps):
         assert first == later
         assert later <= 3 * 128 * 4  # two buckets of 30 elements and the exchange, each aligned
+
+
+def steps_past_gradients() -> list[str]:
+    model = DistributedDataParallel(DistributedDataParallelConfig(), nn.Linear(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # not connected
+    before = model.full_parameters()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with model.no_sync():
+                model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.full_parameters().items())
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_step_that_gradients_passed_by_is_told_once(run_ranks: RunRanks) -> None:
+    for told in run_ranks(2, steps_past_gradients):
+        assert len([text for text in told if "so nothing was updated" in text]) == 1
+
+
+def unequal_microbatches() -> float:
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 5)
+    model, optimizer = wrapped(copy.deepcopy(plain), {})
+    with model.no_sync():
+        for _ in range(dist.get_rank() + 1):
+            model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        (plain(torch.ones(2, 5)).square().sum() / 2).backward()
+    reference.step()
+    full = model.full_parameters()
+    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+
+
+def test_ranks_may_defer_unequal_numbers_of_microbatches(run_ranks: RunRanks) -> None:
+    assert all(found < 1e-6 for found in run_ranks(2, unequal_microbatches))

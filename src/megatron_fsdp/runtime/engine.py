@@ -13,7 +13,6 @@ from torch import nn
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
-from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import Placement, placements_for
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
@@ -29,6 +28,7 @@ from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import Reach, SyncMode
+from megatron_fsdp.runtime.unseen_gradients import UnseenGradients
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
@@ -86,7 +86,7 @@ class Engine(OnRequest):
         self._pending_is_sharded = placements_for(sharding.strategy).pending_grad[-1] is Placement.SHARD
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
-        self._warned = False
+        self._unseen = UnseenGradients()
         self.handed_out = HandedOut()
         self.expert_names = ExpertNames()
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
@@ -153,22 +153,9 @@ class Engine(OnRequest):
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
             return  # its own hooks install
-        self._warn_of_waiting(optimizer)
+        self._unseen.look_at(optimizer, self.places)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         self.stepped = self.stepped or any(id(param) in self.places for param in firsts)
-
-    def _warn_of_waiting(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say once that a step that is not connected did not see gradients that wait for their reduction."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = [self.places[id(param)][0].gradients for param in params if id(param) in self.places]
-        waits = any(found is not None and (found.has_deferred or found.has_pending) for found in owned)
-        if waits and not self._warned and all(param.grad is None for param in params):
-            self._warned = True
-            warn_caller(
-                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
-                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
-            )
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; what was gathered is out of date."""
