@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.buffer.own_group import OwnGroups
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.placement import Placement, placements_for
@@ -87,6 +88,7 @@ class Engine(OnRequest):
         self.stepped = False
         self.handed_out = HandedOut()
         self.expert_names = ExpertNames()
+        self.own_groups: OwnGroups | None = None  # kept: they go with the engine
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._defers = False  # some pass since the last sync leaves sums for later
