@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from megatron_fsdp.buffer.own_group import twin_of
 from megatron_fsdp.checkpoint.ranks import world_size_of
 from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
 from megatron_fsdp.checkpoint.staging import StagingBuffers
@@ -167,29 +167,13 @@ class BackgroundSaver:
 
 
 def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """A new gloo group of the same ranks; None where this process is alone in the world.
-
-    For some of the ranks torch names a group by how many groups a rank is in, which may differ between them, and they
-    would wait for each other under different names; so they agree on a name first, over the group that is there.
-    """
+    """A new gloo group of the same ranks; None where this process is alone in the world."""
     if world_size_of() == 1:
         return None
     if group is None:
         return dist.new_group(timeout=timeout, backend="gloo")
     name = decided_by_first(lambda: f"megatron_fsdp_background_save_{uuid.uuid4().hex}", "making a group", group)
-    ranks = dist.get_process_group_ranks(group)
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend("gloo"),
-        distributed_c10d._get_default_store(),
-        cast(Any, name),
-        timeout=timeout or distributed_c10d.default_pg_timeout,
-    )
-    assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
-    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made
+    return twin_of(group, name, "gloo", timeout)
 
 
 def _warn_of_untold(outcome: _Outcome) -> None:

@@ -218,4 +218,6 @@ def _switches(resolved: ResolvedDDP, verify_ranks_s: float) -> Switches:
         scales_first=not config.gradient_reduce_div_fusion,
         numel_multiple=resolved.numel_multiple,
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
+        # Where nothing overlaps, buckets travel at points that all ranks share.
+        own_groups=config.overlap_grad_reduce or config.overlap_param_gather,
     )

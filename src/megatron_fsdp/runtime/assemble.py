@@ -61,6 +61,7 @@ class Switches:
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
         check_large: Look for unexpectedly large values in every gradient.
+        own_groups: Communicate over process groups that the model's own collectives do not use.
     """
 
     strategy: ShardingStrategy
@@ -80,6 +81,7 @@ class Switches:
     numel_multiple: int = 1
     fp32_patterns: tuple[str, ...] = ()
     check_large: bool = False
+    own_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ def assemble(
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
+    own_groups = None
+    if switches.own_groups:
+        sharding, own_groups = sharding.over_own_groups()
     units = build_units(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
     _warn_of_narrowing(units)
     if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
@@ -141,6 +146,7 @@ def assemble(
     reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
     memory = plan_memory(switches.memory, reduces_early, units)
     engine = grouping.make_engine(units, memory, mode, sharding, backward_finished)
+    engine.own_groups = own_groups
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, switches, device)

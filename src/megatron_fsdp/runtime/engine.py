@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.buffer.own_group import OwnGroups
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.placement import Placement, placements_for
@@ -89,6 +90,7 @@ class Engine(OnRequest):
         self._unseen = UnseenGradients()
         self.handed_out = HandedOut()
         self.expert_names = ExpertNames()
+        self.own_groups: OwnGroups | None = None  # they go with the engine
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._defers = False  # some pass since the last sync leaves sums for later
@@ -113,7 +115,7 @@ class Engine(OnRequest):
             self._defers |= self.reach is not Reach.EVERYWHERE
             self.refresh_weights()
             self.executor.gather_across()
-        elif self.scheduler.in_backward and not _inside_backward():
+        elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
                 "call reset() on the model after an exception and go on with the next batch"
@@ -392,8 +394,3 @@ class Engine(OnRequest):
         for is_expert in self._usage:
             groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
             match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
-
-
-def _inside_backward() -> bool:
-    """Whether autograd is executing on this thread."""
-    return torch._C._current_graph_task_id() != -1

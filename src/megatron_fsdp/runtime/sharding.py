@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.buffer.own_group import OwnGroups
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import gradient_reduction
 from megatron_fsdp.grouping import GroupKey, ParameterGroupSpec
@@ -107,6 +108,16 @@ class Sharding:
     def domain(self, is_expert: bool) -> Domain:
         """The ranks of parameters of one kind."""
         return self.experts if is_expert and self.experts is not None else self.dense
+
+    def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
+        """The same with groups that nobody else uses along each data-parallel axis; collective, by all ranks."""
+        experts = self.experts.axes if self.experts is not None else ()
+        own = OwnGroups((*self.dense.axes, *experts))
+        cut = len(self.dense.axes)
+        dense = replace(self.dense, axes=own.axes[:cut])
+        return replace(
+            self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
+        ), own
 
     def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
         """Decide layout, dtypes, placements and factors of one group.

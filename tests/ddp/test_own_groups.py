@@ -1,0 +1,210 @@
+"""Overlapping buckets travel over own groups, so that collectives of the model cannot swap places with them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_fsdp.buffer.own_group import timeout_of
+from megatron_fsdp.ddp import DistributedOptimizer
+from tests.conftest import RunRanks
+
+REDUCING: dict[str, Any] = {"overlap_grad_reduce": True, "bucket_size": 1}
+GATHERING: dict[str, Any] = {**REDUCING, "use_distributed_optimizer": True, "overlap_param_gather": True}
+STEPS = 4
+
+
+class OverRanks(torch.autograd.Function):
+    """The mean over the ranks of the default group, also in backward, as SyncBatchNorm makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        mean = x.clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        grad = grads[0].clone()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+class Speaking(nn.Module):
+    """Means over ranks between layers, whose weights have as many elements as the means; one layer may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, uses_third: bool) -> torch.Tensor:
+        x = OverRanks.apply(self.layers[0](x))
+        x = OverRanks.apply(self.layers[1](x))
+        if uses_third:
+            x = self.layers[2](x)
+        x = self.layers[3](x)
+        out: torch.Tensor = self.layers[4](x)
+        return out
+
+
+def largest_difference(fields: Mapping[str, Any]) -> float:
+    """From a model of this process alone, over some steps; ranks other than the first skip a layer after one step."""
+    torch.manual_seed(0)
+    alone = Speaking()
+    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), copy.deepcopy(alone))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    rank, worst = dist.get_rank(), 0.0
+    for step in range(STEPS):
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(77 * step + rank))
+        uses_third = step == 0 or rank == 0
+        model(batch, uses_third).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alone(batch, uses_third).square().mean().backward()
+        for param in alone.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        reference.step()
+        reference.zero_grad()
+        for mine, expected in zip(model.module.parameters(), alone.parameters(), strict=True):
+            worst = max(worst, (mine.full_tensor() - expected).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_of_the_model_do_not_meet_those_of_buckets(world_size: int, run_ranks: RunRanks) -> None:
+    assert max(run_ranks(world_size, largest_difference, REDUCING)) < 1e-7
+
+
+def live() -> tuple[int, int, int]:
+    """Process groups that torch knows, threads and open files (sockets among them) of this process."""
+    return (
+        len(distributed_c10d._world.pg_map),
+        len(list(Path("/proc/self/task").iterdir())),
+        len(list(Path("/proc/self/fd").iterdir())),
+    )
+
+
+def wrap(fields: Mapping[str, Any]) -> DistributedDataParallel:
+    return DistributedDataParallel(DistributedDataParallelConfig(**fields), nn.Sequential(nn.Linear(3, 3)))
+
+
+def groups_made(fields: Mapping[str, Any]) -> int:
+    wrap({})  # whatever the first wrap of a process makes
+    before = live()[0]
+    model = wrap(fields)
+    made = live()[0] - before
+    del model
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, 0), ({"use_distributed_optimizer": True}, 0), (REDUCING, 1), (GATHERING, 1)],
+    ids=["replicated", "sharded", "reductions", "gathers"],
+)
+def test_only_what_overlaps_has_a_group_of_its_own(
+    fields: Mapping[str, Any], expected: int, run_ranks: RunRanks
+) -> None:
+    assert run_ranks(2, groups_made, fields) == [expected] * 2
+
+
+def one_process_groups() -> int:
+    before = live()[0]
+    model = wrap(REDUCING)
+    made = live()[0] - before
+    del model
+    return made
+
+
+def test_one_process_makes_no_group(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, one_process_groups) == [0]
+
+
+def like_the_original() -> dict[str, bool]:
+    """Backend, ranks, place and timeout are those of the mesh's group."""
+    parent = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    assert parent is not None
+    mesh = dist.DeviceMesh.from_group(parent, "cpu", mesh_dim_names=("dp",))
+    model = DistributedDataParallel(DistributedDataParallelConfig(**REDUCING), nn.Linear(3, 3), mesh)
+    axis = model._engine.groups()[0].plan.axes[-1]
+    assert axis.group is not None
+    found = {
+        "another": axis.group is not parent,
+        "backend": dist.get_backend(axis.group) == dist.get_backend(parent),
+        "ranks": dist.get_process_group_ranks(axis.group) == dist.get_process_group_ranks(parent),
+        "place": axis.rank == dist.get_rank(axis.group) == dist.get_rank(parent),
+        "timeout": timeout_of(axis.group) == timedelta(seconds=77),
+        "traffic": axis.traffic is model._engine.traffic_by_axis["dp"],
+    }
+    del model, axis
+    dist.destroy_process_group(parent)
+    return found
+
+
+def test_an_own_group_is_like_the_original(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, like_the_original):
+        assert found == dict.fromkeys(found, True)
+
+
+def wrap_and_delete(count: int) -> list[tuple[int, int, int]]:
+    """What is left after the first of several models and after the last."""
+    left = []
+    for number in range(count):
+        model = wrap(GATHERING)
+        model(torch.ones(2, 3)).sum().backward()
+        del model
+        gc.collect()
+        if number in (0, count - 1):
+            left.append(live())
+    return left
+
+
+def test_models_one_after_another_leave_no_group_thread_or_socket(run_ranks: RunRanks) -> None:
+    for first, last in run_ranks(2, wrap_and_delete, 30):
+        assert first == last
+
+
+def delete_on_one_rank_first() -> int:
+    """A rank that still has the model goes on to use the default group, where the other one waits for it."""
+    before = live()[0]
+    model = wrap(REDUCING)
+    model(torch.ones(2, 3)).sum().backward()
+    if dist.get_rank() == 0:
+        del model
+    dist.barrier()
+    if dist.get_rank() == 1:
+        del model
+    return live()[0] - before
+
+
+def test_a_rank_may_delete_its_model_before_the_others(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, delete_on_one_rank_first) == [0, 0]
+
+
+def refused() -> int:
+    """A model that one rank alone refuses makes no group."""
+    before = live()[0]
+    module = nn.Linear(3, 3 + dist.get_rank())
+    try:
+        DistributedDataParallel(DistributedDataParallelConfig(**REDUCING), module)
+    except ValueError:
+        return live()[0] - before
+    return -1
+
+
+def test_a_refusal_makes_no_group(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, refused) == [0, 0]
