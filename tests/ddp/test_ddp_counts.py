@@ -230,8 +230,7 @@ def count_instances(fields: Fields) -> tuple[dict[str, tuple[int, int]], list[in
             model(torch.ones(2, WIDTHS[0])).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    index = model.get_distributed_index()
-    inner, outer = index.get_fsdp_group(), index.get_outer_fsdp_group()
+    outer, inner = (axis.group for axis in model.parameter_groups()[-1].plan.axes)
     found = {
         "gathers inside": counts.on(inner, GATHER),
         "reductions inside": counts.on(inner, EXCHANGE),
