@@ -145,4 +145,5 @@ def wrap_train_delete(count: int) -> list[int]:
 
 def test_models_one_after_another_leave_nothing_behind(run_ranks: RunRanks) -> None:
     for counts in run_ranks(2, wrap_train_delete, 4):
-        assert counts[1:] == [counts[1]] * 3
+        # What earlier tests left in the worker may go meanwhile; nothing may come.
+        assert counts[1:] == sorted(counts[1:], reverse=True)
