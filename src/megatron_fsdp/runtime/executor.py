@@ -89,6 +89,10 @@ class Executor:
         self.bucket_count = count
         self._buckets.set_count(count)
         self._scratch.set_count(self._scratch_count)
+        for unit in self._units:
+            for group in unit.groups:
+                if group.gradients is not None:
+                    group.gradients.forget_buckets()
 
     @property
     def _scratch_count(self) -> int:

@@ -70,6 +70,10 @@ class GradientBuffers:
         self._target_views.clear()
         self._views_of_target = []
 
+    def forget_buckets(self) -> None:
+        """Let go of buckets that were filled before and may be gone."""
+        self._target_views.clear()
+
     # ---- filling ------------------------------------------------------------------------------------------------
 
     @property
