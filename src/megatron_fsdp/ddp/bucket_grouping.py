@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -15,11 +15,9 @@ from megatron_fsdp.ddp.hooks import register_bucket_hooks
 from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.runtime.build import parameter_info
 from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.memory_plan import MemoryPlan
+from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.sharding import Sharding
-from megatron_fsdp.runtime.sync import SyncMode
-from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan
 
 
@@ -54,16 +52,9 @@ class BucketGrouping:
         """None: what is not in buckets is frozen."""
         return None
 
-    def make_engine(
-        self,
-        units: Sequence[Unit],
-        memory: MemoryPlan,
-        mode: SyncMode,
-        sharding: Sharding,
-        backward_finished: Callable[[], None],
-    ) -> BucketEngine:
+    def make_engine(self, parts: EngineParts) -> BucketEngine:
         """See `Grouping`."""
-        return BucketEngine(units, memory, mode, sharding, backward_finished, self.gather_mode)
+        return BucketEngine(parts, self.gather_mode)
 
     def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
         """See `Grouping`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -11,10 +11,8 @@ from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
 from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
-from megatron_fsdp.runtime.memory_plan import MemoryPlan
+from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.schedule import ROOT
-from megatron_fsdp.runtime.sharding import Sharding
-from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.unit.unit import Unit
 
 
@@ -26,11 +24,7 @@ class BucketEngine(Engine):
     the full ones, so that code that reads a weight too early fails instead of computing with old values.
 
     Args:
-        units: Root first, then the buckets in forward order.
-        memory: See `Engine`.
-        mode: See `Engine`.
-        sharding: See `Engine`.
-        backward_finished: See `Engine`.
+        parts: See `Engine`; units are the root, then the buckets in forward order.
         gather_mode: When changed weights are gathered.
 
     Attributes:
@@ -39,18 +33,10 @@ class BucketEngine(Engine):
 
     scheduler: BucketScheduler
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        memory: MemoryPlan,
-        mode: SyncMode,
-        sharding: Sharding,
-        backward_finished: Callable[[], None],
-        gather_mode: GatherMode,
-    ) -> None:
-        super().__init__(units, memory, mode, sharding, backward_finished)
-        counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
-        self.scheduler = BucketScheduler(memory.schedule, counts, gather_mode)
+    def __init__(self, parts: EngineParts, gather_mode: GatherMode) -> None:
+        super().__init__(parts)
+        counts = [sum(len(group.sharded) for group in unit.groups) for unit in self.units]
+        self.scheduler = BucketScheduler(parts.memory.schedule, counts, gather_mode)
         self.delayed: WeightGradientQueue | None = None
         self._buckets = self.units[ROOT + 1 :]
         self._stand_ins: dict[int, list[tuple[nn.Parameter, ...]]] = {}

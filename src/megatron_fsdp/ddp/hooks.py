@@ -48,7 +48,6 @@ class Readers:
 
     def __init__(self, engine: BucketEngine, model: nn.Module) -> None:
         self._engine = weakref.ref(engine)
-        self._model = weakref.ref(model)
         bucket_of = {id(param): unit.index for unit in engine.units for group in unit.groups for param in group.sharded}
         self._modules = dict(model.named_modules(remove_duplicate=False))  # a module may hang in several places
         self._ids = {path: id(module) for path, module in self._modules.items()}

@@ -22,6 +22,7 @@ from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
@@ -145,7 +146,7 @@ def assemble(
         )
     reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
     memory = plan_memory(switches.memory, reduces_early, units)
-    engine = grouping.make_engine(units, memory, mode, sharding, backward_finished)
+    engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
     engine.own_groups = own_groups
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)

@@ -16,23 +16,21 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.placement import Placement, placements_for
 from megatron_fsdp.runtime.domain import Domain
+from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.expert_names import ExpertNames
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
-from megatron_fsdp.runtime.memory_plan import MemoryPlan
 from megatron_fsdp.runtime.on_request import OnRequest
 from megatron_fsdp.runtime.recovery import match_deferred_sums
 from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
-from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.structure import StructureCheck
-from megatron_fsdp.runtime.sync import Reach, SyncMode
+from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.unseen_gradients import UnseenGradients
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.unit.param_group import ParameterGroup
-from megatron_fsdp.unit.unit import Unit
 
 _NEVER = -1  # the epoch of a forward that used no weights
 
@@ -52,27 +50,17 @@ class Engine(OnRequest):
     """Everything that happens between two optimizer steps.
 
     Args:
-        units: All units, root first.
-        memory: How memory is borrowed, and what the scheduler is told.
-        mode: When gradients are reduced; shared with the wrapper.
-        sharding: Which ranks share what.
-        backward_finished: Called at the end of each backward, after reductions are in.
+        parts: What it is put together from.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        memory: MemoryPlan,
-        mode: SyncMode,
-        sharding: Sharding,
-        backward_finished: Callable[[], None],
-    ) -> None:
-        self.units = tuple(units)
-        self.mode = mode
+    def __init__(self, parts: EngineParts) -> None:
+        memory, sharding = parts.memory, parts.sharding
+        self.units = tuple(parts.units)
+        self.mode = parts.mode
         self.device = sharding.device
         self.memory = memory
         self.scheduler = Scheduler(memory.schedule)
-        self.executor = Executor(units, sharding.device, backward_finished, memory.weights, memory.buckets)
+        self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory.weights, memory.buckets)
         self.finite_check: FiniteCheck | None = None
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None

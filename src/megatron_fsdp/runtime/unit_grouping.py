@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.fine_grained import refine_units
 from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.hooks import register_hooks
-from megatron_fsdp.runtime.memory_plan import MemoryPlan
 from megatron_fsdp.runtime.sharding import Sharding
-from megatron_fsdp.runtime.sync import SyncMode
-from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, find_units
 
 
@@ -35,14 +33,7 @@ class Grouping(Protocol):
         """Where to cut the root's parameters into groups, in elements; None: never."""
         ...
 
-    def make_engine(
-        self,
-        units: Sequence[Unit],
-        memory: MemoryPlan,
-        mode: SyncMode,
-        sharding: Sharding,
-        backward_finished: Callable[[], None],
-    ) -> Engine:
+    def make_engine(self, parts: EngineParts) -> Engine:
         """The engine, without hooks."""
         ...
 
@@ -73,16 +64,9 @@ class UnitGrouping:
         """See `Grouping`."""
         return self.memory.bucket_numel_on(num_ranks)
 
-    def make_engine(
-        self,
-        units: Sequence[Unit],
-        memory: MemoryPlan,
-        mode: SyncMode,
-        sharding: Sharding,
-        backward_finished: Callable[[], None],
-    ) -> Engine:
+    def make_engine(self, parts: EngineParts) -> Engine:
         """See `Grouping`."""
-        return Engine(units, memory, mode, sharding, backward_finished)
+        return Engine(parts)
 
     def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
         """See `Grouping`."""
