@@ -13,6 +13,10 @@ class CollectiveArgumentError(ConfigurationError, AssertionError):
     """Tensors of a public collective do not fit together; an AssertionError too, as the published function raises."""
 
 
+class ParallelSizeError(ConfigurationError, AssertionError):
+    """A parallel size does not fit the strategy, the world or the model; also both types that clients may expect."""
+
+
 class NotSupportedYetError(MegatronFSDPError, NotImplementedError):
     """An argument is part of the API but this version does not implement it; leave it at its default."""
 

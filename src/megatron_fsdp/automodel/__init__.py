@@ -1,0 +1,1 @@
+"""Strategy configurations, meshes and managers for models of Hugging Face transformers."""

@@ -1,0 +1,94 @@
+"""What a model of transformers is made of: where its decoder layers are and how many heads it has; pure inspection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+
+_KNOWN_PATHS = (
+    "model.layers",
+    "layers",
+    "model.language_model.layers",
+    "language_model.model.layers",
+    "language_model.layers",
+    "transformer.h",
+    "h",
+    "gpt_neox.layers",
+    "model.decoder.layers",
+    "decoder.layers",
+)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The decoder layers of a model.
+
+    Attributes:
+        path: Dotted name of the list, such as "model.layers".
+        container: The list itself; a ModuleDict with the original indices as keys in a pipeline stage.
+    """
+
+    path: str
+    container: nn.ModuleList | nn.ModuleDict
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """(dotted name in the model, layer), in order."""
+        return [(f"{self.path}.{name}", layer) for name, layer in self.container.named_children()]
+
+    def modules(self) -> list[nn.Module]:
+        """The layers, in order."""
+        return list(self.container.children())
+
+
+def find_layers(model: nn.Module) -> Layers:
+    """The decoder layers: where transformers' models have them, else the longest list of modules.
+
+    Raises:
+        ConfigurationError: The model has no list of modules.
+    """
+    for path in _KNOWN_PATHS:
+        found = _at(model, path)
+        if isinstance(found, nn.ModuleList | nn.ModuleDict) and len(found):
+            return Layers(path, found)
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    if not lists:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no list of layers (an nn.ModuleList such as model.layers), so there is "
+            "nothing to shard or split by layers; give a decoder model of transformers, or use fully_shard_model"
+        )
+    return Layers(*max(lists, key=lambda entry: len(entry[1])))
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model, also inside of a multimodal one; None where the model has none."""
+    config: Any = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if callable(get_text_config) else config
+
+
+def head_counts(model: nn.Module) -> tuple[int, int] | None:
+    """(query heads, key and value heads) of the language model; None where its config does not say."""
+    config = text_config(model)
+    queries = getattr(config, "num_attention_heads", None)
+    if not isinstance(queries, int):
+        return None
+    keys = getattr(config, "num_key_value_heads", None)
+    return queries, keys if isinstance(keys, int) else queries
+
+
+def model_type(model: nn.Module) -> str:
+    """What transformers calls the family ("llama", "qwen3"); empty where the model has no config."""
+    return str(getattr(text_config(model), "model_type", "") or "")
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    current: Any = model
+    for part in path.split("."):
+        current = getattr(current, part, None)
+        if current is None:
+            return None
+    return current if isinstance(current, nn.Module) else None

@@ -1,0 +1,169 @@
+"""Tiny models of transformers, of many families, and what one process computes with them on a whole batch.
+
+`build(kind)` gives the same weights for the same kind and seed in every process, so a rank can build the reference
+itself. Sizes divide by 4, so that up to four tensor-parallel ranks have a head each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.support.parity import fixed_seed
+
+VOCABULARY = 96
+SEQUENCE = 16
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "tie_word_embeddings": True}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DEEPSEEK = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_gqa": ("Llama", {"num_key_value_heads": 2}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma": ("Gemma", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", _GEMMA),
+    "gemma3": ("Gemma3", _GEMMA),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "original_max_position_embeddings": 64}),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {}),
+    "gpt2": ("GPT2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
+}
+"""kind -> (prefix of the classes in transformers, what differs from the common sizes)."""
+
+_GPT2 = {"n_embd": 32, "n_inner": 48, "n_layer": 4, "n_head": 4, "n_positions": 64}
+_NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "embedding_dropout")
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    """The small config of a family."""
+    prefix, own = FAMILIES[kind]
+    sizes = dict(_DENSE)
+    if prefix == "GPT2":
+        sizes = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, **_GPT2}
+    name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config = getattr(transformers, name)(**{**sizes, **own, **changes})
+    for field in _NO_DROPOUT:
+        if hasattr(config, field) and field not in changes:
+            setattr(config, field, 0.0)
+    return config
+
+
+def build(kind: str, seed: int = 0, *, attention: str | None = None, **changes: Any) -> Any:
+    """A causal language model in float32 with random weights, norms included, in training mode without dropout.
+
+    Args:
+        kind: A key of `FAMILIES`.
+        seed: Of the weights.
+        attention: Implementation; None: what transformers chooses.
+        changes: Of the config.
+    """
+    with fixed_seed(seed):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(kind, **changes), attn_implementation=attention, dtype=torch.float32
+        )
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.ndim == 1:  # norms start at one or zero and biases at zero: a swap would not be seen
+                    param.add_(torch.randn(param.shape) * 0.1)
+                elif "norm" not in name:
+                    param.mul_(3.0)  # larger weights, so that wrong ones show
+    return model.train()
+
+
+def batch_of(rows: int = 4, sequence: int = SEQUENCE, seed: int = 1) -> dict[str, Tensor]:
+    """Token ids and labels, (rows, sequence); some labels are -100, unevenly over the rows."""
+    with fixed_seed(seed):
+        tokens = torch.randint(2, VOCABULARY, (rows, sequence))
+    labels = tokens.clone()
+    for row in range(rows):
+        labels[row, : 1 + row % 3] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross entropies of the next token; labels as of transformers, not yet shifted."""
+    shifted = logits[:, :-1].float()
+    return nn.functional.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def label_count(labels: Tensor) -> int:
+    """How many labels count towards `token_loss_sum`."""
+    return int((labels[:, 1:] != -100).sum())
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computes: index = step.
+
+    Attributes:
+        losses: Mean loss per counted token.
+        gradients: By parameter name, before the step.
+        parameters: By parameter name, after the step.
+        logits: Of the first step.
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: list[dict[str, Tensor]]
+    logits: Tensor
+
+
+def reference(
+    kind: str, *, steps: int = 3, rows: int = 4, learning_rate: float = 1e-2, changes: Mapping[str, Any] | None = None
+) -> Reference:
+    """Train one process by AdamW on batches of seeds 1, 2, ...: loss is the mean over all counted tokens."""
+    model = build(kind, **(changes or {}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    losses, gradients, parameters, first_logits = [], [], [], None
+    for step in range(steps):
+        batch = batch_of(rows, seed=1 + step)
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        first_logits = logits.detach().clone() if first_logits is None else first_logits
+        loss = token_loss_sum(logits, batch["labels"]) / label_count(batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert first_logits is not None
+    return Reference(losses, gradients, parameters, first_logits)
