@@ -1,0 +1,42 @@
+"""Gradient accumulation that reads the same for every strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+
+
+@contextlib.contextmanager
+def accumulation_context(model: nn.Module, is_last_microbatch: bool, *, defer_grad_sync: bool = True) -> Iterator[None]:
+    """Run forward and backward of one microbatch; gradients are reduced over ranks after the last one.
+
+    Args:
+        model: What a manager, `from_pretrained` or `from_config` returned (not a pipeline, which has all microbatches
+            of a step inside).
+        is_last_microbatch: Whether the optimizer steps after this one.
+        defer_grad_sync: False: reduce after every microbatch (less memory, more communication); for FSDP2 what
+            `FSDP2Config.defer_fsdp_grad_sync` says.
+
+    Raises:
+        ConfigurationError: The model is of none of the strategies.
+    """
+    reduces = is_last_microbatch or not defer_grad_sync
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduces)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, MegatronFSDP | nn.parallel.DistributedDataParallel):
+        with contextlib.nullcontext() if reduces else model.no_sync():
+            yield
+    else:
+        raise ConfigurationError(
+            f"the model is a {type(model).__name__}; give what a manager, from_pretrained or from_config returned"
+        )

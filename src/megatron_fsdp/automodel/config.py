@@ -1,0 +1,240 @@
+"""What a user says about a strategy, beside the parallel sizes: one dataclass for each of the three strategies.
+
+The sizes (`dp_size`, `dp_replicate_size`, `tp_size`, `pp_size`, `cp_size`, `ep_size`) are arguments of
+`from_pretrained` and `from_config`; sizes.py checks them. Names, order and defaults of the fields are those of NeMo
+AutoModel's `components.distributed.config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, fields
+from typing import Any, Optional, TypeAlias, Union
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.placement import resolve_strategy
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass
+class FSDP2Config:
+    """PyTorch's own FSDP2, with tensor, sequence, context, pipeline and expert parallelism.
+
+    Attributes:
+        sequence_parallel: Cut activations between the layers along the sequence too, over the tensor-parallel ranks.
+        tp_plan: From module names (with `*`) to `ParallelStyle` objects or names of transformers' styles; or an import
+            path of one. None: chosen by the model type.
+        patch_is_packed_sequence: Let transformers take no sequence for a packed one, without looking. Saves one
+            synchronisation of host and device per attention layer; not for packed sequences.
+        mp_policy: Dtypes of FSDP2. None: compute and outputs in bfloat16, reduction in float32.
+        offload_policy: Keep sharded parameters, gradients and optimizer state in host memory.
+        autocast_dtype: Run forward under `torch.autocast` of the device in this dtype. None: no autocast.
+        activation_checkpointing: Recompute the decoder layers in backward.
+        defer_fsdp_grad_sync: With gradient accumulation, reduce gradients after the last microbatch only; read by
+            `accumulation_context`.
+        backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
+        enable_async_tensor_parallel: Let the compiler overlap collectives of tensor parallelism with matrix products.
+            Needs `sequence_parallel`, which is switched on with a warning, and compiled layers.
+        enable_compile: Compile each decoder layer by `torch.compile`; names of parameters stay as they are.
+        enable_fsdp2_prefetch: Gather layers ahead of their use in a fixed order rather than one ahead.
+        fsdp2_backward_prefetch_depth: How many layers ahead in backward; 0: as FSDP2 does by itself.
+        fsdp2_forward_prefetch_depth: The same in forward.
+    """
+
+    sequence_parallel: bool = False
+    tp_plan: Optional[dict] = None  # type: ignore[type-arg]  # noqa: UP045 (the published annotation)
+    patch_is_packed_sequence: bool = False
+    mp_policy: Optional[MixedPrecisionPolicy] = None  # noqa: UP045
+    offload_policy: Optional[CPUOffloadPolicy] = None  # noqa: UP045
+    autocast_dtype: Optional[torch.dtype] = None  # noqa: UP045
+    activation_checkpointing: bool = False
+    defer_fsdp_grad_sync: bool = True
+    backend: str = "nccl"
+    enable_async_tensor_parallel: bool = False
+    enable_compile: bool = False
+    enable_fsdp2_prefetch: bool = False
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+
+    def __post_init__(self) -> None:
+        """Fill in the default policy and check values.
+
+        Raises:
+            ConfigurationError: A value is of another type or out of range.
+        """
+        _check_flags(self)
+        _check_backend(self)
+        _check_type(self, "mp_policy", MixedPrecisionPolicy)
+        _check_type(self, "offload_policy", CPUOffloadPolicy)
+        _check_type(self, "autocast_dtype", torch.dtype)
+        if self.tp_plan is not None and not isinstance(self.tp_plan, dict | str):
+            raise ConfigurationError(
+                f"FSDP2Config.tp_plan is a {type(self.tp_plan).__name__}; give a dict from module names to styles, the "
+                "import path of one (or of a function that returns one), or None"
+            )
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            depth = getattr(self, name)
+            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+                raise ConfigurationError(f"FSDP2Config.{name}={depth!r}; give a whole number of layers, 0 or more")
+        if self.mp_policy is None:
+            self.mp_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
+            )
+        if self.enable_async_tensor_parallel and not self.sequence_parallel:
+            warn_caller("enable_async_tensor_parallel needs sequence_parallel=True, which is switched on")
+            self.sequence_parallel = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name; values are the same objects, not copies."""
+        return _shallow(self)
+
+
+@dataclass
+class MegatronFSDPConfig:
+    """This package's own engine, with tensor and context parallelism.
+
+    Attributes:
+        sequence_parallel: Cut activations between the layers along the sequence too, over the tensor-parallel ranks.
+        tp_plan: Not a field: refused, since plans of one's own go with `FSDP2Config`.
+        megatron_fsdp_unit_modules: Import paths (or classes) of the modules to gather and release together. None: what
+            the model declares in `_no_split_modules`, else repeated blocks.
+        zero_dp_strategy: 0: nothing is sharded, 1: optimizer state, 2: gradients too, 3: parameters too.
+        init_fsdp_with_meta_device: The model that the manager is given is on the meta device; let its modules
+            initialise themselves straight into their shards.
+        grad_reduce_in_fp32: Communicate and accumulate gradients in float32.
+        preserve_fp32_weights: Let the optimizer update float32 copies of the weights.
+        overlap_grad_reduce: Reduce gradients during backward.
+        overlap_param_gather: Gather weights ahead of their use.
+        check_for_nan_in_grad: Raise on all ranks, with names, where a gradient is NaN or infinite.
+        average_in_collective: Let the collective average in place of a sum and a factor.
+        disable_bucketing: Never cut the parameters outside of units into several buckets.
+        calculate_per_token_loss: Sum gradients over ranks in place of averaging; the loss must then be divided by the
+            tokens of all ranks.
+        keep_fp8_transpose_cache: Not supported.
+        nccl_ub: Not supported.
+        fsdp_double_buffer: Gather into two buffers that are kept.
+        activation_checkpointing: Recompute the MLP (or mixture of experts) of each decoder layer in backward.
+        backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
+    """
+
+    sequence_parallel: bool = False
+    tp_plan: InitVar[Optional[dict]] = None  # type: ignore[type-arg]  # noqa: UP045
+    megatron_fsdp_unit_modules: Optional[list[str]] = None  # noqa: UP045
+    zero_dp_strategy: int = 3
+    init_fsdp_with_meta_device: bool = False
+    grad_reduce_in_fp32: bool = False
+    preserve_fp32_weights: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    check_for_nan_in_grad: bool = True
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    activation_checkpointing: bool = False
+    backend: str = "nccl"
+
+    def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
+        """Check values.
+
+        Raises:
+            ConfigurationError: A tensor-parallel plan is given, or a value is of another type or out of range.
+        """
+        if tp_plan is not None:
+            raise ConfigurationError(
+                "MegatronFSDPConfig takes no tp_plan: the plan is chosen by the model type; use FSDP2Config for a plan "
+                "of your own, or call parallelize_tensors and fully_shard_model yourself"
+            )
+        _check_flags(self)
+        _check_backend(self)
+        resolve_strategy(self.zero_dp_strategy)
+        units: object = self.megatron_fsdp_unit_modules
+        if units is not None and not isinstance(units, list | tuple):
+            raise ConfigurationError(
+                f"MegatronFSDPConfig.megatron_fsdp_unit_modules={units!r}; give a list of import paths of module "
+                "classes, or None"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name; values are the same objects, not copies."""
+        return _shallow(self)
+
+
+@dataclass
+class DDPConfig:
+    """PyTorch's DistributedDataParallel: whole replicas; no parallelism but that of the data.
+
+    Attributes:
+        activation_checkpointing: Recompute the decoder layers in backward.
+        backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
+    """
+
+    activation_checkpointing: bool = False
+    backend: str = "nccl"
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ConfigurationError: A value is of another type.
+        """
+        _check_flags(self)
+        _check_backend(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name; values are the same objects, not copies."""
+        return _shallow(self)
+
+
+DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]  # noqa: UP007
+"""Any of the three."""
+
+CONFIG_TYPES = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
+
+
+def check_config(config: object) -> DistributedConfig:
+    """The argument, if it is one of the three configs.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if not isinstance(config, CONFIG_TYPES):
+        given = config.__name__ + " (the class)" if isinstance(config, type) else type(config).__name__
+        raise ConfigurationError(
+            f"distributed_config is {given}; give an FSDP2Config, a MegatronFSDPConfig or a DDPConfig"
+        )
+    return config
+
+
+def _shallow(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+def _check_flags(config: Any) -> None:
+    """A string such as "false" would count as true."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type == "bool" and not isinstance(value, bool):
+            raise ConfigurationError(f"{type(config).__name__}.{field.name}={value!r}; give True or False")
+
+
+def _check_backend(config: Any) -> None:
+    if config.backend not in BACKENDS:
+        raise ConfigurationError(
+            f"{type(config).__name__}.backend={config.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)"
+        )
+
+
+def _check_type(config: Any, name: str, kind: type) -> None:
+    value = getattr(config, name)
+    if value is not None and not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{type(config).__name__}.{name}={value!r} is a {type(value).__name__}; give a {kind.__name__} or None "
+            "(from YAML, see load_distributed_config)"
+        )

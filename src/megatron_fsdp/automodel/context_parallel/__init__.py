@@ -1,0 +1,2 @@
+def enable_context_parallel(*a, **k):
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+def parallelize_experts(*a, **k):
+    raise NotImplementedError
+
+
+def shard_experts(*a, **k):
+    raise NotImplementedError

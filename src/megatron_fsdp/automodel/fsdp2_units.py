@@ -1,0 +1,68 @@
+"""How FSDP2 is laid over a model: every layer a unit, the rest the root, and who gathers whom ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard_by_layers(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: CPUOffloadPolicy | None,
+    stays_gathered: bool = False,
+) -> list[list[FSDPModule]]:
+    """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
+
+    Args:
+        model: Tensor-parallel already, where it is to be.
+        mesh: 1-D, or 2-D with the copies first.
+        mp_policy: Dtypes.
+        offload_policy: None: parameters stay on the device.
+        stays_gathered: Keep layers gathered from forward to backward, as pipelines want it, whose microbatches would
+            gather them again and again.
+
+    Returns:
+        The units of each list, in order.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy}
+    if offload_policy is not None:
+        options["offload_policy"] = offload_policy
+    lists = [list(found.children()) for found in lists_of_layers(model)]
+    for layers in lists:
+        for layer in layers:
+            is_next_in_backward = layer is layers[-1]
+            fully_shard(layer, reshard_after_forward=not (stays_gathered or is_next_in_backward), **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
+
+
+def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:
+    """The outermost lists of modules that have a forward of their own: not lists of lists, and none inside layers."""
+    for child in module.children():
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if not is_list or any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children()):
+            yield from lists_of_layers(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:
+    """Let each unit gather the next ones of its list: in forward those behind it, in backward those before it.
+
+    Args:
+        units: In forward order.
+        forward_depth: How many; 0: as FSDP2 does by itself.
+        backward_depth: The same in backward.
+    """
+    for index, unit in enumerate(units):
+        if forward_depth and (ahead := list(units[index + 1 : index + 1 + forward_depth])):
+            unit.set_modules_to_forward_prefetch(ahead)
+        if backward_depth and (behind := list(reversed(units[max(index - backward_depth, 0) : index]))):
+            unit.set_modules_to_backward_prefetch(behind)

@@ -1,0 +1,243 @@
+"""Device meshes of the strategies: which axes they have, in which order, and the flattened axes across several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config
+from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.notices import warn_caller
+
+FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MEGATRON_AXES = ("dp", "cp", "tp")
+EXPERT_AXES = ("ep_shard", "ep")
+"""Outermost first: ranks of the last axis are neighbours."""
+
+_FLATTENED: Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {
+    FSDP2_AXES: {
+        "dp": ("dp_replicate", "dp_shard"),
+        "dp_shard_cp": ("dp_shard", "cp"),
+        "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    },
+    MEGATRON_AXES: {"dp_cp": ("dp", "cp")},
+}
+"""Axes across several: "dp" to share out data, "dp_shard_cp" to shard parameters, "dp_cp" to average over."""
+
+
+@dataclass(frozen=True)
+class MeshContext:
+    """Everything about where ranks lie.
+
+    Attributes:
+        sizes: Ranks on each axis.
+        device_mesh: FSDP2: (pp, dp_replicate, dp_shard, cp, tp); MegatronFSDP: (dp, cp, tp); DDP: None.
+        moe_mesh: (ep_shard, ep) across the ranks of one pipeline stage; None without expert parallelism.
+        device: Where this rank computes.
+    """
+
+    sizes: ParallelSizes
+    device_mesh: DeviceMesh | None
+    moe_mesh: DeviceMesh | None
+    device: torch.device
+
+    def axis(self, name: str) -> DeviceMesh:
+        """One axis, flattened ones included.
+
+        Raises:
+            ConfigurationError: There is none of the name.
+        """
+        if self.device_mesh is None:
+            raise ConfigurationError(f"there is no mesh, so no axis {name!r}; DDP has none")
+        return get_flat_mesh(self.device_mesh, name)
+
+    def gradient_axis(self) -> DeviceMesh:
+        """The ranks over which gradients of dense parameters are averaged: data- and context-parallel ones.
+
+        Raises:
+            ConfigurationError: There is no mesh.
+        """
+        is_engine = self.device_mesh is not None and self.device_mesh.mesh_dim_names == MEGATRON_AXES
+        return self.axis("dp" if is_engine and self.sizes.cp == 1 else "dp_cp")
+
+
+def build_mesh_context(
+    config: DistributedConfig,
+    *,
+    dp_size: int | None = None,
+    dp_replicate_size: int | None = None,
+    tp_size: int | None = None,
+    pp_size: int | None = None,
+    cp_size: int | None = None,
+    ep_size: int | None = None,
+) -> MeshContext:
+    """Check the sizes and build the meshes; collective. Process groups are set up where there are none.
+
+    Args:
+        config: The strategy.
+        dp_size: See `resolve_sizes`, as those that follow.
+        dp_replicate_size: See there.
+        tp_size: See there.
+        pp_size: See there.
+        cp_size: See there.
+        ep_size: See there.
+
+    Raises:
+        ParallelSizeError: See `resolve_sizes`.
+    """
+    device = set_up_ranks(config.backend)
+    sizes = resolve_sizes(
+        config,
+        dist.get_world_size(),
+        dp_size=dp_size,
+        dp_replicate_size=dp_replicate_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        cp_size=cp_size,
+        ep_size=ep_size,
+    )
+    return MeshContext(sizes, *_meshes(config, sizes, device.type), device)
+
+
+def create_device_mesh(
+    config: DistributedConfig,
+    *,
+    dp_size: int | None = None,
+    dp_replicate_size: int | None = None,
+    tp_size: int | None = None,
+    pp_size: int | None = None,
+    cp_size: int | None = None,
+    ep_size: int | None = None,
+    world_size: int | None = None,
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The mesh and the mesh of experts, as `build_mesh_context` makes them; (None, None) for DDP.
+
+    Args:
+        config: The strategy.
+        dp_size: See `resolve_sizes`, as those that follow.
+        dp_replicate_size: See there.
+        tp_size: See there.
+        pp_size: See there.
+        cp_size: See there.
+        ep_size: See there.
+        world_size: None: what torch.distributed says; another number is refused.
+
+    Raises:
+        ParallelSizeError: See `resolve_sizes`.
+        ConfigurationError: `world_size` is not the number of ranks.
+    """
+    device = set_up_ranks(config.backend)
+    ranks = dist.get_world_size()
+    if world_size not in (None, ranks):
+        raise ConfigurationError(f"world_size={world_size}, but there are {ranks} ranks; leave it out")
+    sizes = resolve_sizes(
+        config,
+        ranks,
+        dp_size=dp_size,
+        dp_replicate_size=dp_replicate_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        cp_size=cp_size,
+        ep_size=ep_size,
+    )
+    return _meshes(config, sizes, device.type)
+
+
+def set_up_ranks(backend: str) -> torch.device:
+    """See to it that there are process groups, and say where this rank computes.
+
+    Under torchrun the default group is made of all ranks; in a program started without it, of this one. Where there is
+    no accelerator, "nccl" (the default of the configs) falls back to CPUs with a warning.
+
+    Args:
+        backend: "nccl" or "gloo".
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if backend == "nccl" and accelerator is None:
+        warn_caller("backend='nccl', but there is no accelerator here: ranks compute on CPUs; write backend='gloo'")
+        backend = "gloo"
+    if backend == "gloo" or accelerator is None:
+        device = torch.device("cpu")
+    else:
+        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
+        device = torch.device(accelerator.type, local)
+        torch.accelerator.set_device_index(local)
+    if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return device
+
+
+def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis of a mesh or of its root, flattened ones included.
+
+    Raises:
+        ConfigurationError: There is none of the name.
+    """
+    if name in (mesh.mesh_dim_names or ()):
+        return mesh if mesh.ndim == 1 else mesh[name]
+    root = mesh._get_root_mesh()
+    found: DeviceMesh | None = root._flatten_mapping.get(name)
+    if found is None:
+        known = [*(root.mesh_dim_names or ()), *root._flatten_mapping]
+        raise ConfigurationError(f"the mesh has no axis {name!r}; it has {', '.join(known)}")
+    return found
+
+
+def get_submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Several axes of a mesh in one, flattened ones included.
+
+    Raises:
+        ConfigurationError: There is none of a name.
+    """
+    if all(name in (mesh.mesh_dim_names or ()) for name in names):
+        return mesh[tuple(names)]
+    return DeviceMesh._concatenate([get_flat_mesh(mesh, name) for name in names])
+
+
+def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 shards over: 1-D (shards), or 2-D (copies, shards); context-parallel ranks share shards too."""
+    shards = "dp_shard_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp_shard"
+    if get_flat_mesh(mesh, "dp_replicate").size() > 1:
+        return get_submesh(mesh, ("dp_replicate", shards))
+    return get_flat_mesh(mesh, shards)
+
+
+def get_megatron_dp_axis(mesh: DeviceMesh) -> str:
+    """The name of the axis that the engine shards over; context-parallel ranks are always among its ranks."""
+    return "dp_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp"
+
+
+def _meshes(
+    config: DistributedConfig, sizes: ParallelSizes, device_type: str
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    if isinstance(config, DDPConfig):
+        return None, None
+    if not isinstance(config, FSDP2Config):
+        shape: tuple[int, ...] = (sizes.dp, sizes.cp, sizes.tp)
+        return _mesh_with_flattened(device_type, shape, MEGATRON_AXES), None
+    shape = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+    mesh = _mesh_with_flattened(device_type, shape, FSDP2_AXES)
+    if sizes.ep == 1:
+        return mesh, None
+    experts = init_device_mesh(
+        device_type, (sizes.pp, sizes.ep_shard, sizes.ep), mesh_dim_names=("pp_of_experts", *EXPERT_AXES)
+    )
+    return mesh, experts[EXPERT_AXES]
+
+
+def _mesh_with_flattened(device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    for name, parts in _FLATTENED[axes].items():
+        if axes != MEGATRON_AXES or mesh["cp"].size() > 1:
+            mesh[parts]._flatten(name)
+    return mesh
