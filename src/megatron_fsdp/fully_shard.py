@@ -59,7 +59,7 @@ def fully_shard_model(
     zero_dp_strategy: str | int = 3,
     outer_dp_sharding_strategy: str | int = 0,
     device: torch.device | str | int | None = None,
-    init_model_with_meta_device: bool = False,
+    init_model_with_meta_device: bool | str = False,
     mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,
@@ -117,7 +117,8 @@ def fully_shard_model(
         init_model_with_meta_device: Initialise parameters and buffers that are on the meta device, module by module by
             `reset_parameters()`, `_reset_parameters()`, `reset_buffers()` or the model's `_init_weights(module)`,
             without the whole model in memory: bit for bit what building the model on `device` under the same seed
-            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values.
+            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values. "empty": give
+            parameters on the meta device memory only, and leave buffers there; the caller fills both before any use.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
@@ -279,7 +280,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     zero_dp_strategy: str | int = 3,
     outer_dp_sharding_strategy: str | int = 0,
     device: torch.device | str | int | None = None,
-    init_model_with_meta_device: bool = False,
+    init_model_with_meta_device: bool | str = False,
     mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,

@@ -86,7 +86,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         disable_bucketing: bool = False,
         device: torch.device | str | int | None = None,
         calculate_per_token_loss: bool = False,
-        init_model_with_meta_device: bool = False,
+        init_model_with_meta_device: bool | str = False,
         sync_model_each_microbatch: bool = False,
         keep_fp8_transpose_cache: bool = False,
         nccl_ub: bool = False,

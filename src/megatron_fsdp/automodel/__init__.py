@@ -1,1 +1,36 @@
-"""Strategy configurations, meshes and managers for models of Hugging Face transformers."""
+"""Strategy configurations, meshes and managers for models of Hugging Face transformers.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=FSDP2Config(backend="gloo"), tp_size=2)
+
+The names are those of NeMo AutoModel's `components.distributed`; docs/automodel.md is the guide.
+"""
+
+from megatron_fsdp.automodel.accumulation import accumulation_context
+from megatron_fsdp.automodel.auto_model import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
+from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
+from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, create_device_mesh
+from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
+
+__all__ = [
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
+    "DDPConfig",
+    "DDPManager",
+    "DistributedConfig",
+    "FSDP2Config",
+    "FSDP2Manager",
+    "MegatronFSDPConfig",
+    "MegatronFSDPManager",
+    "MeshContext",
+    "ParallelSizes",
+    "accumulation_context",
+    "build_mesh_context",
+    "create_device_mesh",
+    "resolve_sizes",
+]

@@ -46,11 +46,12 @@ def shard_by_layers(
 def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:
     """The outermost lists of modules that have a forward of their own: not lists of lists, and none inside layers."""
     for child in module.children():
-        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if not is_list or any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children()):
+        holds_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children())
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not holds_lists:
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
             yield from lists_of_layers(child)
-        elif any(True for _ in child.parameters()):
-            yield child
 
 
 def chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:

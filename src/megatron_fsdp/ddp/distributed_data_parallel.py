@@ -85,7 +85,7 @@ class DistributedDataParallel(MegatronFSDP):
         expt_device_mesh: DeviceMesh | None = None,
         disable_bucketing: bool = False,
         calculate_per_token_loss: bool = False,
-        init_model_with_meta_device: bool = False,
+        init_model_with_meta_device: bool | str = False,
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None,
         device: torch.device | str | int | None = None,
         sync_model_each_microbatch: bool = True,

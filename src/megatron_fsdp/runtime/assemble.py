@@ -39,6 +39,9 @@ from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, plan_lines
 
+EMPTY = "empty"
+"""Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
+
 
 @dataclass(frozen=True)
 class Switches:
@@ -54,7 +57,7 @@ class Switches:
         calculate_per_token_loss: Sum gradients, without a factor.
         check_finite: Look for NaN and infinity in every gradient.
         memory: How memory is borrowed and how far to gather ahead.
-        init_meta: Initialise what is on the meta device.
+        init_meta: Initialise what is on the meta device; "empty": only give its parameters memory.
         reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
         find_unused_parameters: Agree at every sync on which parameters were used.
         scales_first: Scale gradients before they travel, not after.
@@ -74,7 +77,7 @@ class Switches:
     calculate_per_token_loss: bool
     check_finite: bool
     memory: MemoryOptions
-    init_meta: bool = False
+    init_meta: bool | str = False
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
     find_unused_parameters: bool = False
@@ -138,7 +141,8 @@ def assemble(
     own_groups = None
     if switches.own_groups:
         sharding, own_groups = sharding.over_own_groups()
-    units = build_units(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
+    bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
+    units = build_units(module, plan, sharding, bucket_numel, leaves_empty=switches.init_meta == EMPTY)
     _warn_of_narrowing(units)
     if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
@@ -273,12 +277,12 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
         )
 
 
-def check_module(module: nn.Module, init_meta: bool = False) -> None:
+def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
     """Refuse models that cannot be sharded; no communication.
 
     Args:
         module: The model.
-        init_meta: Whether what is on the meta device will be initialised.
+        init_meta: As in `Switches`.
 
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
@@ -310,7 +314,14 @@ def check_module(module: nn.Module, init_meta: bool = False) -> None:
         )
 
 
-def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool) -> None:
+def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
+    if init_meta not in (True, False, EMPTY):
+        raise ConfigurationError(
+            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
+            "afterwards"
+        )
+    if init_meta == EMPTY:
+        return
     if init_meta:
         check_can_initialise(module)
         return

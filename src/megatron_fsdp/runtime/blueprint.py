@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +49,13 @@ class Blueprint:
         return f"{self.module_names[id(module)] or '(root)'} ({type(module).__name__})"
 
 
-def draw_blueprint(module: nn.Module) -> Blueprint:
-    """Note what is on the meta device."""
+def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> Blueprint:
+    """Note what is on the meta device.
+
+    Args:
+        module: The model.
+        wanted: Canonical names of the parameters to initialise; others on the meta device are left there. None: all.
+    """
     canonical = {id(param): name for name, param in module.named_parameters()}
     names: dict[Site, str] = {}
     first: dict[str, Site] = {}
@@ -60,27 +65,29 @@ def draw_blueprint(module: nn.Module) -> Blueprint:
                 name = names[id(owner), attribute] = canonical[id(param)]
                 first.setdefault(name, (id(owner), attribute))
     params = dict(module.named_parameters())
+    on_meta = frozenset(name for name, param in params.items() if param.is_meta and (wanted is None or name in wanted))
+    given_up = {id(params[name]) for name in params.keys() - on_meta}
     return Blueprint(
         {name: param if param.is_meta else _twin(param) for name, param in params.items()},
-        frozenset(name for name, param in params.items() if param.is_meta),
+        on_meta,
         names,
         frozenset(first.values()),
-        frozenset(id(part) for part in module.modules() if any(has_meta(below) for below in part.modules())),
+        frozenset(id(part) for part in module.modules() if any(has_meta(b, given_up) for b in part.modules())),
         {id(part): name for name, part in module.named_modules()},
     )
 
 
-def has_meta(module: nn.Module) -> bool:
-    """Whether a module itself holds a tensor without memory: a parameter, a buffer or a plain attribute."""
-    return next(meta_tensors(module), None) is not None
+def has_meta(module: nn.Module, but: Collection[int] = ()) -> bool:
+    """Whether a module itself holds a tensor without memory, besides those of certain ids; see `meta_tensors`."""
+    return next(meta_tensors(module, but), None) is not None
 
 
-def meta_tensors(module: nn.Module) -> Iterator[str]:
-    """Attribute names of the tensors without memory that a module itself holds."""
+def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
+    """Attribute names of the parameters, buffers and plain tensors without memory that a module itself holds."""
     held: list[Mapping[str, object]] = [module._parameters, module._buffers, vars(module)]
     for holder in held:
         for name, value in holder.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in but:
                 yield name
 
 

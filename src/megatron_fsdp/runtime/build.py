@@ -20,7 +20,12 @@ from megatron_fsdp.units import UnitPlan
 
 
 def build_units(
-    module: nn.Module, plan: UnitPlan, sharding: Sharding, bucket_numel: int | None = None
+    module: nn.Module,
+    plan: UnitPlan,
+    sharding: Sharding,
+    bucket_numel: int | None = None,
+    *,
+    leaves_empty: bool = False,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
@@ -29,6 +34,7 @@ def build_units(
         plan: Its units.
         sharding: How to shard.
         bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
+        leaves_empty: Give parameters on the meta device memory and no values, and leave buffers there.
 
     Returns:
         The units, root first.
@@ -53,7 +59,7 @@ def build_units(
         unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
         unit.install_sharded()
         units.append(unit)
-    if blueprint.unfinished:
+    if blueprint.unfinished and not leaves_empty:
         _initialise(module, blueprint, units, sharding)
     return tuple(units)
 

@@ -8,7 +8,7 @@ docs/initialisation.md tells the rules from the user's side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -61,27 +61,67 @@ def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], de
     Raises:
         ConfigurationError: A method left something without a value, or wrote where it cannot be let.
     """
-    with torch.no_grad(), torch.device(device):
-        _Walk(root, blueprint, units, device).run()
+    unit_tops = [root.get_submodule(unit.name) for unit in units if unit.name and unit.is_module]
+    store = {
+        name: partial(group.store, index)
+        for unit in units
+        for group in unit.groups
+        for index, name in enumerate(group.names)
+    }
+    draw_values(root, blueprint, unit_tops, store, device)
+    left = [f"{name} of {blueprint.label(module)}" for module in root.modules() for name in meta_tensors(module)]
+    if left:
+        raise ConfigurationError(
+            f"{len(left)} tensors are still on the meta device after initialisation: {', '.join(left)}; "
+            "let reset_parameters() or reset_buffers() of the module set them"
+        )
     for unit in units:
         for group in unit.groups:
             group.note_installed()
 
 
+def draw_values(
+    root: nn.Module,
+    blueprint: Blueprint,
+    unit_tops: Iterable[nn.Module],
+    store: Mapping[str, Callable[[torch.Tensor], None]],
+    device: torch.device,
+) -> None:
+    """Draw what the constructors and the initialisation of a model on the meta device would, a unit at a time.
+
+    Buffers are made where they belong. Parameters are handed over and freed.
+
+    Args:
+        root: The model; its parameters are back in their places afterwards.
+        blueprint: Of it.
+        unit_tops: The modules of whose parameters all exist at a time.
+        store: For each parameter that is to be initialised, by canonical name, what takes its values: full, or this
+            rank's part where it is tensor-parallel.
+        device: Where values are drawn.
+
+    Raises:
+        ConfigurationError: A method left something without a value, or wrote where it cannot be let.
+    """
+    with torch.no_grad(), torch.device(device):
+        _Walk(root, blueprint, unit_tops, store, device).run()
+
+
 class _Walk:
     """One pass over a model."""
 
-    def __init__(self, root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        blueprint: Blueprint,
+        unit_tops: Iterable[nn.Module],
+        store: Mapping[str, Callable[[torch.Tensor], None]],
+        device: torch.device,
+    ) -> None:
         self._root = root
         self._blueprint = blueprint
         self._device = device
-        self._unit_tops = {id(root.get_submodule(unit.name)) for unit in units if unit.name and unit.is_module}
-        self._store: Mapping[str, Callable[[torch.Tensor], None]] = {
-            name: partial(group.store, index)
-            for unit in units
-            for group in unit.groups
-            for index, name in enumerate(group.names)
-        }
+        self._unit_tops = {id(module) for module in unit_tops}
+        self._store = store
         self._visited: dict[tuple[str, int], None] = {}
         self._replays: dict[int, _Replay] = {}
         self._buffers: dict[int, tuple[torch.Tensor, Blank]] = {}
@@ -90,16 +130,6 @@ class _Walk:
 
     def run(self) -> None:
         self._construct(self._root, _Scope(), held=False, model=None)
-        left = [
-            f"{name} of {self._blueprint.label(module)}"
-            for module in self._root.modules()
-            for name in meta_tensors(module)
-        ]
-        if left:
-            raise ConfigurationError(
-                f"{len(left)} tensors are still on the meta device after initialisation: {', '.join(left)}; "
-                "let reset_parameters() or reset_buffers() of the module set them"
-            )
 
     # ---- as constructors do -------------------------------------------------------------------------------------
 

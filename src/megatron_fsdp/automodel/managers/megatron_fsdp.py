@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.assemble import EMPTY
 
 
 class MegatronFSDPManager:
@@ -48,15 +49,8 @@ class MegatronFSDPManager:
         self.config = config
         self.device_mesh = device_mesh
 
-    @overload
-    def parallelize(self, model: nn.Module, optimizer: None = None) -> tuple[MegatronFSDP, None]: ...
-    @overload
     def parallelize(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[MegatronFSDP, torch.optim.Optimizer]: ...
-
-    def parallelize(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, leaves_empty: bool = False
     ) -> tuple[MegatronFSDP, torch.optim.Optimizer | None]:
         """Make a model parallel; with one rank it is wrapped all the same, so dtypes do not depend on the ranks.
 
@@ -65,6 +59,7 @@ class MegatronFSDPManager:
             optimizer: Built on the model's parameters, to be sharded along; not with `tp_size` > 1, where tensors are
                 divided first, under a new identity. None: build it on the returned model's parameters and give it to
                 `fully_shard_optimizer`.
+            leaves_empty: Give what is on the meta device memory and no values, and leave buffers there.
 
         Returns:
             The wrapped model and the optimizer.
@@ -85,9 +80,12 @@ class MegatronFSDPManager:
             enable_context_parallel(model, mesh["cp"])
         if self.config.activation_checkpointing:
             checkpoint_mlps(model)
+        arguments = dict(self.engine_arguments())
+        if leaves_empty:
+            arguments["init_model_with_meta_device"] = EMPTY
         if optimizer is None:
-            return fully_shard_model(model, **self.engine_arguments()), None
-        return fully_shard(model, optimizer, **self.engine_arguments())
+            return fully_shard_model(model, **arguments), None
+        return fully_shard(model, optimizer, **arguments)
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """The arguments of `fully_shard_model` that the configuration stands for."""

@@ -1,0 +1,129 @@
+"""From a name, a folder or a config to a model of transformers on the meta device; nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from megatron_fsdp.checkpoint.hf.index import open_folder
+from megatron_fsdp.checkpoint.settle import decided_by_first
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+
+def find_folder(name_or_path: str | Path) -> Path:
+    """The local folder of a model: the path itself, or where the hub's cache has the name.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name_or_path), local_files_only=True))
+    except Exception as error:  # noqa: BLE001  the library has many, all of which mean that it is not there
+        raise ConfigurationError(
+            f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; download it first, "
+            "since nothing is downloaded here"
+        ) from error
+
+
+def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config of the model, as a copy: the one that is given, or the folder's.
+
+    Raises:
+        ConfigurationError: It cannot be read, is of another type, or has no field of an override's name.
+    """
+    if given is not None:
+        if not isinstance(given, transformers.PretrainedConfig):
+            raise ConfigurationError(f"config is a {type(given).__name__}; give a config of transformers or its folder")
+        config: Any = copy.deepcopy(given)
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(
+                f"{folder} has no config that transformers {transformers.__version__} reads: {reason}"
+            ) from error
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            raise ConfigurationError(
+                f"{name!r} is neither an argument nor a field of {type(config).__name__}; check its spelling"
+            )
+        setattr(config, name, value)
+    return config
+
+
+def resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | None) -> torch.dtype:
+    """The dtype of the weights.
+
+    Args:
+        dtype: A dtype or its name; "auto" or None: what the config says, else the first weight in the files.
+        config: Of the model.
+        folder: Of the files; None: there are none, and torch's default is taken.
+
+    Raises:
+        ConfigurationError: It is no floating-point dtype.
+    """
+    if dtype in (None, "auto"):
+        said = getattr(config, "dtype", None)
+        if isinstance(said, torch.dtype):
+            return said
+        if folder is None:
+            return torch.get_default_dtype()
+        stored = decided_by_first(lambda: open_folder(folder), f"opening {folder}")
+        found = [tensor.dtype for tensor in stored.tensors.values() if tensor.dtype.is_floating_point]
+        return found[0] if found else torch.get_default_dtype()
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ConfigurationError(f"dtype={dtype!r}; give a floating-point torch.dtype, its name, or 'auto'")
+    return resolved
+
+
+def build_on_meta(
+    transformers_class: str, config: Any, dtype: torch.dtype, attn_implementation: str | None
+) -> nn.Module:
+    """A model without memory, weights tied, with the dtypes that transformers would load it in.
+
+    Raises:
+        ConfigurationError: transformers has no model of this kind for the config, or refuses to build it.
+    """
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    auto_class: Any = getattr(transformers, transformers_class)
+    try:
+        with torch.device("meta"):
+            model: Any = auto_class.from_config(config, dtype=dtype, **options)
+    except (ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"transformers {transformers.__version__} builds no {transformers_class} from {type(config).__name__}: "
+            f"{reason[:400]}"
+        ) from error
+    model.tie_weights()
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for name, param in model.named_parameters():
+            if pattern in name and param.dtype != kept:
+                param.data = param.data.to(kept)
+    return model.train()
+
+
+def refuse_quantised(model: nn.Module) -> None:
+    """Quantised weights are not cast into shards.
+
+    Raises:
+        CheckpointError: The config says that the weights are quantised.
+    """
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise CheckpointError(
+            "the weights are quantised (quantization_config); convert them to floating point first, or train adapters "
+            "on a model that transformers has loaded"
+        )

@@ -1,0 +1,135 @@
+"""Memory and first values for a model that was made parallel on the meta device.
+
+Values are drawn in a twin: the same model on the meta device, as transformers built it and before anything was done to
+it. It is initialised a layer at a time, and of each full tensor every rank keeps the boxes that it holds in the live
+model, however that was divided. So weights depend on the seed, and not on strategy, sizes or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.automodel.architecture import find_layers
+from megatron_fsdp.checkpoint.hf.base_model import base_tensors
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.runtime.blueprint import draw_blueprint
+from megatron_fsdp.runtime.materialise import draw_values
+from megatron_fsdp.runtime.random_state import same_random_numbers
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give memory, and no values, to every parameter and buffer on the meta device; tied ones stay tied.
+
+    Args:
+        model: Sharded or not; DTensors get their local parts.
+        device: Where to.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for owner in model.modules():
+        for name, param in owner._parameters.items():
+            if param is not None and _is_meta(param):
+                if id(param) not in made:
+                    made[id(param)] = _parameter_like(param, device)
+                owner._parameters[name] = made[id(param)]  # type: ignore[assignment]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and _is_meta(buffer):
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                owner._buffers[name] = made[id(buffer)]
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    with torch.no_grad():
+        made = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    return made
+
+
+def draw_missing(twin: nn.Module, model: nn.Module, filled: Collection[str], device: torch.device) -> tuple[str, ...]:
+    """Draw values for what has none yet; collective over all ranks.
+
+    Args:
+        twin: On the meta device; used up.
+        model: The live model, or what of it this rank holds.
+        filled: Names of parameters and persistent buffers that have values.
+        device: Where values are drawn.
+
+    Returns:
+        Names of the parameters that were drawn on this rank.
+
+    Raises:
+        ConfigurationError: Something has no method that initialises it.
+    """
+    base, tensors = base_tensors(unwrap(model))
+    empty = [live for live in tensors if live.name not in filled]
+    by_name = {alias: live for live in empty for alias in live.aliases}
+    held = {live.name: live.pieces() for live in empty}
+    canonical = [name for name, _ in twin.named_parameters(remove_duplicate=True)]
+    aliases = _aliases(twin)
+    wanted: dict[str, LiveTensor] = {}
+    for name in canonical:
+        live = next((by_name[alias] for alias in aliases[name] if alias in by_name), None)
+        if live is not None and live.is_parameter:
+            wanted[name] = live
+    everywhere = _on_any_rank(sorted(wanted))
+    store: dict[str, Callable[[torch.Tensor], None]] = {
+        name: partial(_store, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
+    }
+    with same_random_numbers([dist.group.WORLD] if dist.group.WORLD is not None else [], device):
+        draw_values(twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device)
+    _fill_buffers(base, twin, filled)
+    install_weights(model, [live for live in wanted.values() if live.is_parameter])
+    left = [live.name for live in empty if live.is_parameter and live not in wanted.values()]
+    if left:
+        raise ConfigurationError(
+            f"{len(left)} parameters have no value and are not in the model that transformers builds: "
+            f"{', '.join(left[:8])}; give them values and put them in after loading"
+        )
+    return tuple(live.name for live in wanted.values())
+
+
+def _aliases(module: nn.Module) -> dict[str, list[str]]:
+    """For each parameter's first name all of its names."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(param), name), []).append(name)
+    return names
+
+
+def _on_any_rank(names: list[str]) -> list[str]:
+    """Names that any rank has; ranks of a pipeline hold different ones, and all draw the same random numbers."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names)
+    return sorted({name for theirs in found for name in theirs})
+
+
+def _store(pieces: Sequence[Piece], full: torch.Tensor) -> None:
+    for box, view in pieces:
+        index = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))
+        view.copy_(full[index])
+
+
+def _drop(_: torch.Tensor) -> None:
+    """Another rank's."""
+
+
+def _fill_buffers(live: nn.Module, twin: nn.Module, filled: Collection[str]) -> None:
+    values = dict(twin.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, buffer in live.named_buffers(remove_duplicate=False):
+            value = values.get(name)
+            if name not in filled and value is not None and not value.is_meta:
+                buffer.copy_(value)

@@ -1,0 +1,32 @@
+"""The stages of a pipeline that one rank holds as one model, for loading, saving and drawing values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """A model that holds what the stages hold, under the same names; tensors are shared, not copied.
+
+    Args:
+        stages: Cut from one model: what lies in another stage is None there, or absent in a `ModuleDict`.
+    """
+    merged = stages[0]
+    for stage in stages[1:]:
+        merged = _merged(merged, stage)
+    return merged
+
+
+def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
+    result = copy.copy(one)
+    result._modules = dict(one._modules)
+    for name, child in other._modules.items():
+        own = result._modules.get(name)
+        if own is None:
+            result._modules[name] = child
+        elif child is not None and own is not child:
+            result._modules[name] = _merged(own, child)
+    return result
