@@ -12,6 +12,11 @@ from megatron_fsdp.automodel.auto_model import (
     AutoModelForSequenceClassification,
 )
 from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config_yaml import (
+    DistributedSection,
+    load_distributed_config,
+    parse_distributed_section,
+)
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, create_device_mesh
 from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
@@ -23,6 +28,7 @@ __all__ = [
     "DDPConfig",
     "DDPManager",
     "DistributedConfig",
+    "DistributedSection",
     "FSDP2Config",
     "FSDP2Manager",
     "MegatronFSDPConfig",
@@ -32,5 +38,7 @@ __all__ = [
     "accumulation_context",
     "build_mesh_context",
     "create_device_mesh",
+    "load_distributed_config",
+    "parse_distributed_section",
     "resolve_sizes",
 ]

@@ -1,0 +1,243 @@
+"""A strategy from YAML: one flat section with its name, the sizes and the fields of its config.
+
+    distributed:
+      strategy: fsdp2
+      tp_size: 2
+      sequence_parallel: true
+      mp_policy:
+        _target_: torch.distributed.fsdp.MixedPrecisionPolicy
+        param_dtype: bfloat16
+        reduce_dtype: float32
+
+Only the objects in a table here are built; no other `_target_` is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
+from megatron_fsdp.automodel.sizes import SIZE_NAMES
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.yaml_mapping import read_mapping
+
+SECTION = "distributed"
+
+STRATEGIES: Mapping[str, type[Any]] = {
+    "fsdp2": FSDP2Config,
+    "megatron_fsdp": MegatronFSDPConfig,
+    "ddp": DDPConfig,
+}
+_OTHER_NAMES = {"megatron-fsdp": "megatron_fsdp", "mfsdp": "megatron_fsdp"}
+
+_CONFIG_MODULES = (
+    "megatron_fsdp.automodel",
+    "megatron_fsdp.automodel.config",
+    "nemo_automodel.components.distributed.config",
+)
+_POLICY_TARGETS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
+    "mp_policy": (
+        MixedPrecisionPolicy,
+        ("torch.distributed.fsdp.MixedPrecisionPolicy", "torch.distributed._composable.fsdp.MixedPrecisionPolicy"),
+    ),
+    "offload_policy": (
+        CPUOffloadPolicy,
+        ("torch.distributed.fsdp.CPUOffloadPolicy", "torch.distributed._composable.fsdp.CPUOffloadPolicy"),
+    ),
+}
+"""Field -> what is built for it, and the `_target_`s that may stand there."""
+
+_IGNORED = ("_recursive_", "_convert_")
+"""Words to other loaders, without meaning here."""
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "fp64": torch.float64,
+    "double": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class DistributedSection:
+    """What a section says.
+
+    Attributes:
+        config: The strategy.
+        sizes: Those that are given, by the names of `from_pretrained`'s arguments.
+        pipeline_config: How microbatches pass through stages; None: not said.
+    """
+
+    config: DistributedConfig
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    pipeline_config: PipelineConfig | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for `from_pretrained(path, **section.arguments())` and `from_config`."""
+        found = {"distributed_config": self.config, **self.sizes}
+        if self.pipeline_config is not None:
+            found["pipeline_config"] = self.pipeline_config
+        return found
+
+
+def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSection:
+    """Read a strategy from YAML.
+
+    Args:
+        source: Text, or a path object. A mapping with `distributed:` in it, or that section alone.
+
+    Raises:
+        ConfigurationError: It is no YAML mapping, or see `parse_distributed_section`.
+    """
+    values, where = read_mapping(source)
+    section = values.get(SECTION, values)
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(f"{where}{SECTION} is a {type(section).__name__}; write a mapping of fields to values")
+    try:
+        return parse_distributed_section(section)
+    except ConfigurationError as error:
+        raise type(error)(f"{where}{error}") from None
+
+
+def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSection:
+    """Build a strategy from a mapping; the mapping is not changed.
+
+    Args:
+        section: `strategy` (default "fsdp2"), sizes, `pipeline`, and fields of the config. A size of None is not
+            given. A `_target_` that names one of the configs may stand in place of `strategy`.
+
+    Raises:
+        ConfigurationError: A strategy, field, target or dtype is unknown, or a value does not fit.
+    """
+    values = {name: _plain(value) for name, value in section.items() if name not in _IGNORED}
+    kind = _strategy(values.pop("strategy", None), values.pop("_target_", None))
+    sizes = {name: size for name in SIZE_NAMES if (size := values.pop(name, None)) is not None}
+    pipeline = _pipeline(values.pop("pipeline", None), sizes)
+    _drop_experts(values.pop("moe", None), sizes)
+    _check_names(kind, values)
+    built = {name: _build(kind, name, value) for name, value in values.items()}
+    return DistributedSection(kind(**built), sizes, pipeline)
+
+
+def dtype_from_str(name: str | torch.dtype | None, default: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """A dtype from its name: "bfloat16", "torch.bfloat16", "bf16", in any case.
+
+    Args:
+        name: A dtype is returned as it is; None gives the default.
+        default: See there.
+
+    Raises:
+        ConfigurationError: There is no such dtype.
+    """
+    if name is None:
+        return default
+    if isinstance(name, torch.dtype):
+        return name
+    short = str(name).strip().lower().removeprefix("torch.")
+    found = _DTYPES.get(short, getattr(torch, short, None))
+    if not isinstance(found, torch.dtype):
+        raise ConfigurationError(f"{name!r} is no dtype; write bfloat16, float16 or float32")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+
+def _strategy(name: Any, target: Any) -> type[Any]:
+    if target is not None:
+        targets = {f"{module}.{kind.__name__}": kind for module in _CONFIG_MODULES for kind in STRATEGIES.values()}
+        if target not in targets:
+            raise ConfigurationError(
+                f"_target_={target!r} is not built from YAML; allowed are {', '.join(list(targets)[:3])}, or write "
+                "strategy: fsdp2"
+            )
+        if name is not None:
+            raise ConfigurationError(f"strategy={name!r} and _target_={target!r} are both given; keep one")
+        return targets[target]
+    short = str(name if name is not None else "fsdp2").strip().lower()
+    short = _OTHER_NAMES.get(short, short)
+    if short not in STRATEGIES:
+        raise ConfigurationError(f"Unknown strategy {name!r}; write {', '.join(STRATEGIES)}")
+    return STRATEGIES[short]
+
+
+def _pipeline(values: Any, sizes: Mapping[str, int]) -> PipelineConfig | None:
+    if values is None:
+        return None
+    if sizes.get("pp_size", 1) == 1:
+        warn_caller("the section pipeline is left out, since pp_size is 1")
+        return None
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"pipeline={values!r}; write a mapping of fields to values")
+    given = {name: value for name, value in values.items() if name not in (*_IGNORED, "_target_")}
+    _check_names(PipelineConfig, given)
+    return PipelineConfig(**given)
+
+
+def _drop_experts(values: Any, sizes: Mapping[str, int]) -> None:
+    if not values:
+        return
+    if sizes.get("ep_size", 1) == 1:
+        warn_caller("the section moe is left out, since ep_size is 1")
+        return
+    raise ConfigurationError(f"moe has {', '.join(values)}, and there are no options of experts; leave the section out")
+
+
+def _check_names(kind: type[Any], values: Mapping[str, Any]) -> None:
+    known = _names(kind)
+    unknown = sorted(set(values) - set(known))
+    if not unknown:
+        return
+    hints = []
+    for name in unknown:
+        others = [other.__name__ for other in STRATEGIES.values() if other is not kind and name in _names(other)]
+        nearest = difflib.get_close_matches(str(name), [*known, *SIZE_NAMES], n=1)
+        if others:
+            hints.append(f"{name} is a field of {' and '.join(others)}")
+        elif nearest:
+            hints.append(f"did you mean {nearest[0]} by {name}?")
+    hint = f" ({'; '.join(hints)})" if hints else ""
+    raise ConfigurationError(f"Unknown options for {kind.__name__}: {unknown}{hint}; it has {', '.join(known)}")
+
+
+def _names(kind: type[Any]) -> list[str]:
+    own = [entry.name for entry in fields(kind)]
+    return [*own, "tp_plan"] if kind is MegatronFSDPConfig else own
+
+
+def _build(kind: type[Any], name: str, value: Any) -> Any:
+    if name in _POLICY_TARGETS and isinstance(value, Mapping):
+        return _policy(name, value, *_POLICY_TARGETS[name])
+    if name == "autocast_dtype" and value is not None:
+        return dtype_from_str(value)
+    if value is None:
+        default = next((entry.default for entry in fields(kind) if entry.name == name), None)
+        return None if default is MISSING else default
+    return value
+
+
+def _policy(name: str, values: Mapping[str, Any], kind: type[Any], targets: tuple[str, ...]) -> Any:
+    """One of torch's policies; values whose field is a dtype may be names."""
+    target = values.get("_target_", targets[0])
+    if target is not kind and target not in targets:
+        raise ConfigurationError(f"{name} has _target_={target!r}; the only one allowed is {targets[0]}")
+    given = {key: _plain(value) for key, value in values.items() if key not in (*_IGNORED, "_target_")}
+    _check_names(kind, given)
+    return kind(**{key: _policy_value(key, value) for key, value in given.items()})
+
+
+def _policy_value(key: str, value: Any) -> Any:
+    return dtype_from_str(value) if key.endswith("_dtype") and value is not None else value
