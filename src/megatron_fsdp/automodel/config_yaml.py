@@ -86,7 +86,7 @@ class DistributedSection:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for `from_pretrained(path, **section.arguments())` and `from_config`."""
-        found = {"distributed_config": self.config, **self.sizes}
+        found: dict[str, Any] = {"distributed_config": self.config, **self.sizes}
         if self.pipeline_config is not None:
             found["pipeline_config"] = self.pipeline_config
         return found
