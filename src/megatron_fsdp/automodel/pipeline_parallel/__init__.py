@@ -1,0 +1,1 @@
+"""Pipeline parallelism of Hugging Face decoders by torch.distributed.pipelining."""
