@@ -43,6 +43,7 @@ class StageRun:
     logits: Tensor | None
     eval_loss: float
     numel: int
+    copies: dict[str, str]
 
 
 def make(case: Case, mesh: DeviceMesh, prepare: Callable[[nn.Module], nn.Module] = lambda part: part) -> Pipeline:
@@ -63,7 +64,7 @@ def train(pipeline: Pipeline, case: Case, *, dp_rank: int = 0, dp_size: int = 1)
     logits = pipeline.forward(first["input_ids"])
     eval_loss = pipeline.eval_step(**first).item()
     numel = sum(param.numel() for param in pipeline.parameters())
-    run = StageRun([], [], [], logits, eval_loss, numel)
+    run = StageRun([], [], [], logits, eval_loss, numel, pipeline.tied_copies)
     for step in range(case.steps):
         batch = batch_of(case.rows, seed=1 + step)
         tokens = {"num_label_tokens": label_count(batch["labels"]), "dp_size": dp_size} if dp_size > 1 else {}

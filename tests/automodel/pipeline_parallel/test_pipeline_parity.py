@@ -17,18 +17,22 @@ def assert_same(runs: list[StageRun], case: Case, truth: Reference, rows: slice 
     logits = [run.logits for run in runs if run.logits is not None]
     assert len(logits) == 1  # of the rank with the last stage
     torch.testing.assert_close(logits[0], truth.logits[rows], **CLOSE)
+    copies = runs[0].copies
     for step in range(case.steps):
         for seen, known, close in (
             ([run.gradients[step] for run in runs], truth.gradients[step], CLOSE),
             ([run.parameters[step] for run in runs], truth.parameters[step], UPDATED),
         ):
             names = [name for by_name in seen for name in by_name]
-            assert sorted(names) == sorted(known), case  # each in one stage only
+            assert sorted(names) == sorted([*known, *copies]), case  # each in one stage only
             for by_name in seen:
                 for name, value in by_name.items():
                     text = f"{case}, step {step}, {name}: "
-                    torch.testing.assert_close(value, known[name], **close, msg=text.__add__)
-    assert sum(run.numel for run in runs) == sum(value.numel() for value in truth.parameters[0].values())
+                    torch.testing.assert_close(value, known[copies.get(name, name)], **close, msg=text.__add__)
+            for copy, name in copies.items():
+                assert torch.equal(seen[-1][copy], seen[0][name])
+    copied = sum(truth.parameters[0][name].numel() for name in copies.values())
+    assert sum(run.numel for run in runs) == sum(value.numel() for value in truth.parameters[0].values()) + copied
 
 
 def compare(results: list[list[StageRun]], cases: list[Case]) -> None:
@@ -52,6 +56,8 @@ def test_two_stages_equal_one_process_for_every_family(run_ranks: RunRanks) -> N
         Case("mistral"),
         Case("gemma2", changes=UNTIED),
         Case("gemma3", changes=UNTIED),
+        Case("llama_tied"),
+        Case("gemma3"),
         Case("granite", changes={"embedding_multiplier": 3.0}),
         Case("phi"),
         Case("qwen3_moe"),
@@ -67,7 +73,7 @@ def test_two_stages_equal_one_process_for_every_family(run_ranks: RunRanks) -> N
 
 
 def test_four_stages_equal_one_process(run_ranks: RunRanks) -> None:
-    cases = [Case("llama"), Case("gemma3", changes=UNTIED), Case("mixtral", "gpipe", microbatch_size=2)]
+    cases = [Case("llama"), Case("gemma2"), Case("mixtral", "gpipe", microbatch_size=2)]
     compare(run_ranks(4, run_cases, cases), cases)
 
 
@@ -75,7 +81,7 @@ def test_stages_sharded_by_fsdp2_equal_one_process_with_labels_uneven_over_ranks
     cases = [
         Case("llama_gqa"),
         Case("qwen3_moe"),
-        Case("gemma3", "interleaved1f1b", changes=UNTIED),
+        Case("gemma3", "interleaved1f1b"),
         Case("llama", "gpipe"),
         Case("llama", "interleavedzerobubble"),
     ]

@@ -14,7 +14,7 @@ from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, PipelineParts
 from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
 from megatron_fsdp.automodel.pipeline_parallel.split import count_stages, split_layers
-from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage, find_ends
+from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage, find_ends, tied_embeddings
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -59,12 +59,18 @@ def build_pipeline(
     pieces = split_layers(num_layers, num_stages, config.layers_per_stage)
     if config.pp_batch_size > 1:
         count_microbatches(kind, config.pp_batch_size, config.pp_microbatch_size, ranks, num_stages)
+    tied = tied_embeddings(whole)
+    if tied is not None and ranks == 1 and num_stages > 1:
+        raise ConfigurationError(
+            f"{type(whole).__name__} has tied embeddings, whose ends must be on two ranks, but the pipeline has one; "
+            "use no pipeline"
+        )
     dtype = activation_dtype or next(param.dtype for param in whole.parameters() if param.is_floating_point())
     parts = {}
     for index in range(pp_mesh.get_local_rank(), num_stages, ranks):
         part = cut_stage(_copy_of_modules(whole), *pieces[index], index == 0, index == num_stages - 1)
         parts[index] = parallelize_stage(part)
-    return Pipeline(PipelineParts(parts, num_stages, dtype), pp_mesh, config, device)
+    return Pipeline(PipelineParts(parts, num_stages, dtype, tied), pp_mesh, config, device)
 
 
 def _copy_of_modules(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.inputs import StepInputs, agreed_inputs
 from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
 from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
+from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd
 from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
 from megatron_fsdp.errors import ConfigurationError
 
@@ -29,11 +30,13 @@ class PipelineParts:
         modules: Stage index -> part, ascending.
         num_stages: Of the whole pipeline.
         activation_dtype: Of the hidden states that stages send.
+        tied: Names of the head's and of the input embeddings' matrix where these are one; None where they are not.
     """
 
     modules: Mapping[int, nn.Module]
     num_stages: int
     activation_dtype: torch.dtype
+    tied: tuple[str, str] | None = None
 
 
 class Pipeline:
@@ -63,6 +66,8 @@ class Pipeline:
         self._kind = schedule_named(config.pp_schedule)
         self._loss = MicrobatchLoss(config.loss_fn)
         self._shape: tuple[int, ...] | None = None
+        self._tied_end = self._find_tied_end()
+        self.equalize_tied()
 
     @property
     def has_first_stage(self) -> bool:
@@ -117,9 +122,13 @@ class Pipeline:
         self._loss.factor = self._factor(inputs.labels, num_label_tokens, dp_size)
         losses: list[Tensor] = []
         self._prepare(inputs)
+        if self._tied_end is not None:
+            self._tied_end.before_step()
         self.schedule.step(
             *self._root(inputs), target=inputs.labels, losses=losses, return_outputs=False, **inputs.per_token
         )
+        if self._tied_end is not None:
+            self._tied_end.after_step()
         return self._total(losses)
 
     def eval_step(
@@ -162,6 +171,21 @@ class Pipeline:
         logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED), [], return_outputs=True)
         return logits if self.has_last_stage else None
 
+    @property
+    def tied_copies(self) -> dict[str, str]:
+        """Name of the head's matrix -> name of the input embeddings', where these are tied; the same on all ranks.
+
+        The last stage has a copy of the first stage's matrix, and both have the gradient of the whole: count it once in
+        norms, save it once.
+        """
+        tied = self._parts.tied
+        return {tied[0]: tied[1]} if tied is not None and self.num_stages > 1 else {}
+
+    def equalize_tied(self) -> None:
+        """Give the head the values of tied input embeddings; all ranks call it after weights were written."""
+        if self._tied_end is not None:
+            self._tied_end.equalize()
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name in the whole model and parameter, of all parts of this rank."""
         return itertools.chain.from_iterable(part.named_parameters() for part in self.parts)
@@ -180,6 +204,7 @@ class Pipeline:
         Raises:
             RuntimeError: Something is missing, or does not fit; of torch.
         """
+        state = {**{copy: state[name] for copy, name in self.tied_copies.items() if name in state}, **state}
         for part in self.parts:
             part.load_state_dict({name: state[name] for name in part.state_dict() if name in state})
 
@@ -237,6 +262,19 @@ class Pipeline:
         )
         self._shape = (rows, sequence)
 
+    def _find_tied_end(self) -> TiedEnd | None:
+        """The end of tied embeddings that this rank has; the first stage is on rank 0."""
+        for target, source in self.tied_copies.items():
+            if self.has_first_stage:
+                return TiedEnd(self._parts.modules[0], source, self._group, self._last_rank, is_source=True)
+            if self.has_last_stage:
+                return TiedEnd(self._parts.modules[self.num_stages - 1], target, self._group, 0, is_source=False)
+        return None
+
+    @property
+    def _last_rank(self) -> int:
+        return (self.num_stages - 1) % self.pp_mesh.size()
+
     def _root(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         return (inputs.input_ids,) if self.has_first_stage else ()
 
@@ -253,5 +291,5 @@ class Pipeline:
         if self.has_last_stage:
             total = torch.stack([loss.detach().float() for loss in losses]).sum()
             total = total / len(losses) if self.config.scale_grads_in_schedule else total
-        dist.broadcast(total, group=self._group, group_src=(self.num_stages - 1) % self.pp_mesh.size())
+        dist.broadcast(total, group=self._group, group_src=self._last_rank)
         return total

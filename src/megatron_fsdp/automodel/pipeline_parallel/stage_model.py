@@ -119,6 +119,8 @@ def find_ends(model: nn.Module) -> Ends:
 def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: bool) -> nn.Module:
     """Take away, in place, all that belongs to other stages. Names of what stays are those of the whole model.
 
+    Of tied embeddings, each end that stays keeps the matrix under its own name; `Pipeline` keeps the two equal.
+
     Args:
         model: A whole causal language model, on any device.
         start: First layer that stays.
@@ -138,6 +140,11 @@ def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: 
     if not 0 <= start < stop <= len(whole):
         raise ConfigurationError(f"a stage of layers {start} to {stop} does not fit a model of {len(whole)} layers")
     _refuse_shared(model, ends, whole, range(start, stop), is_first, is_last)
+    if is_first != is_last and tied_embeddings(model) is not None:
+        # The other end is not here: transformers must not look for it when it ties, initialises or loads weights.
+        config: Any = model.config
+        config.tie_word_embeddings = False
+        vars(model)["all_tied_weights_keys"] = {}
     setattr(base, ends.layers, StageLayers(whole, start, stop))
     if not is_first:
         for key in ends.embeddings:
@@ -155,20 +162,35 @@ def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: 
     return model
 
 
+def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
+    """(name of the head's matrix, name of the input embeddings' matrix) where both are one; None where they are not."""
+    source: Any = model.get_input_embeddings()  # type: ignore[operator]  # methods of transformers' models
+    target: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if target is None or getattr(source, "weight", None) is not target.weight:
+        return None
+    name_of = {child: name for name, child in model.named_modules()}
+    return f"{name_of[target]}.weight", f"{name_of[source]}.weight"
+
+
 def _refuse_shared(
     model: nn.Module, ends: Ends, whole: list[nn.Module], kept: range, is_first: bool, is_last: bool
 ) -> None:
-    """Refuse parameters that this stage and another one use: each would train a copy of its own."""
+    """Refuse parameters besides tied embeddings that this stage and another one use: each would train its own."""
     base: Any = model.base_model
     parts = [(layer, index in kept) for index, layer in enumerate(whole)]
     parts += [(getattr(base, key), is_first) for key in ends.embeddings]
     parts += [(getattr(base, key), is_last) for key in ends.norms]
     parts += [(getattr(model, ends.head), is_last)] if ends.head is not None else []
-    here = {id(param) for part, stays in parts if stays for param in part.parameters()}
-    shared = any(id(param) in here for part, stays in parts if not stays for param in part.parameters())
-    tied = ends.head is not None and is_first != is_last and getattr(text_config(model), "tie_word_embeddings", False)
-    if shared or tied:
+    tied = tied_embeddings(model)
+    allowed = {id(model.get_parameter(tied[1]))} if tied is not None else set()
+    here = {id(param) for part, stays in parts if stays for param in part.parameters()} - allowed
+    if any(id(param) in here for part, stays in parts if not stays for param in part.parameters()):
         raise ConfigurationError(
-            f"{type(model).__name__} shares parameters between stages (tied embeddings: the input embeddings and the "
-            "head); set tie_word_embeddings=False in its config, which trains two matrices, or use no pipeline"
+            f"{type(model).__name__} shares parameters between layers of different stages, which would drift apart; "
+            "use no pipeline for it"
+        )
+    if tied is None and ends.head is not None and getattr(text_config(model), "tie_word_embeddings", False):
+        raise ConfigurationError(
+            f"the config of {type(model).__name__} has tie_word_embeddings=True, but the model has two matrices; call "
+            "its tie_weights() first, or set it False"
         )
