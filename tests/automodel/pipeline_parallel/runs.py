@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
@@ -16,6 +16,7 @@ from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline
 from tests.automodel.small_models import batch_of, build, label_count
+from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
 
@@ -84,18 +85,53 @@ def run_cases(cases: list[Case]) -> list[StageRun]:
     return [train(make(case, mesh), case) for case in cases]
 
 
-def run_sharded(cases: list[Case]) -> list[StageRun]:
-    """Each case over two pipelines of two ranks, their stages sharded by FSDP2."""
+def sharder(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    """FSDP2 on the layers and the whole of a part."""
+
+    def shard(part: nn.Module) -> nn.Module:
+        for layer in find_layers(part).modules():
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False, **options)
+        return fully_shard(part, mesh=mesh, reshard_after_forward=False, **options)
+
+    return shard
+
+
+@dataclass
+class Counted:
+    """What one step of sharded stages sent and gave."""
+
+    gathers: int
+    reductions: int
+    loss: float
+    received_dtype: torch.dtype | None
+    gradient_dtypes: set[torch.dtype]
+
+
+def run_sharded(cases: list[Case], counted_rows: tuple[int, ...]) -> tuple[list[StageRun], list[Counted]]:
+    """Each case over two pipelines of two ranks, stages sharded by FSDP2; then a step in bf16 for each of rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    results = []
-    for case in cases:
-
-        def shard(part: nn.Module) -> nn.Module:
-            for layer in find_layers(part).modules():
-                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
-            return fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
-
-        results.append(train(make(case, mesh["pp"], shard), case, dp_rank=mesh["dp"].get_local_rank(), dp_size=2))
+    place = {"dp_rank": mesh["dp"].get_local_rank(), "dp_size": 2}
+    runs = [train(make(case, mesh["pp"], sharder(mesh["dp"])), case, **place) for case in cases]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
+    pipeline = build_pipeline(
+        build("llama"),
+        mesh["pp"],
+        PipelineConfig(),
+        parallelize_stage=sharder(mesh["dp"], mp_policy=policy),
+        device=CPU,
+        activation_dtype=torch.bfloat16,
+    )
+    counted = [count(pipeline, rows) for rows in counted_rows]
     for name in ("pp", "dp"):
         dist.destroy_process_group(mesh[name].get_group())
-    return results
+    return runs, counted
+
+
+def count(pipeline: Pipeline, rows: int) -> Counted:
+    """Collectives of a step; the rows are the same on all ranks."""
+    with OpCounts(num_ranks=2) as counts:
+        loss = pipeline.step(**batch_of(rows)).item()
+    received = pipeline.stages[0].args_recv_info[0][0].buffer
+    grads = {param.grad.dtype for param in pipeline.parameters() if param.grad is not None}
+    sent = counts.collectives
+    return Counted(sent.gathers, sent.reductions, loss, None if received is None else received.dtype, grads)

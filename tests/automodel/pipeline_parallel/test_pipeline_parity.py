@@ -85,13 +85,22 @@ def test_stages_sharded_by_fsdp2_equal_one_process_with_labels_uneven_over_ranks
         Case("llama", "gpipe"),
         Case("llama", "interleavedzerobubble"),
     ]
-    results = run_ranks(4, run_sharded, cases)
+    by_rank = run_ranks(4, run_sharded, cases, (2, 4))
+    results = [runs for runs, _ in by_rank]
     for index, case in enumerate(cases):
         truth = reference(case.kind, steps=case.steps, rows=case.rows, changes=case.changes)
         for dp_rank in range(2):  # ranks are numbered with dp innermost
             runs = [results[2 * stage + dp_rank][index] for stage in range(2)]
             assert_same(runs, case, truth, slice(2 * dp_rank, 2 * dp_rank + 2))
-        by_rank = [results[dp_rank][index].losses for dp_rank in range(2)]
-        means = [sum(losses) / 2 for losses in zip(*by_rank, strict=True)]
+        columns = [results[dp_rank][index].losses for dp_rank in range(2)]
+        means = [sum(losses) / 2 for losses in zip(*columns, strict=True)]
         torch.testing.assert_close(means, truth.losses, rtol=1e-5, atol=0.0)
-        assert by_rank == [results[2 + dp_rank][index].losses for dp_rank in range(2)]
+        assert columns == [results[2 + dp_rank][index].losses for dp_rank in range(2)]
+    for rank, (_, counted) in enumerate(by_rank):
+        for step, rows in zip(counted, (2, 4), strict=True):
+            # Two layers and the rest, once each however many microbatches; one all-reduce agrees on the inputs.
+            assert (step.gathers, step.reductions) == (3, 3 + 1)
+            truth = reference("llama", steps=1, rows=rows).losses[0]
+            torch.testing.assert_close(step.loss, truth, rtol=2e-2, atol=0.0)  # bf16
+            assert step.received_dtype == (None if rank < 2 else torch.bfloat16)
+            assert step.gradient_dtypes == {torch.float32}

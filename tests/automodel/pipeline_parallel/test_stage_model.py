@@ -1,15 +1,17 @@
 """A model that was cut: what it keeps, under which names, and what cannot be cut."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage, tied_embeddings
 from megatron_fsdp.errors import ConfigurationError
-from tests.automodel.small_models import FAMILIES, batch_of, build
+from tests.automodel.small_models import FAMILIES, VOCABULARY, batch_of, build
 
 PIECES = ((0, 2), (2, 3), (3, 4))
 
@@ -37,6 +39,19 @@ def test_stages_of_every_family_have_all_parameters_once_and_compute_the_same(ki
     with torch.no_grad():
         for stage in stages:
             value = stage(value)
+        torch.testing.assert_close(value, whole(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_models_that_take_tuples_from_their_layers_can_be_cut() -> None:
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=7, num_attention_heads=4, tie_word_embeddings=False
+    )
+    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = batch_of()["input_ids"]
+    value = tokens
+    with torch.no_grad():
+        for start, stop in ((0, 1), (1, 6), (6, 7)):
+            value = cut_stage(copy.deepcopy(whole), start, stop, start == 0, stop == 7)(value)
         torch.testing.assert_close(value, whole(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
 
 

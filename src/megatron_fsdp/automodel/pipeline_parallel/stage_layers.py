@@ -7,11 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
+class StandIn(Tensor):
+    """Hidden states that nobody will read. Its first element is itself: some models take what layers give as tuples."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self if isinstance(index, int) else super().__getitem__(index)
+
+
 class AbsentLayer:
-    """A layer of another stage: it keeps the plain attributes that a model's forward may read, and passes input on.
+    """A layer of another stage: it has the plain attributes that a model's forward may read, and computes nothing.
 
     Args:
         layer: The layer.
@@ -21,9 +29,10 @@ class AbsentLayer:
         plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | None)}
         vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
 
-    def __call__(self, hidden_states: Any, *_: Any, **__: Any) -> Any:
-        """Give back the first argument."""
-        return hidden_states
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Something of the shape of the hidden states, without memory of its own."""
+        zero = torch.zeros((), dtype=hidden_states.dtype, device=hidden_states.device)
+        return zero.expand(hidden_states.shape).as_subclass(StandIn)
 
 
 @dataclass
