@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
@@ -30,9 +30,8 @@ def refusals() -> dict[str, str]:
     batch = batch_of()
     tokens, labels = batch["input_ids"], batch["labels"]
 
-    def made(kind: str = "llama", **options: Any) -> Any:
-        parts = {"parallelize_stage": lambda part: part, "device": CPU}
-        return build_pipeline(build(kind), mesh, PipelineConfig(**options), **parts)
+    def made(kind: str = "llama", prepare: Any = _same, **options: Any) -> Any:
+        return build_pipeline(build(kind), mesh, PipelineConfig(**options), parallelize_stage=prepare, device=CPU)
 
     pipeline = made()
     rows = tokens[: 4 - rank], labels[: 4 - rank]
@@ -57,10 +56,19 @@ def refusals() -> dict[str, str]:
             made(loss_fn=_mean, scale_grads_in_schedule=True).step, tokens, labels, num_label_tokens=5
         ),
         "batch too small": message_of(made, pp_microbatch_size=3, pp_batch_size=3),
+        "ends of a tie": message_of(made, "llama_tied", prepare=_half if rank else _same),
         "uneven stages": message_of(made, pp_schedule="interleaved1f1b", layers_per_stage=2),
     }
     assert pipeline.step(tokens, labels).item() > 0
     return found
+
+
+def _same(part: nn.Module) -> nn.Module:
+    return part
+
+
+def _half(part: nn.Module) -> nn.Module:
+    return part.half()
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -89,6 +97,7 @@ EXPECTED = {
     "rounds": "in 2 equal rounds; give a multiple of 2",
     "tokens of a mean": "leave them out",
     "batch too small": "make 1 microbatches",
+    "ends of a tie": "cut or cast them differently",
     "uneven stages": "make 2 stages, 1 on each of 2 ranks, but Interleaved1F1B runs at least two stages",
 }
 

@@ -17,7 +17,7 @@ from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.inputs import StepInputs, agreed_inputs
 from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
 from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
-from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd
+from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
 from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
 from megatron_fsdp.errors import ConfigurationError
 
@@ -67,6 +67,8 @@ class Pipeline:
         self._loss = MicrobatchLoss(config.loss_fn)
         self._shape: tuple[int, ...] | None = None
         self._tied_end = self._find_tied_end()
+        if parts.tied is not None:
+            check_ends(self._tied_end, self._group, device)
         self.equalize_tied()
 
     @property

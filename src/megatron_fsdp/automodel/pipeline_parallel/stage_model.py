@@ -148,10 +148,10 @@ def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: 
     setattr(base, ends.layers, StageLayers(whole, start, stop))
     if not is_first:
         for key in ends.embeddings:
-            setattr(base, key, AbsentEmbedding())
+            _replace(base, key, AbsentEmbedding())
     if not is_last:
         for key in ends.norms:
-            setattr(base, key, nn.Identity())
+            _replace(base, key, nn.Identity())
         if ends.head is not None:
             setattr(model, ends.head, None)
     # The name of the class stays as well: transformers writes it into config.json.
@@ -160,6 +160,12 @@ def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: 
     model.__class__ = type(cls.__name__, (StageForward, cls), stage)
     vars(model).update(_stage_is_first=is_first, _stage_is_last=is_last, _stage_layers=ends.layers)
     return model
+
+
+def _replace(owner: nn.Module, key: str, stand_in: nn.Module) -> None:
+    """Put something in the place of a part that no list of modules shows: plans and sharding must pass it by."""
+    delattr(owner, key)
+    vars(owner)[key] = stand_in
 
 
 def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
