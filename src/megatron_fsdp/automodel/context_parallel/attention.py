@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout
 from megatron_fsdp.errors import ConfigurationError
@@ -160,7 +161,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) 
     key, value = key[:, :, first:end], value[:, :, first:end]
     groups = query.shape[1] // key.shape[1]
     if not windowed and math.softcap is None:
-        bias: Any = causal_lower_right(query.shape[2], end)
+        bias: Any = _lower_right(query.shape[2], end)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=math.dropout, scale=math.scale, enable_gqa=groups > 1
         )
@@ -174,6 +175,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) 
     scores = torch.tanh(query @ key.transpose(2, 3) * (math.scale / math.softcap)) * math.softcap
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(weights, math.dropout) @ value
+
+
+def _lower_right(queries: int, keys: int) -> Tensor:
+    """Torch's sign for fused kernels that the last query sees the last key; a tensor subclass without data."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    with _disable_current_modes():  # it cannot be made under a dispatch mode, such as selective recomputation's
+        return causal_lower_right(queries, keys)
 
 
 def _band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
