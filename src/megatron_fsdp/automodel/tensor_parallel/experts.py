@@ -64,12 +64,13 @@ class DividedExperts(ParallelStyle):
                 *rest,
             )
 
-        def sum_outputs(owner: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        def sum_outputs(owner: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             if torch.is_grad_enabled() and _runs_eagerly(owner):
-                # Without tokens the loop leaves the weights out of the graph, and one rank's optimizer would skip them.
-                values: dict[str, Any] = owner._parameters
-                for name in names:
-                    output = output + values[name].flatten()[0] * 0.0
+                # Without tokens the loop leaves weights and inputs out of the graph: the optimizer of this rank would
+                # skip the weights, and the sums of the inputs' gradients would wait for it for ever.
+                used = (args[0], args[2], *(param for param in owner._parameters.values() if param is not None))
+                for tensor in used:
+                    output = output + tensor.flatten()[0] * 0.0
             return summed(output, device_mesh)
 
         module.register_forward_pre_hook(own_routes)

@@ -6,6 +6,9 @@ same", "every rank has a part") is known where it enters or leaves a module that
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -63,3 +66,21 @@ def own_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local()
+
+
+def not_a_view(tensor: Tensor) -> Tensor:
+    """The same values and memory, but no view for autograd.
+
+    The local tensor of a DTensor counts as a view, of which FSDP2 warns where it leaves a sharded module.
+    """
+    return _NotAView.apply(tensor)
+
+
+class _NotAView(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.tensor_parallel.layouts import not_a_view
 from megatron_fsdp.automodel.tensor_parallel.local_parameters import place, undivided_units, use_plain_tensors
 from megatron_fsdp.automodel.tensor_parallel.lora import is_adapted, styles_of_adapted
 from megatron_fsdp.automodel.tensor_parallel.plans import MatchedPlan, Plan, choose_plan, match_plan
@@ -98,8 +100,16 @@ def parallelize_tensors(
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
         split_tokens(base, region, tp_mesh)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if isinstance(head, nn.Module):
+        head.register_forward_hook(_leave_no_view)
     done = {name: str(style) for name, (style, _) in steps.items()} | matched.parameters
     return AppliedPlan(chosen.source, done, sequence_parallel)
+
+
+def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
+    is_plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
+    return not_a_view(output) if is_plain else output
 
 
 def _inside_of_peft(model: nn.Module) -> nn.Module:

@@ -24,7 +24,8 @@ class ChosenPlan:
     """A plan and where it is from.
 
     Attributes:
-        entries: Style by name of a module or parameter; `*` stands for one part of the name, or within one.
+        entries: Style by name of a module or parameter; `*` and other signs of fnmatch stand for a part of the
+            name, or within one.
         source: For people.
         is_given: Whether the user gave it, so that every entry must match.
     """
@@ -93,8 +94,7 @@ def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen: dict[str, str] = {}
     for key in plan.entries:
-        pattern = re.compile(_expression(key))
-        named = [name for name in (*modules, *parameters) if pattern.fullmatch(name)]
+        named = [name for name in (*modules, *parameters) if _names(key, name)]
         if not named and plan.is_given and not _was_taken_out(model, key):
             raise ConfigurationError(_names_nothing(key, modules))
         for name in named:
@@ -116,9 +116,10 @@ def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
     )
 
 
-def _expression(key: str) -> str:
-    """`*` stands for any text without a dot; a number may also be written as `*` in transformers' own way."""
-    return "".join("[^.]*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", key))
+def _names(key: str, name: str) -> bool:
+    """Whether an entry names this, part by part as in `parallelize_module`."""
+    patterns, parts = key.split("."), name.split(".")
+    return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
 
 def _more_special(name: str, key: str, other: str | None, plan: ChosenPlan) -> str:
@@ -133,7 +134,7 @@ def _more_special(name: str, key: str, other: str | None, plan: ChosenPlan) -> s
 
 def _was_taken_out(model: nn.Module, key: str) -> bool:
     """Whether the entry names a module whose place is kept but empty, as in a pipeline stage."""
-    return any(True for name in _empty_places(model) if fnmatchcase(name, key))
+    return any(_names(key, name) for name in _empty_places(model))
 
 
 def _empty_places(model: nn.Module) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type
-from megatron_fsdp.automodel.tensor_parallel.layouts import SEQUENCE_DIM, gather_tokens, own_tokens
+from megatron_fsdp.automodel.tensor_parallel.layouts import SEQUENCE_DIM, gather_tokens, not_a_view, own_tokens
 from megatron_fsdp.automodel.tensor_parallel.translation import COLWISE, ROWWISE
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -141,7 +141,7 @@ def _gather_input(mesh: DeviceMesh, gradient: Placement) -> Any:
 
 
 def _gather_output(mesh: DeviceMesh) -> Any:
-    return _on_output(lambda tensor: gather_tokens(tensor, mesh, Replicate()))
+    return _on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate())))
 
 
 def _cut_output(mesh: DeviceMesh) -> Any:
