@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -11,13 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module: `LlamaForCausalLM`, not `FSDPLlamaForCausalLM`."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    kinds: Any = type(module).__mro__
+    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+    return found
 
 
 @contextlib.contextmanager
 def with_own_classes(module: nn.Module) -> Iterator[None]:
     """Let all modules of a model have their own classes meanwhile: transformers looks conversions up by class name."""
-    changed = [(part, type(part)) for part in module.modules() if isinstance(part, FSDPModule)]
+    changed: list[tuple[Any, type]] = [(part, type(part)) for part in module.modules() if isinstance(part, FSDPModule)]
     for part, _ in changed:
         part.__class__ = own_class(part)
     try:
