@@ -100,7 +100,8 @@ def parallelize_tensors(
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
         split_tokens(base, region, tp_mesh)
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    output_embeddings: Any = getattr(base, "get_output_embeddings", None)
+    head = output_embeddings() if callable(output_embeddings) else None
     if isinstance(head, nn.Module):
         head.register_forward_hook(_leave_no_view)
     done = {name: str(style) for name, (style, _) in steps.items()} | matched.parameters
