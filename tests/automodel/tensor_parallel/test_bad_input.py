@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._inductor import config as inductor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -145,11 +146,11 @@ def test_a_mesh_of_two_dimensions_is_refused(run_ranks: RunRanks) -> None:
 
 
 def asynchronous_on_cpus() -> tuple[bool, str, bool]:
-    before = torch._inductor.config._micro_pipeline_tp
+    before = inductor._micro_pipeline_tp
     with pytest.warns(UserWarning, match="asynchronous") as caught:
         is_on = enable_async_tensor_parallel(mesh_of((2,), ("tp",)))
     assert len(caught) == 1
-    return is_on, str(caught[0].message), torch._inductor.config._micro_pipeline_tp == before
+    return is_on, str(caught[0].message), inductor._micro_pipeline_tp == before
 
 
 def test_asynchronous_tensor_parallelism_says_that_cpus_cannot(run_ranks: RunRanks) -> None:

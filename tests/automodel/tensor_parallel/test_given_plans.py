@@ -75,6 +75,7 @@ def with_adapters() -> list[str]:
     wrong = []
     cases = {
         "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"],
+        "llama_tied": ["q_proj", "down_proj"],
         "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         "qwen2_moe": ["k_proj", "o_proj", "shared_expert_gate", "shared_expert.down_proj"],
     }

@@ -85,7 +85,7 @@ def parallelize_tensors(
     base = _inside_of_peft(model)
     chosen = choose_plan(base, plan)
     matched = match_plan(base, chosen)
-    ties = Ties.of(model)
+    ties = Ties.of(base)
     styles = ties.adapt(base, matched.modules)
     check_heads(base, styles, tp_mesh.size())
     region = sequence_region(base, styles) if sequence_parallel else None
@@ -94,7 +94,7 @@ def parallelize_tensors(
     attributes = _attributes(model)
     _apply(base, steps, matched, tp_mesh)
     _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
-    ties.restore(model)
+    ties.restore(base)
     _restore_attributes(model, attributes)
     if chosen.is_given:
         _count_own_heads(base, styles, tp_mesh.size())
