@@ -8,7 +8,7 @@ AutoModel's `components.distributed.config`.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, fields
-from typing import Any, Optional, TypeAlias, Union
+from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -123,7 +123,7 @@ class MegatronFSDPConfig:
 
     sequence_parallel: bool = False
     tp_plan: InitVar[Optional[dict]] = None  # type: ignore[type-arg]  # noqa: UP045
-    megatron_fsdp_unit_modules: Optional[list[str]] = None  # noqa: UP045
+    megatron_fsdp_unit_modules: Optional[List[str]] = None  # noqa: UP006, UP045
     zero_dp_strategy: int = 3
     init_fsdp_with_meta_device: bool = False
     grad_reduce_in_fp32: bool = False
@@ -155,7 +155,7 @@ class MegatronFSDPConfig:
         _check_backend(self)
         resolve_strategy(self.zero_dp_strategy)
         units: object = self.megatron_fsdp_unit_modules
-        if units is not None and not isinstance(units, list | tuple):
+        if units is not None and not (isinstance(units, list | tuple) and all(map(_is_path_or_class, units))):
             raise ConfigurationError(
                 f"MegatronFSDPConfig.megatron_fsdp_unit_modules={units!r}; give a list of import paths of module "
                 "classes, or None"
@@ -222,6 +222,10 @@ def _check_flags(config: Any) -> None:
         value = getattr(config, field.name)
         if field.type == "bool" and not isinstance(value, bool):
             raise ConfigurationError(f"{type(config).__name__}.{field.name}={value!r}; give True or False")
+
+
+def _is_path_or_class(unit: object) -> bool:
+    return isinstance(unit, type) or (isinstance(unit, str) and unit != "")
 
 
 def _check_backend(config: Any) -> None:
