@@ -29,7 +29,7 @@ def find_folder(name_or_path: str | Path) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(name_or_path), local_files_only=True))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the library has many, all of which mean that it is not there
         raise ConfigurationError(
             f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; download it first, "
             "since nothing is downloaded here"
