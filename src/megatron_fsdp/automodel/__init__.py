@@ -19,6 +19,7 @@ from megatron_fsdp.automodel.config_yaml import (
 )
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, create_device_mesh
+from megatron_fsdp.automodel.optimizers import connect_optimizer
 from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ParallelSizes",
     "accumulation_context",
     "build_mesh_context",
+    "connect_optimizer",
     "create_device_mesh",
     "load_distributed_config",
     "parse_distributed_section",

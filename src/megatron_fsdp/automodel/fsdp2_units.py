@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -40,7 +41,20 @@ def shard_by_layers(
             is_next_in_backward = layer is layers[-1]
             fully_shard(layer, reshard_after_forward=not (stays_gathered or is_next_in_backward), **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    model.register_forward_hook(_shard_again_without_backward)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
+
+
+def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:
+    """After evaluation, give back what stays gathered for a backward.
+
+    FSDP2 leaves the root and the last layer gathered: `model.parameters()` then shows whole tensors, and an optimizer
+    that is built on them would train nothing.
+    """
+    if not torch.is_grad_enabled():
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:

@@ -58,6 +58,16 @@ class MeshContext:
             raise ConfigurationError(f"there is no mesh, so no axis {name!r}; DDP has none")
         return get_flat_mesh(self.device_mesh, name)
 
+    @property
+    def data_rank(self) -> int:
+        """Which of the `sizes.dp` different parts of the data this rank reads; the others of its group read the same.
+
+        Context-parallel ranks read the same sequences and cut them by `shard_batch`.
+        """
+        if self.device_mesh is None:
+            return dist.get_rank()
+        return self.axis("dp").get_local_rank()
+
     def gradient_axis(self) -> DeviceMesh:
         """The ranks over which gradients of dense parameters are averaged: data- and context-parallel ones.
 

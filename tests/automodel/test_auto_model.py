@@ -1,0 +1,102 @@
+"""`from_pretrained` and `from_config`: transformers' weights in shards, logits and training of one process, and back."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from megatron_fsdp.automodel import AutoModelForCausalLM
+from tests.automodel.small_models import FAMILIES, batch_of, build, config_of, reference
+from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole
+from tests.conftest import RunRanks
+from tests.support.parity import fixed_seed
+
+STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
+
+
+def save(kind: str, folder: Path, **options: Any) -> str:
+    """A folder of transformers with the weights of `build(kind)`."""
+    path = folder / kind
+    build(kind).save_pretrained(path, **options)
+    return str(path)
+
+
+def load_train_save(folders: Sequence[tuple[str, str]], names: Sequence[str], out: str) -> None:
+    """Each folder by each strategy: logits, three steps, and what plain transformers reads afterwards."""
+    for kind, folder in folders:
+        expected = reference(kind)
+        for name in names:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=strategy(name), dtype=torch.float32
+            )
+            ranks, rank = dist.get_world_size(), dist.get_rank()
+            with torch.no_grad():
+                logits = model(input_ids=batch_of(4)["input_ids"].chunk(ranks)[rank], use_cache=False).logits
+            torch.testing.assert_close(logits, expected.logits.chunk(ranks)[rank], rtol=1e-5, atol=1e-5)
+            assert_trained_alike(train(model), expected)
+            target = f"{out}/{kind}-{name}-{ranks}"
+            model.save_pretrained(target, max_shard_size=20_000)
+            trained = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+            again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+            assert_close(dict(again.named_parameters()), trained, 0, 0, "read by transformers")
+            assert again.config.architectures == [FAMILIES[kind][0] + _suffix(kind)]
+            dist.barrier()
+
+
+def _suffix(kind: str) -> str:
+    return "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_family_trains_as_one_process_and_goes_back_to_transformers(
+    run_ranks: RunRanks, tmp_path: Path, name: str
+) -> None:
+    kinds = list(FAMILIES) if name == "megatron_fsdp" else ["llama", "gemma3", "phi3", "qwen2_moe"]
+    folders = [(kind, save(kind, tmp_path)) for kind in kinds]
+    run_ranks(2, load_train_save, folders, [name], str(tmp_path), timeout_s=300.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_numbers_of_ranks_give_the_same(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
+    folders = [(kind, save(kind, tmp_path, max_shard_size="20KB")) for kind in ("llama_tied", "qwen3_moe")]
+    run_ranks(ranks, load_train_save, folders, STRATEGIES, str(tmp_path), timeout_s=300.0)
+
+
+def drawn(kind: str, names: Sequence[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Parameters and buffers that `from_config` gives under one seed, by each strategy."""
+    found = []
+    for name in names:
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(
+            config_of(kind), distributed_config=strategy(name), dtype=torch.float32
+        )
+        parameters = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+        buffers = {plain_name(key): buffer.clone() for key, buffer in model.named_buffers()}
+        found.append((parameters, buffers))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])
+def test_drawn_weights_are_those_of_transformers_bit_for_bit(run_ranks: RunRanks, kind: str) -> None:
+    with fixed_seed(7):
+        model = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
+    for by_strategy in run_ranks(2, drawn, kind, STRATEGIES):
+        for parameters, buffers in by_strategy:
+            assert_close(parameters, dict(model.named_parameters()), 0, 0, "parameters")
+            assert_close(buffers, dict(model.named_buffers()), 0, 0, "buffers")
+
+
+def drawn_by_all(kind: str) -> list[dict[str, Tensor]]:
+    return [parameters for parameters, _ in drawn(kind, STRATEGIES)]
+
+
+def test_drawn_weights_depend_on_neither_strategy_nor_ranks(run_ranks: RunRanks) -> None:
+    # The constructors of GPT-2 draw by themselves, so its weights are not those that transformers gives under the seed.
+    (alone,) = run_ranks(1, drawn_by_all, "gpt2")
+    for found in [*alone, *(entry for rank in run_ranks(2, drawn_by_all, "gpt2") for entry in rank)]:
+        assert_close(found, alone[0], 0, 0, "weights")

@@ -1,0 +1,113 @@
+"""Train what `from_pretrained` returns beside one process, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
+from megatron_fsdp.automodel import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from tests.automodel.small_models import batch_of, label_count, token_loss_sum
+
+
+def strategy(name: str, **fields: Any) -> DistributedConfig:
+    """A strategy that computes in float32 on CPUs: "fsdp2", "megatron_fsdp" or "ddp"."""
+    if name == "fsdp2":
+        return FSDP2Config(**{"backend": "gloo", "mp_policy": MixedPrecisionPolicy(), **fields})
+    kind = {"megatron_fsdp": MegatronFSDPConfig, "ddp": DDPConfig}[name]
+    return kind(**{"backend": "gloo", **fields})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind; index = step. Tensors are whole, names those of the unwrapped model.
+
+    Attributes:
+        losses: Mean over all counted tokens of all ranks.
+        gradients: By parameter name.
+        parameters: By parameter name, after the step.
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: list[dict[str, Tensor]]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All elements of a parameter or gradient, on every rank."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def plain_name(name: str) -> str:
+    """The name in the unwrapped model."""
+    return name.removeprefix("module.")
+
+
+def optimizer_of(model: nn.Module, learning_rate: float = 1e-2) -> torch.optim.Optimizer:
+    """AdamW, connected where the engine needs it."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    return fully_shard_optimizer(optimizer) if isinstance(model, MegatronFSDP) else optimizer
+
+
+def train(
+    model: nn.Module,
+    *,
+    steps: int = 3,
+    rows: int = 4,
+    data_rank: int | None = None,
+    data_ranks: int | None = None,
+    rename: Callable[[str], str] = plain_name,
+) -> Trained:
+    """Train on this rank's rows of the batches of `reference`.
+
+    Args:
+        model: Parallel.
+        steps: How many.
+        rows: Of the whole batch.
+        data_rank: Which rows this rank reads; None: by its global rank.
+        data_ranks: How many read different rows; None: all.
+        rename: From the model's names to those of the reference.
+    """
+    rank = dist.get_rank() if data_rank is None else data_rank
+    ranks = dist.get_world_size() if data_ranks is None else data_ranks
+    optimizer = optimizer_of(model)
+    run = Trained([], [], [])
+    for step in range(steps):
+        batch = batch_of(rows, seed=1 + step)
+        own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
+        logits = model(input_ids=own["input_ids"], use_cache=False).logits
+        loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        run.losses.append(total.item() / dist.get_world_size())
+        named = [(rename(name), param) for name, param in model.named_parameters()]
+        run.gradients.append({name: whole(param.grad) for name, param in named if param.grad is not None})
+        optimizer.step()
+        run.parameters.append({rename(name): whole(param) for name, param in model.named_parameters()})
+    return run
+
+
+def assert_trained_alike(found: Trained, expected: Any, *, tolerance: float = 2e-4) -> None:
+    """Compare losses, every gradient and all updates with a `Reference`."""
+    for step, loss in enumerate(found.losses):
+        assert abs(loss - expected.losses[step]) < 1e-5, (step, loss, expected.losses[step])
+        assert_close(found.gradients[step], expected.gradients[step], 1e-4, 1e-5, f"gradients of step {step}")
+        assert_close(found.parameters[step], expected.parameters[step], tolerance, tolerance, f"weights, step {step}")
+
+
+def assert_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float, atol: float, what: str
+) -> None:
+    """Compare tensors by name; the names must be the same."""
+    assert found.keys() == expected.keys(), (what, found.keys() ^ expected.keys())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
