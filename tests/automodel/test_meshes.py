@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +26,13 @@ from megatron_fsdp.automodel.meshes import (
     set_up_ranks,
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
 from tests.conftest import RunRanks
 from tests.support.parity import assert_equal_tensors
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
-
-
-@contextmanager
-def groups_destroyed() -> Iterator[None]:
-    """Destroy the process groups that are made in the block; workers hold threads for each."""
-    world = dist.distributed_c10d._world
-    before = set(world.pg_map)
-    try:
-        yield
-    finally:
-        for group in [group for group in world.pg_map if group not in before]:
-            dist.destroy_process_group(group)
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
@@ -56,7 +43,7 @@ def described(context: MeshContext) -> dict[str, Any]:
     """Names, shape and, for each axis, this rank's neighbours on it."""
     mesh, experts = context.device_mesh, context.moe_mesh
     if mesh is None:
-        return {"names": None, "experts": experts, "device": str(context.device)}
+        return {"names": None, "experts": experts, "device": str(context.device), "data_rank": context.data_rank}
     flat = ("dp", "dp_shard_cp", "dp_cp")
     known = [*(mesh.mesh_dim_names or ()), *(name for name in flat if name in mesh._flatten_mapping)]
     return {
@@ -65,6 +52,7 @@ def described(context: MeshContext) -> dict[str, Any]:
         "axes": {name: ranks_of(context.axis(name)) for name in known},
         "experts": None if experts is None else (experts.mesh_dim_names, experts.mesh.tolist()),
         "device": str(context.device),
+        "data_rank": context.data_rank,
     }
 
 
@@ -142,6 +130,21 @@ def test_megatron_mesh_has_three_axes_and_one_across_two_with_context_parallelis
     assert tensor["names"] == context["names"] == ("dp", "cp", "tp")
     assert tensor["axes"] == {"dp": [1, 3], "cp": [1], "tp": [0, 1]}
     assert context["axes"] == {"dp": [1, 3], "cp": [0, 1], "tp": [1], "dp_cp": [0, 1, 2, 3]}
+
+
+def test_ranks_of_one_data_part_read_the_same(run_ranks: RunRanks) -> None:
+    cases = [{"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}, {"ep_size": 2}]
+    by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
+    assert [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)] == [
+        [0, 0, 1, 1],
+        [0, 0, 1, 1],
+        [0, 1, 2, 3],
+        [0, 1, 0, 1],
+        [0, 1, 2, 3],
+    ]
+    by_rank = run_ranks(4, describe_meshes, MEGATRON, cases[:2])
+    assert [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)] == [[0, 0, 1, 1]] * 2
+    assert [found[0]["data_rank"] for found in run_ranks(4, describe_meshes, DDP, [{}])] == [0, 1, 2, 3]
 
 
 def axes_to_average_over() -> list[Any]:

@@ -35,7 +35,7 @@ class FSDP2Config:
         autocast_dtype: Run forward under `torch.autocast` of the device in this dtype. None: no autocast.
         activation_checkpointing: Recompute the decoder layers in backward.
         defer_fsdp_grad_sync: With gradient accumulation, reduce gradients after the last microbatch only; read by
-            `accumulation_context`.
+            `accumulation_context` from the model.
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
         enable_async_tensor_parallel: Let the compiler overlap collectives of tensor parallelism with matrix products.
             Needs `sequence_parallel`, which is switched on with a warning, and compiled layers.
@@ -80,6 +80,8 @@ class FSDP2Config:
             depth = getattr(self, name)
             if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
                 raise ConfigurationError(f"FSDP2Config.{name}={depth!r}; give a whole number of layers, 0 or more")
+        if self.enable_fsdp2_prefetch and not self.fsdp2_backward_prefetch_depth + self.fsdp2_forward_prefetch_depth:
+            warn_caller("enable_fsdp2_prefetch has no effect with both prefetch depths 0")
         if self.mp_policy is None:
             self.mp_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ def shard_by_layers(
     *,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: CPUOffloadPolicy | None,
+    layer_policy: MixedPrecisionPolicy | None = None,
     stays_gathered: bool = False,
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
@@ -25,6 +27,7 @@ def shard_by_layers(
         model: Tensor-parallel already, where it is to be.
         mesh: 1-D, or 2-D with the copies first.
         mp_policy: Dtypes.
+        layer_policy: Those of the layers, where they differ from the root's.
         offload_policy: None: parameters stay on the device.
         stays_gathered: Keep layers gathered from forward to backward, as pipelines want it, whose microbatches would
             gather them again and again.
@@ -32,17 +35,31 @@ def shard_by_layers(
     Returns:
         The units of each list, in order.
     """
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy}
+    options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
     lists = [list(found.children()) for found in lists_of_layers(model)]
     for layers in lists:
         for layer in layers:
             is_next_in_backward = layer is layers[-1]
-            fully_shard(layer, reshard_after_forward=not (stays_gathered or is_next_in_backward), **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+            reshards = not (stays_gathered or is_next_in_backward)
+            fully_shard(layer, mp_policy=layer_policy or mp_policy, reshard_after_forward=reshards, **options)
+    fully_shard(model, mp_policy=mp_policy, reshard_after_forward=False, **options)
     model.register_forward_hook(_shard_again_without_backward)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
+
+
+def policy_between_layers(mp_policy: MixedPrecisionPolicy, has_autocast: bool) -> MixedPrecisionPolicy:
+    """Dtypes of layers, where `mp_policy` is that of the whole model.
+
+    Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes in
+    bfloat16, the head would fail, so the layers hand on what they compute in; the next one would cast it back anyway.
+    Under autocast, which makes products fit, they hand on `output_dtype`: that is how the residual stream is kept in
+    float32.
+    """
+    if has_autocast or mp_policy.output_dtype is None:
+        return mp_policy
+    return dataclasses.replace(mp_policy, output_dtype=mp_policy.param_dtype)
 
 
 def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:
