@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_fsdp.automodel import (
     DDPConfig,
@@ -39,6 +39,10 @@ def parallel(config: Any, kind: str = "llama", **sizes: int) -> nn.Module:
     return FSDP2Manager(config, mesh).parallelize(build(kind))
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(name): whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
 def accumulate(model: nn.Module, microbatches: int, rows: int, seed: int, **options: Any) -> tuple[float, list[int]]:
     """Backward of all microbatches; the loss of the whole batch, and how often each microbatch reduced gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -69,9 +73,7 @@ def accumulate_like_the_whole_batch(name: str, microbatches: int, **fields: Any)
             loss, reductions = accumulate(model, microbatches, rows, seed=1 + step)
             seen.append(reductions)
             assert abs(loss - expected.losses[step]) < 1e-5
-            grads = {
-                plain_name(key): whole(param.grad) for key, param in model.named_parameters() if param.grad is not None
-            }
+            grads = gradients(model)
             assert_close(grads, expected.gradients[step], 1e-4, 1e-5, f"gradients of step {step}")
             optimizer.step()
             found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
@@ -95,9 +97,7 @@ def reduce_every_time(name: str) -> list[int]:
     with groups_destroyed():
         model = parallel(strategy(name))
         _, reductions = accumulate(model, 3, 6, 1, defer_grad_sync=False)
-        grads = {
-            plain_name(key): whole(param.grad) for key, param in model.named_parameters() if param.grad is not None
-        }
+        grads = gradients(model)
         assert_close(grads, expected.gradients[0], 1e-4, 1e-5, "gradients")
         return reductions
 
@@ -142,6 +142,6 @@ def test_exception_inside_leaves_the_model_reducing_again(run_ranks: RunRanks) -
 
 
 def test_model_that_no_strategy_made_parallel_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^the model is a Linear; give what a manager"):
-        with accumulation_context(nn.Linear(2, 2), True):
-            pass
+    message = r"^the model is a Linear; give what a manager"
+    with pytest.raises(ConfigurationError, match=message), accumulation_context(nn.Linear(2, 2), True):
+        pass

@@ -129,17 +129,22 @@ def prefetch() -> None:
             model = parallel(strategy("fsdp2", **fields))
             assert ahead(model, "forward") == forward, fields
             assert ahead(model, "backward") == backward, fields
-            gathers = []
-            hooks = [
-                layer.self_attn.register_forward_pre_hook(lambda *_, m=model: gathers.append(gathered(m)))
-                for layer in model.model.layers
-            ]
-            with torch.no_grad():
-                model(input_ids=own_tokens(), use_cache=False)
-            for hook in hooks:
-                hook.remove()
-            assert gathers == [[index, *forward[index]] for index in range(4)], fields
+            assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
             assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+
+
+def gathered_in_forward(model: Any) -> list[list[int]]:
+    """For each layer, the layers that are gathered or on their way when it computes."""
+    found: list[list[int]] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda *_: found.append(gathered(model)))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(input_ids=own_tokens(), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def gathered(model: Any) -> list[int]:
