@@ -72,7 +72,7 @@ def ready_model(
         report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
         _check(replace(report, missing=_without(report.missing, copies)), folder, twin, strict, new_head)
         filled.update(report.loaded)
-    drawn = draw_missing(twin, whole, filled, context.device)
+    drawn = draw_missing(twin, whole, stages, filled, context.device)
     if isinstance(model, Pipeline):
         model.equalize_tied()
         kept: Any = whole
