@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ def recompute_in_backward(module: nn.Module) -> None:
     Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation
     the weights are gathered by the hooks of backward.
     """
-    forward: Forward = module.forward
+    forward = _unbound(module)
 
     @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not (module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
 
-    module.forward = recomputed
+    module.forward = MethodType(recomputed, module)
 
 
 def compile_forward(module: nn.Module) -> None:
@@ -37,11 +38,24 @@ def compile_forward(module: nn.Module) -> None:
 
 def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     """Run a module's forward under `torch.autocast`."""
-    forward: Forward = module.forward
+    forward = _unbound(module)
 
     @functools.wraps(forward)
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype):
-            return forward(*args, **kwargs)
+            return forward(self, *args, **kwargs)
 
-    module.forward = cast
+    module.forward = MethodType(cast, module)
+
+
+def _unbound(module: nn.Module) -> Forward:
+    """A module's forward that takes the module: bound again, it lets deep copies use their own weights."""
+    forward: Any = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+
+    @functools.wraps(forward)
+    def called(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return called

@@ -1,0 +1,106 @@
+"""Recomputation in one process: gradients stay bit for bit, forwards run again, and only while training."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp.automodel.activation_checkpointing import checkpoint_layers, checkpoint_mlps
+from megatron_fsdp.automodel.forwards import recompute_in_backward, run_under_autocast
+from tests.automodel.small_models import FAMILIES, batch_of, build
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    batch = batch_of(2)
+    model(**batch).loss.backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gemma3", "phi", "gpt2", "qwen2_moe", "deepseek_v3"])
+def test_gradients_are_bit_for_bit_those_without_recomputation(kind: str) -> None:
+    plain = build(kind)
+    expected = gradients(plain)
+    for recompute in (checkpoint_layers, checkpoint_mlps):
+        model = build(kind)
+        recompute(model)
+        assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+        assert model.state_dict().keys() == plain.state_dict().keys()
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_mlps_of_every_family_are_found(kind: str) -> None:
+    model = build(kind)
+    checkpoint_mlps(model)
+    assert sum("forward" in vars(part) for part in model.modules()) == 4
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
+        self.calls += 1
+        return nn.functional.dropout(x * self.weight, 0.5, self.training).exp() * factor
+
+
+def run(prepare: Callable[[nn.Module], None]) -> tuple[Counting, Tensor]:
+    module = Counting()
+    prepare(module)
+    torch.manual_seed(3)
+    module(torch.ones(3), factor=2.0).sum().backward()
+    assert module.weight.grad is not None
+    return module, module.weight.grad
+
+
+def test_forward_runs_again_in_backward_with_the_same_random_numbers() -> None:
+    plain, expected = run(lambda _: None)
+    module, found = run(recompute_in_backward)
+    assert (plain.calls, module.calls) == (1, 2)
+    assert torch.equal(found, expected)
+
+
+def test_forward_runs_once_in_evaluation_and_without_gradients() -> None:
+    module = Counting()
+    recompute_in_backward(module)
+    with torch.no_grad():
+        module(torch.ones(3))
+    assert module.calls == 1
+    module.eval()
+    module(torch.ones(3)).sum().backward()
+    assert module.calls == 2
+
+
+def test_signature_stays_that_of_the_module() -> None:
+    module = Counting()
+    before = inspect.signature(module.forward)
+    recompute_in_backward(module)
+    run_under_autocast(module, "cpu", torch.bfloat16)
+    assert inspect.signature(module.forward) == before
+
+
+def test_autocast_holds_inside_of_forward_only() -> None:
+    module = nn.Linear(2, 2)
+    run_under_autocast(module, "cpu", torch.bfloat16)
+    assert module(torch.ones(1, 2)).dtype is torch.bfloat16
+    assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_copy_of_a_module_computes_with_its_own_weights() -> None:
+    module = Counting().eval()
+    recompute_in_backward(module)
+    run_under_autocast(module, "cpu", torch.bfloat16)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.weight.mul_(2.0)
+    assert torch.equal(twin(torch.ones(3)), torch.full((3,), 2.0).exp())
+    assert module.calls == 0
