@@ -99,9 +99,15 @@ def _text_of(source: os.PathLike[str]) -> tuple[str, str]:
 
 
 def _refuse_repeated_keys(root: Any, where: str) -> None:
-    """PyYAML keeps the last of several equal keys in silence."""
+    """PyYAML keeps the last of several equal keys in silence; also in mappings inside of mappings."""
+    if isinstance(root, yaml.SequenceNode):
+        for entry in root.value:
+            _refuse_repeated_keys(entry, where)
+    if not isinstance(root, yaml.MappingNode):
+        return
     lines: dict[str, int] = {}
-    for key, _ in root.value:
+    for key, value in root.value:
+        _refuse_repeated_keys(value, where)
         line = key.start_mark.line + 1
         if key.value in lines:
             raise ConfigurationError(

@@ -309,3 +309,8 @@ def test_dtype_has_many_names(name: Any, dtype: torch.dtype) -> None:
 def test_name_that_is_no_dtype_is_refused(name: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"is no dtype; write bfloat16, float16 or float32"):
         dtype_from_str(name)
+
+
+def test_a_size_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'tp_size' is there twice, on lines 2 and 3"):
+        load_distributed_config("distributed:\n  tp_size: 2\n  tp_size: 4\n")
