@@ -176,7 +176,9 @@ def set_up_ranks(backend: str) -> torch.device:
     if backend == "gloo" or accelerator is None:
         device = torch.device("cpu")
     else:
-        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
+        told = os.environ.get("LOCAL_RANK")  # without torchrun, the program has chosen its device itself
+        local = torch.accelerator.current_device_index() if told is None else int(told)
+        local %= torch.accelerator.device_count()
         device = torch.device(accelerator.type, local)
         torch.accelerator.set_device_index(local)
     if not dist.is_initialized():
