@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.automodel.adapters import add_adapters
+from megatron_fsdp.automodel.adapters import add_adapters, fill_adapters, without_copies
 from megatron_fsdp.automodel.blueprints import refuse_quantised
 from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
@@ -66,11 +66,15 @@ def ready_model(
     stages = model.parts if isinstance(model, Pipeline) else [model]
     whole = merge_stages(stages) if isinstance(model, Pipeline) else model
     filled: set[str] = set()
-    if folder is not None:
-        report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
-        _check(report, folder, twin, strict, new_head)
-        filled.update(report.loaded)
-    drawn = draw_missing(twin, whole, filled, context.device)
+    base_twin = copy.deepcopy(twin)
+    with without_copies(whole):
+        if folder is not None:
+            report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
+            _check(report, folder, twin, strict, new_head)
+            filled.update(report.loaded)
+        drawn = draw_missing(twin, whole, filled, context.device)
+    if peft_config is not None:
+        fill_adapters(whole, base_twin, peft_config, context.device)
     if folder is not None and drawn:
         warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
     if isinstance(config, DDPConfig):

@@ -22,7 +22,7 @@ from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights,
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.blueprint import draw_blueprint
 from megatron_fsdp.runtime.materialise import draw_values
-from megatron_fsdp.runtime.random_state import same_random_numbers
+from megatron_fsdp.runtime.random_state import random_state, same_random_numbers, set_random_state
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -87,8 +87,11 @@ def draw_missing(twin: nn.Module, model: nn.Module, filled: Collection[str], dev
     store: dict[str, Callable[[torch.Tensor], None]] = {
         name: partial(_store, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
     }
+    before = random_state(device)
     with same_random_numbers([dist.group.WORLD] if dist.group.WORLD is not None else [], device):
         draw_values(twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device)
+    if not everywhere:  # the walk for buffers may have drawn; what is drawn next is as after transformers' loading
+        set_random_state(device, before)
     _fill_buffers(base, twin, filled)
     install_weights(model, [live for live in wanted.values() if live.is_parameter])
     left = [live.name for live in empty if live.is_parameter and live not in wanted.values()]
