@@ -69,7 +69,7 @@ def main() -> None:
             plain = transformers.AutoModelForCausalLM.from_pretrained(output)
             with torch.no_grad():
                 loss = plain(input_ids=tokens[None, :256], labels=tokens[None, :256]).loss
-            print(f"plain transformers reads {sum(p.numel() for p in plain.parameters()):,} parameters, loss {loss:.4f}")
+            print(f"plain transformers reads {plain.num_parameters():,} parameters, loss {loss:.4f}")
         dist.barrier()
     dist.destroy_process_group()
 

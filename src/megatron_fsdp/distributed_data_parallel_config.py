@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 
 from megatron_fsdp.ddp_config_checks import checked_values, idle_settings, nearest_field, with_implications
-from megatron_fsdp.yaml_mapping import read_mapping, write_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.yaml_mapping import read_mapping, write_mapping
 
 
 @dataclass

@@ -148,11 +148,17 @@ class Reference:
 
 
 def reference(
-    kind: str, *, steps: int = 3, rows: int = 4, learning_rate: float = 1e-2, changes: Mapping[str, Any] | None = None
+    kind: str,
+    *,
+    steps: int = 3,
+    rows: int = 4,
+    learning_rate: float = 1e-2,
+    eps: float = 1e-8,
+    changes: Mapping[str, Any] | None = None,
 ) -> Reference:
     """Train one process by AdamW on batches of seeds 1, 2, ...: loss is the mean over all counted tokens."""
     model = build(kind, **(changes or {}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, eps=eps)
     losses, gradients, parameters, first_logits = [], [], [], None
     for step in range(steps):
         batch = batch_of(rows, seed=1 + step)

@@ -1,4 +1,4 @@
-"""`from_pretrained` and `from_config`: transformers' weights in shards, logits and training of one process, and back."""
+"""`from_pretrained` and `from_config`: transformers' weights in shards, training as one process, and back."""
 
 from collections.abc import Sequence
 from pathlib import Path

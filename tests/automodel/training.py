@@ -97,10 +97,15 @@ def train(
 
 
 def assert_trained_alike(found: Trained, expected: Any, *, tolerance: float = 2e-4) -> None:
-    """Compare losses, every gradient and all updates with a `Reference`."""
+    """Compare losses, every gradient and all updates with a `Reference`.
+
+    After the first update tolerances are wider: AdamW moves a weight whose gradient is nearly zero by its sign alone,
+    so what was rounding becomes a part of a step.
+    """
     for step, loss in enumerate(found.losses):
-        assert abs(loss - expected.losses[step]) < 1e-5, (step, loss, expected.losses[step])
-        assert_close(found.gradients[step], expected.gradients[step], 1e-4, 1e-5, f"gradients of step {step}")
+        assert abs(loss - expected.losses[step]) < (1e-4 if step else 1e-5), (step, loss, expected.losses[step])
+        atol = 1e-4 if step else 1e-6
+        assert_close(found.gradients[step], expected.gradients[step], 1e-4, atol, f"gradients of step {step}")
         assert_close(found.parameters[step], expected.parameters[step], tolerance, tolerance, f"weights, step {step}")
 
 

@@ -17,9 +17,17 @@ from megatron_fsdp.automodel.config_yaml import (
     load_distributed_config,
     parse_distributed_section,
 )
+from megatron_fsdp.automodel.context_parallel import shard_batch, unshard_sequence
+from megatron_fsdp.automodel.gradients import (
+    clip_grad_norm_,
+    count_label_tokens,
+    scale_grads_and_clip_grad_norm,
+    scale_per_token_loss,
+)
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, create_device_mesh
 from megatron_fsdp.automodel.optimizers import connect_optimizer
+from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig
 from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
 
 __all__ = [
@@ -36,11 +44,19 @@ __all__ = [
     "MegatronFSDPManager",
     "MeshContext",
     "ParallelSizes",
+    "Pipeline",
+    "PipelineConfig",
     "accumulation_context",
     "build_mesh_context",
+    "clip_grad_norm_",
     "connect_optimizer",
+    "count_label_tokens",
     "create_device_mesh",
     "load_distributed_config",
     "parse_distributed_section",
     "resolve_sizes",
+    "scale_grads_and_clip_grad_norm",
+    "scale_per_token_loss",
+    "shard_batch",
+    "unshard_sequence",
 ]

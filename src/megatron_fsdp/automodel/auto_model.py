@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from megatron_fsdp.automodel.blueprints import build_on_meta, config_of, find_folder, resolve_dtype
 from megatron_fsdp.automodel.config import DistributedConfig, FSDP2Config, check_config
@@ -44,7 +43,7 @@ class _AutoModel:
         key_mapping: Any = None,
         strict: bool = True,
         **config_overrides: Any,
-    ) -> nn.Module:
+    ) -> Any:
         """Build a model without memory, make it parallel, and read its weights straight into the shards; collective.
 
         Each rank reads the bytes of its own shards; the most that exists beside them is 32 MiB of a tensor, and of
@@ -121,7 +120,7 @@ class _AutoModel:
         peft_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
         attn_implementation: str | None = None,
-    ) -> nn.Module:
+    ) -> Any:
         """Build a model without memory, make it parallel, and draw its weights straight into the shards; collective.
 
         The weights are those that transformers draws under the same seed, whatever the strategy, the sizes and the

@@ -29,7 +29,7 @@ def find_folder(name_or_path: str | Path) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(name_or_path), local_files_only=True))
-    except Exception as error:  # noqa: BLE001  the library has many, all of which mean that it is not there
+    except Exception as error:
         raise ConfigurationError(
             f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; download it first, "
             "since nothing is downloaded here"
@@ -47,6 +47,7 @@ def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> 
             raise ConfigurationError(f"config is a {type(given).__name__}; give a config of transformers or its folder")
         config: Any = copy.deepcopy(given)
     else:
+        assert folder is not None  # there is a config or a folder
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

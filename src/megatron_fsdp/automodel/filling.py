@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +66,28 @@ def ready_model(
     model = _parallel(live, config, context, pipeline_config)
     stages = model.parts if isinstance(model, Pipeline) else [model]
     whole = merge_stages(stages) if isinstance(model, Pipeline) else model
-    filled: set[str] = set()
-    base_twin = copy.deepcopy(twin)
+    copies = set(model.tied_copies) if isinstance(model, Pipeline) else set()
+    filled = set(copies)
+    base_twin = copy.deepcopy(twin) if peft_config is not None else None
     with without_copies(whole):
         if folder is not None:
             report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
-            _check(report, folder, twin, strict, new_head)
+            _check(replace(report, missing=_without(report.missing, copies)), folder, twin, strict, new_head)
             filled.update(report.loaded)
         drawn = draw_missing(twin, whole, filled, context.device)
-    if peft_config is not None:
+    if base_twin is not None:
         fill_adapters(whole, base_twin, peft_config, context.device)
+    if isinstance(model, Pipeline):
+        model.equalize_tied()
+        kept: Any = whole
+        kept._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
     if folder is not None and drawn:
         warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
     if isinstance(config, DDPConfig):
         model = DDPManager(config).parallelize(live)
     let_save(model, whole if isinstance(model, Pipeline) else model, saved_config, folder)
-    model.mesh_context = context  # type: ignore[assignment]
+    settable: Any = model
+    settable.mesh_context = context
     return model
 
 
@@ -105,6 +112,7 @@ def _parallel(
         pipeline_config or PipelineConfig(),
         parallelize_stage=lambda stage: _shard_stage(stage, config, mesh, context),
         device=context.device,
+        activation_dtype=_dtype_between_stages(config),
     )
 
 
@@ -112,6 +120,16 @@ def _shard_stage(stage: nn.Module, config: FSDP2Config, mesh: DeviceMesh, contex
     model = FSDP2Manager(config, mesh, context.moe_mesh).parallelize(stage)
     allocate(model, context.device if config.offload_policy is None else torch.device("cpu"))
     return model
+
+
+def _dtype_between_stages(config: FSDP2Config) -> torch.dtype | None:
+    """What FSDP2 gives out at the end of a stage; None: the dtype of the parameters."""
+    assert config.mp_policy is not None  # __post_init__ sets it
+    return config.mp_policy.output_dtype or config.mp_policy.param_dtype
+
+
+def _without(names: Sequence[str], left_out: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in left_out)
 
 
 def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_head: bool) -> None:

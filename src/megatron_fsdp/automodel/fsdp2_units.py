@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ def shard_by_layers(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: CPUOffloadPolicy | None,
     stays_gathered: bool = False,
+    casts_between_layers: bool = False,
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
@@ -28,19 +30,23 @@ def shard_by_layers(
         offload_policy: None: parameters stay on the device.
         stays_gathered: Keep layers gathered from forward to backward, as pipelines want it, whose microbatches would
             gather them again and again.
+        casts_between_layers: Let each layer give out `output_dtype`, as under autocast, where what lies behind the
+            layers takes any dtype. Otherwise only the model does, since its head takes what it computes in.
 
     Returns:
         The units of each list, in order.
     """
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy}
+    options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
+    of_layers = mp_policy if casts_between_layers else replace(mp_policy, output_dtype=None)
     lists = [list(found.children()) for found in lists_of_layers(model)]
     for layers in lists:
         for layer in layers:
             is_next_in_backward = layer is layers[-1]
-            fully_shard(layer, reshard_after_forward=not (stays_gathered or is_next_in_backward), **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+            reshards = not (stays_gathered or is_next_in_backward)
+            fully_shard(layer, reshard_after_forward=reshards, mp_policy=of_layers, **options)
+    fully_shard(model, reshard_after_forward=False, mp_policy=mp_policy, **options)
     model.register_forward_hook(_shard_again_without_backward)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
 

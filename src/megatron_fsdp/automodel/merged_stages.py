@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 from torch import nn
+
+from megatron_fsdp.checkpoint.hf.own_classes import own_class
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
@@ -21,7 +22,9 @@ def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
 
 
 def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
-    result = copy.copy(one)
+    kind = own_class(one)
+    result = kind.__new__(kind)
+    result.__dict__.update(one.__dict__)
     result._modules = dict(one._modules)
     for name, child in other._modules.items():
         own = result._modules.get(name)

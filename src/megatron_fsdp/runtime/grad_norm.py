@@ -57,33 +57,63 @@ def _total_norm(engine: Engine, norm_type: float) -> torch.Tensor:
                 found.append(_local(grad))
     if not pieces:
         return torch.zeros((), dtype=torch.float32, device=engine.device)
-    powers = {groups: _power(tensors, norm_type, engine.device) for groups, tensors in pieces.items()}
-    return _combine(powers, norm_type)
+    powers = {groups: sum_of_powers(tensors, norm_type, engine.device) for groups, tensors in pieces.items()}
+    return combine_powers(powers, norm_type)
 
 
-def _combine(powers: dict[Groups, torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Reduce each sum over its groups; sums that share a group travel together."""
+def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Reduce each sum over its groups; sums that share a group travel together in one all-reduce.
+
+    Args:
+        powers: Groups over which pieces lie -> what `sum_of_powers` says of the pieces here; at least one, all on the
+            device that the groups communicate from. The keys and their order are the same on all ranks of a group.
+        norm_type: The p of the p-norm.
+
+    Returns:
+        The norm of everything, the same on all ranks of the groups.
+    """
     is_max = math.isinf(norm_type)
     wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32
     powers = {groups: power.to(wide) for groups, power in powers.items()}
     for over in dict.fromkeys(group for groups in powers for group in groups):
         together = [groups for groups in powers if over in groups]
         stacked = torch.stack([powers[groups] for groups in together])
-        dist.all_reduce(stacked, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=over)
+        if is_max:
+            stacked = largest_of(stacked, over)
+        else:
+            dist.all_reduce(stacked, group=over)
         powers.update(zip(together, stacked.unbind(), strict=True))
     total = torch.stack(list(powers.values()))
     return total.max() if is_max else total.sum() ** (1.0 / norm_type)
+
+
+def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest of each number over the ranks; NaN where a rank has NaN, which back ends may overlook in a maximum.
+
+    Args:
+        values: One dimension, not negative.
+        group: The ranks.
+    """
+    both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, math.nan, both[0])
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of |x|^p over all tensors; the largest |x| for infinity; 0 for none."""
+def sum_of_powers(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum of |x|^p over all tensors; the largest |x| for infinity; 0 for none.
+
+    Args:
+        tensors: Plain ones, of any device.
+        norm_type: The p.
+        device: Where the result is wanted.
+    """
     filled = [tensor for tensor in tensors if tensor.numel()]
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     if not filled:
         return torch.zeros((), dtype=wide, device=device)
-    norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)])
+    norms = torch.stack([norm.to(device, wide) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

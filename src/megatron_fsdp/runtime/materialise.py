@@ -259,6 +259,8 @@ class _Walk:
         if site in scope.standing and not (site in scope.scratch and self._ties_are_shared):
             return
         name = self._blueprint.names[site]
+        if param.is_meta and name not in self._blueprint.on_meta:
+            return  # nobody wants its values, and on the meta device nothing is drawn
         shape = self._blueprint.shapes[name]
         is_wanted = name in self._blueprint.on_meta and (site in self._blueprint.first_sites or self._ties_are_shared)
         blank = scope.live.get(name) if is_wanted else None

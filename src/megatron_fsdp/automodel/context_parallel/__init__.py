@@ -1,2 +1,6 @@
-def enable_context_parallel(*a, **k):
-    raise NotImplementedError
+"""Context parallelism: the ranks of one mesh dimension share the tokens of every sequence."""
+
+from megatron_fsdp.automodel.context_parallel.batch import shard_batch, unshard_sequence
+from megatron_fsdp.automodel.context_parallel.enable import enable_context_parallel
+
+__all__ = ["enable_context_parallel", "shard_batch", "unshard_sequence"]

@@ -6,6 +6,7 @@ import warnings
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 
 from megatron_fsdp.automodel.activation_checkpointing import checkpoint_layers
 from megatron_fsdp.automodel.architecture import find_layers
@@ -14,7 +15,7 @@ from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
 from megatron_fsdp.automodel.forwards import compile_forward, run_under_autocast
 from megatron_fsdp.automodel.fsdp2_units import chain_prefetches, shard_by_layers
-from megatron_fsdp.automodel.meshes import FSDP2_AXES, get_flat_mesh, get_fsdp_dp_mesh
+from megatron_fsdp.automodel.meshes import FSDP2_AXES, get_fsdp_dp_mesh
 from megatron_fsdp.automodel.packed_sequence import assume_no_packed_sequences
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.errors import ConfigurationError
@@ -105,9 +106,9 @@ class FSDP2Manager:
                 experts,
                 self.moe_mesh["ep_shard"],
                 mp_policy=config.mp_policy,
-                offload_policy=config.offload_policy,
+                offload_policy=config.offload_policy or OffloadPolicy(),
                 reshard_after_forward=not has_stages,
-                gradient_divisor=get_flat_mesh(self.device_mesh, "dp_cp").size(),
+                gradient_divisor=self.moe_mesh.size(),
             )
         lists = shard_by_layers(
             model,
@@ -115,6 +116,7 @@ class FSDP2Manager:
             mp_policy=config.mp_policy,
             offload_policy=config.offload_policy,
             stays_gathered=has_stages,
+            casts_between_layers=config.autocast_dtype is not None,
         )
         if config.enable_fsdp2_prefetch:
             for units in lists:

@@ -1,10 +1,7 @@
-class Pipeline:
-    pass
+"""Pipeline parallelism of Hugging Face decoders by torch.distributed.pipelining."""
 
+from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
+from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline
 
-class PipelineConfig:
-    pass
-
-
-def build_pipeline(*a, **k):
-    raise NotImplementedError
+__all__ = ["Pipeline", "PipelineConfig", "build_pipeline"]

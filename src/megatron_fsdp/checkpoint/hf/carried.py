@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
 from megatron_fsdp.errors import CheckpointError
 
@@ -64,18 +64,13 @@ def write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtyp
         chosen: Any = config if config is not None else own
         if hasattr(chosen, "save_pretrained"):
             chosen = copy.deepcopy(chosen)
-            chosen.architectures = [_class_name(module)]
+            chosen.architectures = [own_class(module).__name__]
             if dtype is not None and dtype.is_floating_point:
                 setattr(chosen, _dtype_field(chosen), str(dtype).removeprefix("torch."))
             chosen.save_pretrained(folder)
     generation: Any = getattr(module, "generation_config", None)
     if generation is not None and not (folder / "generation_config.json").exists():
         generation.save_pretrained(folder)
-
-
-def _class_name(module: nn.Module) -> str:
-    """The class of a model; torch's `fully_shard` puts one of its own, with another name, in front of it."""
-    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _dtype_field(config: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron_fsdp.checkpoint.hf.own_classes import with_own_classes
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -36,7 +37,8 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 files and models had the same keys
         return dict(plain)
-    return dict(revert_weight_conversion(module, plain))
+    with with_own_classes(module):
+        return dict(revert_weight_conversion(module, plain))
 
 
 def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
@@ -56,7 +58,9 @@ def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
         from transformers.core_model_loading import WeightRenaming, apply_renamings
     except ImportError:
         return {}
-    renamings = [entry for entry in get_model_conversion_mapping(module) if isinstance(entry, WeightRenaming)]
+    with with_own_classes(module):
+        conversions = get_model_conversion_mapping(module)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     renamed = {key: apply_renamings(key, renamings) for key in keys}
     return {key: name for key, name in renamed.items() if name != key}
 

@@ -1,0 +1,220 @@
+"""One norm of all gradients, however parameters are sharded, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.runtime.grad_norm import combine_powers, largest_of, sum_of_powers
+from megatron_fsdp.runtime.shared_out import Groups
+
+Parts = Tensor | nn.Module | Iterable[Tensor] | Iterable[nn.Module]
+"""What has gradients: a parameter, a model, several of either (the parts of a pipeline rank)."""
+
+
+def clip_grad_norm_(
+    parameters: Parts,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`; as torch's function on one process.
+
+    What ranks hold different pieces of is summed over them, what they hold copies of counts once: DTensors on any
+    meshes (FSDP2, tensor parallel, both, experts on a mesh of their own) next to plain tensors, which every rank has to
+    hold the same (DDP, or parameters that a tensor-parallel plan leaves alone). Sums that cross the same mesh dimension
+    travel in one all-reduce of a few numbers. Models of this library's engine measure themselves.
+
+    Args:
+        parameters: Every rank gives the same parameters in the same order; pipeline ranks their own parts. A parameter
+            that is given twice counts once, also one that two parts on this rank share.
+        max_norm: The largest norm allowed; infinity only measures.
+        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: no pipeline.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
+        foreach: False: scale gradients one by one; None or True: many at a time, which is faster.
+
+    Returns:
+        The norm before clipping, a scalar of float32 (float64 where a gradient is), plain and the same on every rank.
+
+    Raises:
+        ConfigurationError: An argument means nothing; a gradient is sparse; or only a part of the parameters of a
+            model of the engine is given.
+        NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
+    """
+    _check(max_norm, norm_type, pp_mesh)
+    found = gather_gradients(parameters)
+    norm = _total_norm(found, float(norm_type), pp_mesh)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteNormError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+        )
+    if math.isfinite(max_norm):
+        found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
+    return norm
+
+
+@dataclass(frozen=True)
+class FoundGradients:
+    """Where the gradients of some parameters are.
+
+    Attributes:
+        models: Models of the engine, all of whose parameters are among them.
+        parameters: The others, each once.
+    """
+
+    models: tuple[MegatronFSDP, ...]
+    parameters: tuple[Tensor, ...]
+
+    def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
+        """Multiply all gradients, in place.
+
+        Args:
+            factor: The same on every rank.
+            foreach: As of `clip_grad_norm_`.
+        """
+        for model in self.models:
+            model.scale_gradients(float(factor))
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in self.parameters:
+            if param.grad is not None:
+                local = _local(param.grad)
+                alike.setdefault((local.device, local.dtype), []).append(local)
+        for (device, _), tensors in alike.items():
+            here = factor.to(device) if isinstance(factor, Tensor) else factor
+            if foreach is False:
+                for tensor in tensors:
+                    tensor.mul_(here)
+            else:
+                torch._foreach_mul_(tensors, here)
+
+
+def gather_gradients(parts: Parts) -> FoundGradients:
+    """Find the parameters that may have gradients, and the models of the engine that some belong to.
+
+    Raises:
+        ConfigurationError: Only a part of the parameters of such a model is given, or it has been deleted; a gradient
+            is sparse.
+    """
+    params = {id(param): param for param in _parameters(parts) if param.requires_grad or param.grad is not None}
+    models: dict[int, MegatronFSDP] = {}
+    others = []
+    for param in params.values():
+        owner = getattr(param, "_megatron_fsdp_model", None)
+        if owner is not None:
+            model = _alive(owner)
+            models[id(model)] = model
+        elif param.grad is not None and param.grad.layout != torch.strided:
+            raise ConfigurationError(
+                f"a gradient of shape {tuple(param.shape)} is sparse, whose norm is not computed; use an embedding "
+                "with sparse=False"
+            )
+        else:
+            others.append(param)
+    for model in models.values():
+        if any(param.requires_grad and id(param) not in params for param in model.parameters()):
+            raise ConfigurationError(
+                "only some parameters of a model of fully_shard_model are given, but it measures and scales all of its "
+                "gradients together; give the model or all of model.parameters()"
+            )
+    return FoundGradients(tuple(models.values()), tuple(others))
+
+
+def _parameters(parts: Parts) -> Iterator[Tensor]:
+    if isinstance(parts, Tensor):
+        yield parts
+    elif isinstance(parts, nn.Module):
+        yield from parts.parameters()
+    else:
+        for part in parts:
+            yield from _parameters(part)
+
+
+def _alive(owner: MegatronFSDP) -> MegatronFSDP:
+    try:
+        return owner.self_reference()
+    except ReferenceError:
+        raise ConfigurationError(
+            "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
+        ) from None
+
+
+def _check(max_norm: float, norm_type: float, pp_mesh: DeviceMesh | None) -> None:
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
+    if not max_norm >= 0:
+        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
+    if pp_mesh is not None and pp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
+        )
+
+
+def _total_norm(found: FoundGradients, norm_type: float, pp_mesh: DeviceMesh | None) -> Tensor:
+    device = _device(found.parameters, pp_mesh)
+    pieces: dict[Groups, list[Tensor]] = {}
+    for param in found.parameters:  # the keys are the same on all ranks, gradient or not
+        tensors = pieces.setdefault(_shared_out_over(param), [])
+        if param.grad is not None:
+            tensors.append(_reduced(param.grad))
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
+    norms = [combine_powers(powers, norm_type)] if powers else []
+    norms += [model.clip_grad_norm_(math.inf, norm_type).to(device) for model in found.models]
+    if not norms:
+        norms = [torch.zeros((), device=device)]
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), norm_type)
+    return norm if pp_mesh is None else _over_stages(norm, norm_type, pp_mesh.get_group())
+
+
+def _over_stages(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm of what all pipeline ranks have, each other parameters."""
+    if math.isinf(norm_type):
+        return largest_of(norm[None], group)[0]
+    power = norm.double() ** norm_type
+    dist.all_reduce(power, group=group)
+    return (power ** (1.0 / norm_type)).to(norm.dtype)
+
+
+def _device(params: Sequence[Tensor], pp_mesh: DeviceMesh | None) -> torch.device:
+    """Where numbers can be reduced from: gradients may lie elsewhere (offloaded)."""
+    meshes = [pp_mesh, *(param.device_mesh for param in params if isinstance(param, DTensor))]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is not None:
+        return torch.empty(0, device=mesh.device_type).device  # with the index of the current device
+    return params[0].device if params else torch.device("cpu")
+
+
+def _shared_out_over(param: Tensor) -> Groups:
+    """The process groups whose ranks hold different pieces."""
+    if not isinstance(param, DTensor):
+        return ()
+    mesh = param.device_mesh
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    return tuple(mesh.get_group(dim) for dim in cut)
+
+
+def _reduced(grad: Tensor) -> Tensor:
+    """This rank's piece, after adding up what ranks have summands of."""
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        grad = grad.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        )
+    return _local(grad)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad

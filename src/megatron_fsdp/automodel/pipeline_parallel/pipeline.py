@@ -1,0 +1,297 @@
+"""A model in stages over the ranks of a pipeline: training and evaluation steps, and its parts as one model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
+from megatron_fsdp.automodel.pipeline_parallel.inputs import StepInputs, agreed_inputs
+from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
+from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
+from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
+from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
+from megatron_fsdp.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """What a rank has of a pipeline.
+
+    Attributes:
+        modules: Stage index -> part, ascending.
+        num_stages: Of the whole pipeline.
+        activation_dtype: Of the hidden states that stages send.
+        tied: Names of the head's and of the input embeddings' matrix where these are one; None where they are not.
+    """
+
+    modules: Mapping[int, nn.Module]
+    num_stages: int
+    activation_dtype: torch.dtype
+    tied: tuple[str, str] | None = None
+
+
+class Pipeline:
+    """A decoder in stages; every rank of a pipeline makes the same calls with the same batch.
+
+    Token ids are used by the first stage and labels by the last, but all ranks take all of them: shapes come from them,
+    and attention masks and positions are made in every stage.
+
+    Args:
+        parts: Of this rank.
+        pp_mesh: 1-D mesh of the pipeline's ranks.
+        config: Schedule, sizes and loss.
+        device: Of this rank's parts.
+    """
+
+    def __init__(self, parts: PipelineParts, pp_mesh: DeviceMesh, config: PipelineConfig, device: torch.device) -> None:
+        self.parts: list[nn.Module] = list(parts.modules.values())
+        self.pp_mesh = pp_mesh
+        self.config = config
+        self.num_stages = parts.num_stages
+        self.stages: list[DecoderStage] = []
+        """Torch's stages of this rank; made anew by a step with other shapes than the one before."""
+        self.schedule: Any = None
+        """Torch's schedule; None before the first step."""
+        self._parts, self._device = parts, device
+        self._group = pp_mesh.get_group()
+        self._kind = schedule_named(config.pp_schedule)
+        self._loss = MicrobatchLoss(config.loss_fn)
+        self._shape: tuple[int, ...] | None = None
+        self._tied_end = self._find_tied_end()
+        if parts.tied is not None:
+            check_ends(self._tied_end, self._group, device)
+        self.equalize_tied()
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank has the embeddings."""
+        return 0 in self._parts.modules
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the head."""
+        return self.num_stages - 1 in self._parts.modules
+
+    def step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        num_label_tokens: int | None = None,
+        dp_size: int = 1,
+        **per_token: Any,
+    ) -> Tensor:
+        """Forward and backward of a batch; gradients are added to `.grad`, and reduced once where parts are FSDP2's.
+
+        The gradients are those of the mean over the counted labels of this batch. Under data parallelism, where
+        gradients are averaged over ranks, labels may lie unevenly: give `num_label_tokens` of all ranks and `dp_size`,
+        and the averaged gradients are those of the mean over all labels.
+
+        Args:
+            input_ids: (rows, sequence), int64.
+            labels: (rows, sequence), not yet shifted, as transformers takes them; -100 does not count.
+            num_label_tokens: Labels that count, of all data-parallel ranks. None: those of this batch.
+            dp_size: Ranks that gradients are averaged over (context-parallel ones included). Needs `num_label_tokens`.
+            per_token: `shift_labels` in place of `labels`, where these are of the same positions already;
+                `attention_mask`, `position_ids` and whatever else the layers take; tensors are cut by rows.
+
+        Returns:
+            What was differentiated, a float32 scalar, the same on all ranks of the pipeline: the mean over labels
+            of this batch; with `num_label_tokens` the batch's share times `dp_size`, so that the mean over
+            data-parallel ranks is the mean over all labels.
+
+        Raises:
+            ConfigurationError: Inputs do not fit, or differ between the ranks of the pipeline.
+        """
+        inputs = self._take(input_ids, labels, per_token, ("step", num_label_tokens, dp_size))
+        if inputs.labels is None:
+            raise ConfigurationError("a training step needs labels or shift_labels on every rank of the pipeline")
+        rows = input_ids.shape[0]
+        if self.config.pp_batch_size not in (1, rows):
+            raise ConfigurationError(
+                f"a step was given {rows} rows but pp_batch_size={self.config.pp_batch_size}; give that many, or set "
+                "pp_batch_size=1 to allow any number"
+            )
+        self._loss.factor = self._factor(inputs.labels, num_label_tokens, dp_size)
+        losses: list[Tensor] = []
+        self._prepare(inputs)
+        if self._tied_end is not None:
+            self._tied_end.before_step()
+        self.schedule.step(
+            *self._root(inputs), target=inputs.labels, losses=losses, return_outputs=False, **inputs.per_token
+        )
+        if self._tied_end is not None:
+            self._tied_end.after_step()
+        return self._total(losses)
+
+    def eval_step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        num_label_tokens: int | None = None,
+        dp_size: int = 1,
+        **per_token: Any,
+    ) -> Tensor:
+        """The loss that `step` would give, without gradients; arguments, result and errors are those of `step`."""
+        inputs = self._take(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
+        if inputs.labels is None:
+            raise ConfigurationError(
+                "eval_step needs labels or shift_labels on every rank of the pipeline; see forward"
+            )
+        self._loss.factor = self._factor(inputs.labels, num_label_tokens, dp_size)
+        losses: list[Tensor] = []
+        self._evaluate(inputs, inputs.labels, losses, return_outputs=False)
+        return self._total(losses)
+
+    def forward(self, input_ids: Tensor, **per_token: Any) -> Tensor | None:
+        """Logits of a batch, (rows, sequence, vocabulary), without gradients.
+
+        Args:
+            input_ids: (rows, sequence), int64.
+            per_token: As for `step`, without labels.
+
+        Returns:
+            The logits on the rank that has the last stage, None on the others.
+
+        Raises:
+            ConfigurationError: Inputs do not fit, or differ between the ranks of the pipeline.
+        """
+        inputs = self._take(input_ids, None, per_token, ("forward",))
+        if inputs.labels is not None:
+            raise ConfigurationError("forward gives logits and takes no labels; use eval_step for the loss")
+        self._loss.factor = None
+        logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED), [], return_outputs=True)
+        return logits if self.has_last_stage else None
+
+    @property
+    def tied_copies(self) -> dict[str, str]:
+        """Name of the head's matrix -> name of the input embeddings', where these are tied; the same on all ranks.
+
+        The last stage has a copy of the first stage's matrix, and both have the gradient of the whole: count it once in
+        norms, save it once.
+        """
+        tied = self._parts.tied
+        return {tied[0]: tied[1]} if tied is not None and self.num_stages > 1 else {}
+
+    def equalize_tied(self) -> None:
+        """Give the head the values of tied input embeddings; all ranks call it after weights were written."""
+        if self._tied_end is not None:
+            self._tied_end.equalize()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name in the whole model and parameter, of all parts of this rank."""
+        return itertools.chain.from_iterable(part.named_parameters() for part in self.parts)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all parts of this rank."""
+        return (param for _, param in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all parts of this rank, under the names of the whole model."""
+        return {name: value for part in self.parts for name, value in part.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what the parts of this rank need of a state under the names of the whole model.
+
+        Raises:
+            RuntimeError: Something is missing, or does not fit; of torch.
+        """
+        state = {**{copy: state[name] for copy, name in self.tied_copies.items() if name in state}, **state}
+        for part in self.parts:
+            part.load_state_dict({name: state[name] for name in part.state_dict() if name in state})
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set training mode on all parts."""
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set evaluation mode on all parts."""
+        return self.train(False)
+
+    def _take(
+        self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
+    ) -> StepInputs:
+        return agreed_inputs(input_ids, labels, per_token, call, self._group, self._device)
+
+    def _factor(self, labels: Tensor, num_label_tokens: int | None, dp_size: int) -> Tensor | float:
+        if self.config.scale_grads_in_schedule:
+            if num_label_tokens is not None or dp_size != 1:
+                raise ConfigurationError(
+                    "num_label_tokens and dp_size have no effect under scale_grads_in_schedule=True, where loss_fn "
+                    "gives a mean; leave them out"
+                )
+            return 1.0
+        if num_label_tokens is None:
+            if dp_size != 1:
+                raise ConfigurationError(
+                    f"dp_size={dp_size} has an effect only with num_label_tokens of all data-parallel ranks; give both"
+                )
+            return 1.0 / (labels != IGNORED).sum().clamp(min=1)
+        if num_label_tokens < 1 or dp_size < 1:
+            raise ConfigurationError(f"num_label_tokens={num_label_tokens} and dp_size={dp_size} have to be at least 1")
+        return dp_size / num_label_tokens
+
+    def _prepare(self, inputs: StepInputs) -> None:
+        """Make stages and schedule for these shapes, unless they are there."""
+        rows, sequence = inputs.input_ids.shape
+        if self._shape == (rows, sequence):
+            return
+        size = self.config.pp_microbatch_size
+        count = count_microbatches(self._kind, rows, size, self.pp_mesh.size(), self.num_stages)
+        config = text_config(self.parts[0])
+        sent = Activations(size, sequence, config.hidden_size, config.vocab_size, self._parts.activation_dtype)
+        self.stages = [
+            DecoderStage(part, index, self.num_stages, sent, self._device, self._group)
+            for index, part in self._parts.modules.items()
+        ]
+        self.schedule = self._kind.torch_class()(
+            self.stages if self._kind.several_stages else self.stages[0],
+            count,
+            loss_fn=self._loss,
+            scale_grads=self.config.scale_grads_in_schedule,
+        )
+        self._shape = (rows, sequence)
+
+    def _find_tied_end(self) -> TiedEnd | None:
+        """The end of tied embeddings that this rank has; the first stage is on rank 0."""
+        for target, source in self.tied_copies.items():
+            if self.has_first_stage:
+                return TiedEnd(self._parts.modules[0], source, self._group, self._last_rank, is_source=True)
+            if self.has_last_stage:
+                return TiedEnd(self._parts.modules[self.num_stages - 1], target, self._group, 0, is_source=False)
+        return None
+
+    @property
+    def _last_rank(self) -> int:
+        return (self.num_stages - 1) % self.pp_mesh.size()
+
+    def _root(self, inputs: StepInputs) -> tuple[Tensor, ...]:
+        return (inputs.input_ids,) if self.has_first_stage else ()
+
+    @torch.no_grad()
+    def _evaluate(self, inputs: StepInputs, labels: Tensor, losses: list[Tensor], *, return_outputs: bool) -> Any:
+        self._prepare(inputs)
+        return self.schedule.eval(
+            *self._root(inputs), target=labels, losses=losses, return_outputs=return_outputs, **inputs.per_token
+        )
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """The loss of the step on all ranks: only that of the last stage has it before."""
+        total = torch.zeros((), device=self._device)
+        if self.has_last_stage:
+            total = torch.stack([loss.detach().float() for loss in losses]).sum()
+            total = total / len(losses) if self.config.scale_grads_in_schedule else total
+        dist.broadcast(total, group=self._group, group_src=self._last_rank)
+        return total

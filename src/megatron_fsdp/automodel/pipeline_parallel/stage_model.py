@@ -1,0 +1,202 @@
+"""A stage as a model: the Hugging Face model with only some of its layers, under the names of the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp.automodel.architecture import find_layers, text_config
+from megatron_fsdp.automodel.pipeline_parallel.stage_layers import StageLayers
+from megatron_fsdp.errors import ConfigurationError
+
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a decoder has around its layers, as attribute names.
+
+    Attributes:
+        layers: Of the list of layers in the base model.
+        embeddings: Of the base model; the first stage has them.
+        norms: Of the base model; the last stage has them.
+        head: Of the model; the last stage has it. None: a model without one.
+    """
+
+    layers: str
+    embeddings: tuple[str, ...]
+    norms: tuple[str, ...]
+    head: str | None
+
+
+class AbsentEmbedding(nn.Module):
+    """An embedding of another stage; what is made of it is dropped, so zero will do."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """A zero that can be added to anything."""
+        return torch.zeros((), device=indices.device)
+
+
+class StageForward:
+    """Mixed into the class of a model that was cut: runs the model's own forward over the layers that are here."""
+
+    _stage_is_first: bool
+    _stage_is_last: bool
+    _stage_layers: str
+
+    def forward(self, inputs: Tensor, **per_token: Any) -> Tensor:
+        """One microbatch through this stage.
+
+        Args:
+            inputs: Token ids (microbatch, sequence) in the first stage, else hidden states (microbatch, sequence,
+                hidden).
+            per_token: What the model takes besides: attention_mask, position_ids, ...
+
+        Returns:
+            Hidden states (microbatch, sequence, hidden); logits (microbatch, sequence, vocabulary) in the last stage.
+        """
+        model: Any = self
+        base = model.base_model
+        layers: StageLayers = getattr(base, self._stage_layers)
+        named = {"input_ids" if self._stage_is_first else "inputs_embeds": inputs, "use_cache": False, **per_token}
+        with layers.standing_in(None if self._stage_is_first else inputs) as run:
+            if self._stage_is_last:
+                return super().forward(**named).logits  # type: ignore[misc]  # the class of the model comes after
+            base(**named)
+        assert run.result is not None  # a stage has a layer, and the base model runs it
+        return run.result
+
+
+def find_ends(model: nn.Module) -> Ends:
+    """What a decoder has around its layers.
+
+    Raises:
+        ConfigurationError: The model is not a decoder whose parts are all known, so cutting it might change it.
+    """
+    name, config = type(model).__name__, text_config(model)
+    base: Any = getattr(model, "base_model", None)
+    if config is None or not isinstance(base, nn.Module) or base is model:
+        raise ConfigurationError(f"{name} is no causal language model of transformers, so it cannot be cut into stages")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(f"{name} has an encoder and a decoder; pipeline parallelism takes decoders only")
+    if getattr(config, "output_router_logits", False):
+        raise ConfigurationError(
+            f"{name} has output_router_logits=True, but a stage sees the routers of its own layers only; set it False"
+        )
+    container = find_layers(model).container
+    layers = next((key for key, child in base.named_children() if child is container), None)
+    if layers is None:
+        raise ConfigurationError(
+            f"{name} has its layers inside of another part, as multimodal models do; pipeline parallelism takes "
+            "text decoders whose base model has the layers"
+        )
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]  # a method of transformers' models
+    head = next((key for key, child in model.named_children() if output is not None and child is output), None)
+    embeddings: list[str] = []
+    norms: list[str] = []
+    unknown = [key for key, _ in base.named_parameters(recurse=False)]
+    for key, child in base.named_children():
+        if key == layers or not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, nn.Embedding):
+            embeddings.append(key)
+        else:
+            (norms if key in _FINAL_NORMS else unknown).append(key)
+    for key, child in model.named_children():
+        if child is not base and key != head and any(True for _ in child.parameters()):
+            unknown.append(key)
+    if unknown:
+        raise ConfigurationError(
+            f"{name} has parts that no stage is known for ({', '.join(unknown)}); pipeline parallelism takes decoders "
+            "of embeddings, layers, a final norm and a head"
+        )
+    return Ends(layers, tuple(embeddings), tuple(norms), head)
+
+
+def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: bool) -> nn.Module:
+    """Take away, in place, all that belongs to other stages. Names of what stays are those of the whole model.
+
+    Of tied embeddings, each end that stays keeps the matrix under its own name; `Pipeline` keeps the two equal.
+
+    Args:
+        model: A whole causal language model, on any device.
+        start: First layer that stays.
+        stop: One past the last.
+        is_first: The embeddings stay.
+        is_last: The final norm and the head stay.
+
+    Returns:
+        The model; its forward takes and gives what `StageForward.forward` says.
+
+    Raises:
+        ConfigurationError: The model cannot be cut.
+    """
+    ends = find_ends(model)
+    base: Any = model.base_model
+    whole = list(getattr(base, ends.layers))
+    if not 0 <= start < stop <= len(whole):
+        raise ConfigurationError(f"a stage of layers {start} to {stop} does not fit a model of {len(whole)} layers")
+    _refuse_shared(model, ends, whole, range(start, stop), is_first, is_last)
+    if is_first != is_last and tied_embeddings(model) is not None:
+        # The other end is not here: transformers must not look for it when it ties, initialises or loads weights.
+        config: Any = model.config
+        config.tie_word_embeddings = False
+        vars(model)["all_tied_weights_keys"] = {}
+    setattr(base, ends.layers, StageLayers(whole, start, stop))
+    if not is_first:
+        for key in ends.embeddings:
+            _replace(base, key, AbsentEmbedding())
+    if not is_last:
+        for key in ends.norms:
+            _replace(base, key, nn.Identity())
+        if ends.head is not None:
+            setattr(model, ends.head, None)
+    # The name of the class stays as well: transformers writes it into config.json.
+    cls = type(model)
+    stage = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    model.__class__ = type(cls.__name__, (StageForward, cls), stage)
+    vars(model).update(_stage_is_first=is_first, _stage_is_last=is_last, _stage_layers=ends.layers)
+    return model
+
+
+def _replace(owner: nn.Module, key: str, stand_in: nn.Module) -> None:
+    """Put something in the place of a part that no list of modules shows: plans and sharding must pass it by."""
+    delattr(owner, key)
+    vars(owner)[key] = stand_in
+
+
+def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
+    """(name of the head's matrix, name of the input embeddings' matrix) where both are one; None where they are not."""
+    source: Any = model.get_input_embeddings()  # type: ignore[operator]  # methods of transformers' models
+    target: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if target is None or getattr(source, "weight", None) is not target.weight:
+        return None
+    name_of = {child: name for name, child in model.named_modules()}
+    return f"{name_of[target]}.weight", f"{name_of[source]}.weight"
+
+
+def _refuse_shared(
+    model: nn.Module, ends: Ends, whole: list[nn.Module], kept: range, is_first: bool, is_last: bool
+) -> None:
+    """Refuse parameters besides tied embeddings that this stage and another one use: each would train its own."""
+    base: Any = model.base_model
+    parts = [(layer, index in kept) for index, layer in enumerate(whole)]
+    parts += [(getattr(base, key), is_first) for key in ends.embeddings]
+    parts += [(getattr(base, key), is_last) for key in ends.norms]
+    parts += [(getattr(model, ends.head), is_last)] if ends.head is not None else []
+    tied = tied_embeddings(model)
+    allowed = {id(model.get_parameter(tied[1]))} if tied is not None else set()
+    here = {id(param) for part, stays in parts if stays for param in part.parameters()} - allowed
+    if any(id(param) in here for part, stays in parts if not stays for param in part.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} shares parameters between layers of different stages, which would drift apart; "
+            "use no pipeline for it"
+        )
+    if tied is None and ends.head is not None and getattr(text_config(model), "tie_word_embeddings", False):
+        raise ConfigurationError(
+            f"the config of {type(model).__name__} has tie_word_embeddings=True, but the model has two matrices; call "
+            "its tie_weights() first, or set it False"
+        )

@@ -1,0 +1,215 @@
+"""Divide the layers of a model of transformers over tensor-parallel ranks, in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.tensor_parallel.layouts import not_a_view
+from megatron_fsdp.automodel.tensor_parallel.local_parameters import place, undivided_units, use_plain_tensors
+from megatron_fsdp.automodel.tensor_parallel.lora import is_adapted, styles_of_adapted
+from megatron_fsdp.automodel.tensor_parallel.plans import MatchedPlan, Plan, choose_plan, match_plan
+from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
+from megatron_fsdp.automodel.tensor_parallel.sizes import check_heads, check_module, check_parameter, in_attention
+from megatron_fsdp.automodel.tensor_parallel.styles import LocalParts
+from megatron_fsdp.automodel.tensor_parallel.ties import Ties
+from megatron_fsdp.automodel.tensor_parallel.translation import (
+    LINEAR,
+    NOT_DIVIDED,
+    embedding_style,
+    linear_style,
+    other_style,
+    parameter_placement,
+)
+from megatron_fsdp.errors import ConfigurationError
+
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """How a model was divided.
+
+    Attributes:
+        source: Where the plan is from, for people.
+        styles: Style by name of the module or parameter; styles of torch by their text.
+        sequence_parallel: Whether the tokens between blocks are divided, too.
+    """
+
+    source: str
+    styles: Mapping[str, str]
+    sequence_parallel: bool
+
+
+def parallelize_tensors(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    *,
+    plan: Plan | str | None = None,
+    sequence_parallel: bool = False,
+) -> AppliedPlan:
+    """Divide the layers of a model over tensor-parallel ranks, in place; call it before anything else wraps layers.
+
+    Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank
+    must be given the same batch. What enters and leaves the model are whole plain tensors.
+
+    Args:
+        model: A causal language model of transformers, also one of peft around it. Parameters on the meta device stay
+            there; of real ones, which must be equal on all ranks, each rank keeps its part.
+        tp_mesh: One-dimensional.
+        plan: Style by name of the module (`*` stands for one part of a name): a ParallelStyle of torch, or a name that
+            plans of transformers use; or the import path of such a dict or of a function without arguments that
+            returns one. None: the plan that transformers has for the model.
+        sequence_parallel: Divide the tokens of the residual stream, too. Rows must then divide by the ranks.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigurationError: There is no plan, an entry names nothing, or a style does not fit its module.
+        ParallelSizeError: The ranks cannot share heads, layers or experts evenly.
+    """
+    if tp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"tp_mesh has the dimensions {tp_mesh.mesh_dim_names}; give the one-dimensional mesh of tensor-parallel "
+            "ranks, such as mesh['tp']"
+        )
+    base = _inside_of_peft(model)
+    chosen = choose_plan(base, plan)
+    matched = match_plan(base, chosen)
+    ties = Ties.of(model)
+    styles = ties.adapt(base, matched.modules)
+    check_heads(base, styles, tp_mesh.size())
+    region = sequence_region(base, styles) if sequence_parallel else None
+    steps = _steps(base, styles, region)
+    _check(base, steps, matched, tp_mesh.size())
+    attributes = _attributes(model)
+    _apply(base, steps, matched, tp_mesh)
+    _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
+    ties.restore(model)
+    _restore_attributes(model, attributes)
+    if chosen.is_given:
+        _count_own_heads(base, styles, tp_mesh.size())
+    if region is not None:
+        split_tokens(base, region, tp_mesh)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if isinstance(head, nn.Module):
+        head.register_forward_hook(_leave_no_view)
+    done = {name: str(style) for name, (style, _) in steps.items()} | matched.parameters
+    return AppliedPlan(chosen.source, done, sequence_parallel)
+
+
+def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
+    is_plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
+    return not_a_view(output) if is_plain else output
+
+
+def _inside_of_peft(model: nn.Module) -> nn.Module:
+    """The model of transformers inside of one of peft, whose names plans use."""
+    inside = getattr(model, "get_base_model", None)
+    found = inside() if callable(inside) else model
+    return found if isinstance(found, nn.Module) else model
+
+
+Steps = dict[str, tuple[ParallelStyle | str, bool]]
+"""Name of the module -> (style, whether it is in a block that scatters its tokens)."""
+
+
+def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: SequenceRegion | None) -> Steps:
+    """What is to be done, adapters taken apart, in order of the model."""
+    steps: Steps = {}
+    for name, style in styles.items():
+        scatters = region is not None and region.scatters(name)
+        module = model.get_submodule(name)
+        if isinstance(style, str) and style in NOT_DIVIDED:
+            continue
+        if isinstance(style, str) and is_adapted(module):
+            steps.update((part, (own, scatters)) for part, own in styles_of_adapted(name, module, style, scatters))
+        else:
+            steps[name] = (style, scatters)
+    for name in region.on_parts if region is not None else ():
+        steps.setdefault(name, ("replicated_with_grad_allreduce", False))
+    return steps
+
+
+def _check(model: nn.Module, steps: Steps, matched: MatchedPlan, ranks: int) -> None:
+    for name, (style, _) in steps.items():
+        if isinstance(style, str):
+            check_module(name, model.get_submodule(name), style, ranks)
+    for name, own_style in matched.parameters.items():
+        owner, _, _ = name.rpartition(".")
+        if steps.get(owner, ("",))[0] != "moe_tp_experts":
+            check_parameter(name, model.get_parameter(name), own_style, ranks)
+
+
+def _apply(model: nn.Module, steps: Steps, matched: MatchedPlan, mesh: DeviceMesh) -> None:
+    own: dict[str, dict[str, str]] = {}
+    for name, own_style in matched.parameters.items():
+        owner, _, key = name.rpartition(".")
+        own.setdefault(owner, {})[key] = own_style
+    for name, (style, scatters) in steps.items():
+        module = model.get_submodule(name)
+        found: ParallelStyle
+        placements = {
+            key: parameter_placement(of_key, module._parameters[key].ndim)  # type: ignore[union-attr] # it was matched
+            for key, of_key in own.pop(name, {}).items()
+        }
+        if not isinstance(style, str):
+            found = copy.copy(style)  # since applying changes a style
+        elif isinstance(module, nn.Embedding):
+            found = embedding_style(style)
+        elif style in LINEAR:
+            found = linear_style(style, scatters)
+        else:
+            found = other_style(style, module, placements, text_config(model))
+        parallelize_module(module, mesh, found, src_data_rank=None)
+    for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
+        _store_in_parts(model.get_submodule(owner), keys, mesh)
+
+
+def _store_in_parts(module: nn.Module, keys: Mapping[str, str], mesh: DeviceMesh) -> None:
+    placements = {
+        key: parameter_placement(style, module._parameters[key].ndim)  # type: ignore[union-attr] # it was matched
+        for key, style in keys.items()
+        if style not in NOT_DIVIDED
+    }
+    if placements:
+        parallelize_module(module, mesh, LocalParts(placements, whole=True), src_data_rank=None)
+
+
+def _make_rest_whole(model: nn.Module, planned: set[nn.Module], mesh: DeviceMesh) -> None:
+    """Make DTensors of the parameters that no style made any, in modules that see them as plain tensors."""
+    for module, uses in list(undivided_units(model, planned)):
+        for use in uses:
+            place(module.get_submodule(use.path), use.name, mesh, Replicate())
+        use_plain_tensors(module, uses)
+
+
+def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
+    """Tell attention modules how many heads they see; those with plans of transformers count by the tensors."""
+    owners = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise" and in_attention(name)}
+    for owner in owners:
+        module = model.get_submodule(owner)
+        for key in _HEAD_COUNTS:
+            count = vars(module).get(key)
+            if isinstance(count, int) and count % ranks == 0:
+                setattr(module, key, count // ranks)
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
+    """What others have noted on parameters, such as that they are initialized."""
+    return {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False) if vars(param)}
+
+
+def _restore_attributes(model: nn.Module, attributes: Mapping[str, dict[str, object]]) -> None:
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor):
+            vars(param).update(attributes.get(name, {}))

@@ -1,0 +1,278 @@
+"""Models are switched in place and each for itself; what would be silently wrong is refused."""
+
+import copy
+import json
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fsdp.automodel.context_parallel import enable_context_parallel, shard_batch, unshard_sequence
+from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.small_models import batch_of, build, label_count, reference
+from tests.conftest import RunRanks
+from tests.support.arrangements import mesh_of
+from tests.support.parity import assert_equal_tensors
+
+transformers = pytest.importorskip("transformers")
+
+
+def logits_of(model: nn.Module, mesh: Any, load_balance: bool = True) -> Tensor:
+    batch = shard_batch({"input_ids": batch_of()["input_ids"]}, mesh, load_balance=load_balance)
+    return unshard_sequence(model(**batch).logits, mesh, 1, load_balance)
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def several_models() -> None:
+    """Models over all ranks, over pairs, and over none, in one process; the forwards take turns."""
+    grid = mesh_of((2, 2), ("dp", "cp"))
+    wanted = build("llama_gqa")(input_ids=batch_of()["input_ids"]).logits
+    everywhere, pairs, balanced = build("llama_gqa"), build("llama_gqa"), build("llama_gqa")
+    enable_context_parallel(everywhere, mesh_of((4,), ("all",)))
+    enable_context_parallel(pairs, grid["cp"], load_balance=False)
+    enable_context_parallel(balanced, grid["cp"])
+    copied = copy.deepcopy(balanced)
+    for _ in range(2):
+        for model, mesh, load_balance in [
+            (everywhere, mesh_of((4,), ("all",)), True),
+            (pairs, grid["cp"], False),
+            (copied, grid["cp"], True),
+        ]:
+            torch.testing.assert_close(logits_of(model, mesh, load_balance), wanted, rtol=1e-4, atol=1e-5)
+    assert "context_parallel" not in json.dumps(balanced.config.to_dict(), default=str)
+
+
+def test_models_on_different_meshes_work_side_by_side(run_ranks: RunRanks) -> None:
+    run_ranks(4, several_models)
+
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """How often each collective was issued inside the block, functional ones included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        self.calls[name] += namespace in ("c10d", "_c10d_functional") and name not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def counted(kind: str) -> list[dict[str, int]]:
+    """Collectives of the forward and of the backward."""
+    mesh = mesh_of((2,), ("cp",))
+    model = build(kind)
+    enable_context_parallel(model, mesh)
+    batch = shard_batch({"input_ids": batch_of()["input_ids"]}, mesh)
+    with Collectives() as forward:
+        loss = model(**batch).logits.sum()
+    with Collectives() as backward:
+        loss.backward()
+    return [dict(+counts.calls) for counts in (forward, backward)]
+
+
+@pytest.mark.parametrize("kind", ["llama_gqa", "deepseek_v3"])
+def test_each_layer_gathers_once_and_scatters_once(run_ranks: RunRanks, kind: str) -> None:
+    for forward, backward in run_ranks(2, counted, kind):
+        assert forward == {"all_gather_into_tensor": 4, "allreduce_": 1}  # four layers; positions are compared once
+        assert backward == {"reduce_scatter_tensor": 4}
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+
+LONG = {
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 12,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+
+
+def check_rotary(kind: str, changes: dict[str, Any]) -> None:
+    """One rank alone has a position beyond the original length, in either order."""
+    mesh = mesh_of((2,), ("cp",))
+    for load_balance in (True, False):
+        model = build(kind, **changes)
+        wanted = build(kind, **changes)(input_ids=batch_of()["input_ids"]).logits
+        enable_context_parallel(model, mesh, load_balance=load_balance)
+        torch.testing.assert_close(logits_of(model, mesh, load_balance), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rope", list(LONG))
+def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(run_ranks: RunRanks, rope: str) -> None:
+    kind = "phi3" if rope == "longrope" else "llama"
+    changes = {"rope_parameters": LONG[rope], "max_position_embeddings": 12, "original_max_position_embeddings": 12}
+    if rope == "dynamic":
+        del changes["original_max_position_embeddings"]
+    run_ranks(2, check_rotary, kind, changes)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def check_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    mesh = mesh_of((2,), ("cp",))
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        model = peft.get_peft_model(build("llama_gqa"), lora)
+    enable_context_parallel(model, mesh)
+    wanted = build("llama_gqa")(input_ids=batch_of()["input_ids"]).logits
+    torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigurationError, match="position_ids is missing"):
+        model(input_ids=batch_of()["input_ids"])
+
+
+def test_models_with_adapters_are_switched_too(run_ranks: RunRanks) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, check_adapters)
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def check_padding() -> None:
+    """The loss over real tokens, and its gradients, do not see that padding is no longer masked."""
+    mesh = mesh_of((2,), ("cp",))
+    batch = batch_of()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 11:], mask[2, 5:] = 0, 0
+    labels = batch["labels"].masked_fill(mask == 0, -100)
+    whole, model = build("mistral"), build("mistral")
+    count = label_count(labels)
+    whole(input_ids=batch["input_ids"], attention_mask=mask, labels=labels, num_items_in_batch=count).loss.backward()
+    enable_context_parallel(model, mesh)
+    mine = shard_batch({"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}, mesh)
+    model(**mine, labels=mine["shift_labels"], num_items_in_batch=count).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for grad in gradients.values():
+        dist.all_reduce(grad)
+    assert_equal_tensors(gradients, {n: p.grad for n, p in whole.named_parameters()}, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_on_the_right_changes_no_gradient(run_ranks: RunRanks) -> None:
+    run_ranks(2, check_padding)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused_calls() -> dict[str, str]:
+    mesh = mesh_of((2,), ("cp",))
+    model = build("llama")
+    enable_context_parallel(model, mesh)
+    batch = shard_batch(batch_of(), mesh)
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    other = shard_batch(batch_of(), mesh, load_balance=False)["position_ids"]
+    here = dist.get_rank() == 1
+    calls: dict[str, dict[str, Any]] = {
+        "whole": {"input_ids": batch_of()["input_ids"]},
+        "mask": {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)},
+        "labels": {"input_ids": ids, "position_ids": positions, "labels": ids},
+        "cache": {"input_ids": ids, "position_ids": positions, "use_cache": True},
+        "order": {"input_ids": ids, "position_ids": other},
+        "order on one rank": {"input_ids": ids, "position_ids": positions + 1 if here else positions},
+    }
+    told = {}
+    for name, arguments in calls.items():
+        with pytest.raises(ConfigurationError) as raised:
+            model(**arguments)
+        told[name] = str(raised.value)
+    return told
+
+
+def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, refused_calls)
+    assert first == second
+    parts = {
+        "whole": "position_ids is missing",
+        "mask": "attention_mask is for whole sequences",
+        "labels": "labels alone would be shifted inside",
+        "cache": "use_cache=True is for generation",
+        "order": "load_balance=True, as enable_context_parallel was told",
+        "order on one rank": "cut every batch by shard_batch",
+    }
+    assert {name: part for name, part in parts.items() if part not in first[name]} == {}
+
+
+def refused_models() -> dict[str, str]:
+    mesh = mesh_of((1,), ("cp",))
+    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    chunked = build("llama")
+    chunked.config.attention_chunk_size = 4
+    bidirectional = build("gemma3")
+    bidirectional.config.use_bidirectional_attention = True
+    linear = build("qwen3")
+    linear.config.layer_types = ["linear_attention", "full_attention"] * 2
+    with torch.device("meta"):
+        bloom = transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2)
+        )
+        mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
+        t5 = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8)
+        )
+    models = {"bloom": bloom, "mamba": mamba, "t5": t5, "chunked": chunked, "both ways": bidirectional}
+    models |= {"linear": linear, "plain": nn.Linear(2, 2)}
+    told = {}
+    for name, model in models.items():
+        with pytest.raises(ConfigurationError) as raised:
+            enable_context_parallel(model, mesh)
+        told[name] = str(raised.value)
+    windows = build("qwen2_moe")
+    windows.config.sliding_window, windows.config.layer_types = 6, ["sliding_attention", "full_attention"] * 2
+    enable_context_parallel(windows, mesh)
+    with pytest.raises(ConfigurationError) as raised:
+        logits_of(windows, mesh)
+    told["windows"] = str(raised.value)
+    return told
+
+
+def test_models_whose_tokens_meet_elsewhere_are_refused(run_ranks: RunRanks) -> None:
+    (told,) = run_ranks(1, refused_models)
+    parts = {
+        "bloom": "its attention is not looked up in transformers' AttentionInterface",
+        "mamba": "MambaForCausalLM cannot be trained with context parallelism",
+        "t5": "T5ForConditionalGeneration cannot be trained with context parallelism",
+        "chunked": "attends inside chunks",
+        "both ways": "its attention is not causal",
+        "linear": "it has layers of the kinds ['linear_attention']",
+        "plain": "a Linear holds no model of transformers",
+        "windows": "has sliding windows but its attention is not told which",
+    }
+    assert {name: part for name, part in parts.items() if part not in told[name]} == {}
+
+
+def test_a_model_can_be_switched_on_the_meta_device(run_ranks: RunRanks) -> None:
+    run_ranks(2, check_meta)
+
+
+def check_meta() -> None:
+    mesh = mesh_of((2,), ("cp",))
+    source = build("llama")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(copy.deepcopy(source.config)).train()
+    enable_context_parallel(model, mesh)
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    model.model.rotary_emb = source.model.rotary_emb
+    torch.testing.assert_close(logits_of(model, mesh), reference("llama", steps=1).logits, rtol=1e-4, atol=1e-5)

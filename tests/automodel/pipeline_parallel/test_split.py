@@ -1,0 +1,57 @@
+"""How layers are cut into stages."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
+from megatron_fsdp.automodel.pipeline_parallel.split import count_stages, split_layers
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_stages_cover_all_layers_in_order_and_earlier_ones_take_the_remainder(layers: int, stages: int) -> None:
+    if stages > layers:
+        with pytest.raises(ParallelSizeError, match=f"{layers} layers cannot be cut into {stages} stages"):
+            split_layers(layers, stages)
+        return
+    pieces = split_layers(layers, stages)
+    assert [layer for start, stop in pieces for layer in range(start, stop)] == list(range(layers))
+    lengths = [stop - start for start, stop in pieces]
+    assert len(pieces) == stages
+    assert lengths == sorted(lengths, reverse=True)
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 100), st.integers(1, 16), st.integers(1, 20), st.sampled_from(["1f1b", "interleaved1f1b"]))
+def test_stages_counted_from_their_length_are_no_longer(layers: int, ranks: int, longest: int, schedule: str) -> None:
+    kind = schedule_named(schedule)
+    try:
+        stages = count_stages(kind, layers, ranks, longest)
+    except ParallelSizeError:
+        expected = -(-layers // longest)
+        assert expected % ranks or (expected > ranks) != kind.several_stages
+        return
+    assert (stages == ranks) != kind.several_stages
+    assert max(stop - start for start, stop in split_layers(layers, stages, longest)) <= longest
+
+
+def test_number_of_stages_follows_from_the_schedule() -> None:
+    assert count_stages(schedule_named("1F1B"), 30, 4) == 4
+    assert count_stages(schedule_named("Interleaved1F1B"), 30, 4) == 8
+
+
+def test_stages_that_do_not_divide_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ParallelSizeError, match="30 layers with layers_per_stage=10 make 3 stages, no multiple of 2"):
+        count_stages(schedule_named("interleaved1f1b"), 30, 2, 10)
+    with pytest.raises(ParallelSizeError, match="make stages of 8, more than layers_per_stage=7"):
+        split_layers(30, 4, 7)
+
+
+def test_schedules_say_what_numbers_of_microbatches_they_take() -> None:
+    assert count_microbatches(schedule_named("gpipe"), 6, 3, num_ranks=4, num_stages=4) == 2
+    assert count_microbatches(schedule_named("interleaved1f1b"), 3, 1, num_ranks=4, num_stages=8) == 3
+    assert count_microbatches(schedule_named("interleaved1f1b"), 10, 1, num_ranks=4, num_stages=8) == 10
+    for name, rows in (("1f1b", 3), ("interleaved1f1b", 9), ("interleavedzerobubble", 9), ("gpipe", 0)):
+        with pytest.raises(ConfigurationError):
+            count_microbatches(schedule_named(name), rows, 1, num_ranks=4, num_stages=4)

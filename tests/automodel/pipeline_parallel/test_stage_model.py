@@ -1,0 +1,124 @@
+"""A model that was cut: what it keeps, under which names, and what cannot be cut."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from megatron_fsdp.automodel.architecture import find_layers
+from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage, tied_embeddings
+from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.small_models import FAMILIES, VOCABULARY, batch_of, build
+
+PIECES = ((0, 2), (2, 3), (3, 4))
+
+
+def stages_of(kind: str, device: str, **changes: Any) -> list[nn.Module]:
+    stages = []
+    for index, (start, stop) in enumerate(PIECES):
+        with torch.device(device):
+            model = build(kind, **changes)
+        stages.append(cut_stage(model, start, stop, index == 0, index == len(PIECES) - 1))
+    return stages
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_stages_of_every_family_have_all_parameters_once_and_compute_the_same(kind: str) -> None:
+    whole, stages = build(kind), stages_of(kind, "cpu")
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    tied = tied_embeddings(whole)
+    assert sorted(names) == sorted([name for name, _ in whole.named_parameters()] + ([tied[0]] if tied else []))
+    assert [[name for name, _ in find_layers(stage).named()] for stage in stages] == [
+        [name for name, _ in find_layers(whole).named()][start:stop] for start, stop in PIECES
+    ]
+    tokens = batch_of()["input_ids"]
+    value = tokens
+    with torch.no_grad():
+        for stage in stages:
+            value = stage(value)
+        torch.testing.assert_close(value, whole(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_models_that_take_tuples_from_their_layers_can_be_cut() -> None:
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=7, num_attention_heads=4, tie_word_embeddings=False
+    )
+    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = batch_of()["input_ids"]
+    value = tokens
+    with torch.no_grad():
+        for start, stop in ((0, 1), (1, 6), (6, 7)):
+            value = cut_stage(copy.deepcopy(whole), start, stop, start == 0, stop == 7)(value)
+        torch.testing.assert_close(value, whole(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_stage_without_memory_has_only_its_own_parameters() -> None:
+    stages = stages_of("qwen3_moe", "meta")
+    assert all(param.is_meta for stage in stages for param in stage.parameters())
+    numel = [sum(param.numel() for param in stage.parameters()) for stage in stages]
+    whole = build("qwen3_moe")
+    layer = sum(param.numel() for param in find_layers(whole).modules()[0].parameters())
+    assert numel == [2 * layer + 96 * 32, layer, layer + 32 + 96 * 32]
+    assert type(stages[1]).__name__ == type(whole).__name__
+
+
+def test_containers_of_a_stage_are_ordinary_outside_of_its_forward() -> None:
+    container = find_layers(stages_of("llama", "meta")[1]).container
+    assert list(container) == ["2"]
+    assert len(container) == 1
+    assert container["2"] is next(iter(container.values()))
+
+
+def multimodal() -> Any:
+    model = build("llama")
+    model.vision = nn.Linear(2, 2)
+    return model
+
+
+def with_unknown_part() -> Any:
+    model = build("llama")
+    model.model.adapter = nn.Linear(2, 2)
+    return model
+
+
+def with_shared_layers() -> Any:
+    model = build("llama")
+    model.model.layers[3].mlp = model.model.layers[0].mlp
+    return model
+
+
+def with_router_loss() -> Any:
+    return build("mixtral", output_router_logits=True)
+
+
+def encoder_decoder() -> Any:
+    model = build("llama")
+    model.config.is_encoder_decoder = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (multimodal, r"no stage is known for \(vision\)"),
+        (with_unknown_part, r"no stage is known for \(adapter\)"),
+        (with_shared_layers, "shares parameters between layers"),
+        (with_router_loss, "output_router_logits=True"),
+        (encoder_decoder, "takes decoders only"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "no causal language model"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused_and_left_whole(make: Any, words: str) -> None:
+    model = make()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigurationError, match=words):
+        cut_stage(model, 0, 2, is_first=True, is_last=False)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_layers_outside_of_the_model_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="layers 3 to 5 does not fit a model of 4 layers"):
+        cut_stage(build("llama"), 3, 5, is_first=False, is_last=True)
