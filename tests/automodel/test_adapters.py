@@ -12,9 +12,15 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from megatron_fsdp.automodel import AutoModelForCausalLM, AutoModelForSequenceClassification, FSDP2Manager
-from megatron_fsdp.automodel import DDPManager, MegatronFSDPManager, build_mesh_context
-from megatron_fsdp.automodel.saving import let_save
+from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DDPManager,
+    FSDP2Manager,
+    MegatronFSDPManager,
+    build_mesh_context,
+)
+from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.automodel.training import assert_close, optimizer_of, plain_name, strategy, whole
@@ -32,7 +38,7 @@ def lora(**changes: Any) -> Any:
 
 
 class _Quiet(warnings.catch_warnings):
-    """Ignores what peft and transformers say to each other (names of checkpointing; tied weights, warned of by peft)."""
+    """Ignores what peft has to say about transformers: names of checkpointing, tied weights."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -169,3 +175,84 @@ def test_adapters_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     cases = [cases_of(name, folders)[1] for name in STRATEGIES]
     run_ranks(ranks, train_adapters, cases, str(tmp_path / "out"), timeout_s=300.0)
+
+
+def classify(folder: str, names: Sequence[str]) -> None:
+    """A head that the files lack, with adapters that train a copy of it: as transformers and peft draw both."""
+    config = lora(task_type="SEQ_CLS")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            torch.manual_seed(SEED)
+            model: Any = AutoModelForSequenceClassification.from_pretrained(
+                folder, distributed_config=strategy(name), dtype=torch.float32, peft_config=config, num_labels=3
+            )
+            found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+            (original,) = [key for key in found if key.endswith("score.original_module.weight")]
+            assert found[original].abs().sum() > 0
+            assert torch.equal(found[original], found[original.replace("original_module", "modules_to_save.default")])
+            logits = model(input_ids=batch_of(2)["input_ids"]).logits
+            assert logits.shape == (2, 3)
+            logits.sum().backward()
+            trained = {plain_name(key) for key, param in model.named_parameters() if param.grad is not None}
+            assert trained == {key for key in found if "lora_" in key or "modules_to_save" in key}
+
+
+def draw_all(kind: str, name: str) -> None:
+    """`from_config` with adapters: the base is drawn first, as without them."""
+    with _Quiet():
+        torch.manual_seed(SEED)
+        base = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
+        expected = dict(peft.get_peft_model(base, lora()).named_parameters())
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(
+            config_of(kind), distributed_config=strategy(name), dtype=torch.float32, peft_config=lora()
+        )
+    found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+    assert_close(found, expected, 0, 0, "drawn")
+
+
+def train_by_manager(folder: str, config: Any, out: str) -> None:
+    """A whole model with adapters that need its weights (DoRA), given to each manager."""
+    expected = one_process(folder, config, torch.float32)
+    for name in STRATEGIES:
+        own = strategy(name)
+        context = build_mesh_context(own)
+        whole_model = with_adapters(
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(), config
+        )
+        if name == "ddp":
+            model: Any = DDPManager(own).parallelize(whole_model)
+        elif name == "fsdp2":
+            model = FSDP2Manager(own, context.device_mesh).parallelize(whole_model)
+        else:
+            model, _ = MegatronFSDPManager(own, context.device_mesh).parallelize(whole_model)
+        assert_like_one_process(model, expected, torch.float32)
+        save_adapter(model, f"{out}/{name}")
+        assert_files_give_the_same(model, folder, f"{out}/{name}", torch.float32)
+
+
+def refuse(folder: str) -> None:
+    for config, words in [
+        (lora(use_dora=True), "manager"),
+        (lora(init_lora_weights="pissa"), "manager"),
+        (lora(target_modules=["nothing"]), "nothing"),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "LoraConfig"),
+        ({"r": 2}, "dict"),
+    ]:
+        with _Quiet(), pytest.raises(ConfigurationError, match=words):
+            AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=strategy("fsdp2"), dtype=torch.float32, peft_config=config
+            )
+
+
+def rest(folder: str, out: str) -> None:
+    classify(folder, STRATEGIES)
+    draw_all("gemma3", "fsdp2")
+    draw_all("llama", "megatron_fsdp")
+    train_by_manager(folder, lora(use_dora=True), out)
+    refuse(folder)
+
+
+def test_heads_managers_drawn_bases_and_refusals(run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str]) -> None:
+    run_ranks(2, rest, folders["llama"], str(tmp_path / "dora"), timeout_s=300.0)

@@ -78,8 +78,8 @@ def _with_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 def _needs_weights(peft_config: Any, reason: str) -> str:
     return (
-        f"this {type(peft_config).__name__} computes first values of adapters from the weights of the base model, which "
-        f"are read after sharding ({reason[:200]}); call peft.get_peft_model on a model of transformers that has its "
+        f"this {type(peft_config).__name__} computes first values of adapters from weights of the base model, which are "
+        f"read after sharding ({reason[:200]}); call peft.get_peft_model on a model of transformers that has its "
         "weights, and give that to a manager"
     )
 

@@ -88,6 +88,7 @@ def ready_model(
     let_save(model, whole if isinstance(model, Pipeline) else model, saved_config, folder)
     settable: Any = model
     settable.mesh_context = context
+    settable.distributed_config = config
     return model
 
 
