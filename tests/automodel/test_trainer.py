@@ -70,12 +70,19 @@ def arguments(folder: str, ranks: int, **changes: Any) -> Any:
 
 
 def data() -> dict[str, Any]:
-    return {"train_dataset": Rows(40, True), "eval_dataset": Rows(8, False)}
+    return {"train_dataset": Rows(40, True), "eval_dataset": Rows(8, False), "compute_metrics": mean_label_logit}
+
+
+def mean_label_logit(found: Any) -> dict[str, float]:
+    """Depends on the order in which the ranks' rows are put together."""
+    labels = torch.tensor(found.label_ids)
+    logits = torch.tensor(found.predictions).gather(-1, labels[..., None])[..., 0]
+    return {"logit": float((logits * torch.arange(1, len(labels) + 1)[:, None]).mean())}
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
     """Losses and norms, without times."""
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_logit", "step")
     return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
 
 
@@ -225,6 +232,7 @@ def _refuse(folder: str) -> None:
         ("optim", "adafactor"),
         ("ddp_bucket_cap_mb", 25),
         ("auto_find_batch_size", True),
+        ("label_smoothing_factor", 0.1),
     ]:
         forget_accelerate()
         with pytest.raises(ConfigurationError, match=name):

@@ -78,7 +78,7 @@ def _with_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 def _needs_weights(peft_config: Any, reason: str) -> str:
     return (
-        f"this {type(peft_config).__name__} computes first values of adapters from weights of the base model, which are "
+        f"this {type(peft_config).__name__} computes first values of adapters from the base model's weights, which are "
         f"read after sharding ({reason[:200]}); call peft.get_peft_model on a model of transformers that has its "
         "weights, and give that to a manager"
     )
@@ -117,7 +117,7 @@ def without_copies(model: nn.Module) -> Iterator[None]:
                 if isinstance(child, ModulesToSaveWrapper):
                     swapped.append((parent, name, child))
     for parent, name, child in swapped:
-        parent._modules[name] = child.original_module
+        parent._modules[name] = child.get_submodule("original_module")
     try:
         yield
     finally:

@@ -88,7 +88,8 @@ def draw_missing(twin: nn.Module, model: nn.Module, filled: Collection[str], dev
         name: partial(_store, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
     }
     before = random_state(device)
-    with same_random_numbers([dist.group.WORLD] if dist.group.WORLD is not None else [], device):
+    groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []
+    with same_random_numbers(groups, device):
         draw_values(twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device)
     if not everywhere:  # the walk for buffers may have drawn; what is drawn next is as after transformers' loading
         set_random_state(device, before)

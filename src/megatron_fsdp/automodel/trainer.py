@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for models that `from_pretrained` or `from_config` made parallel; docs/transformers_trainer.md."""
+"""`transformers.Trainer` for models that are parallel already; docs/transformers_trainer.md is the guide."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class ShardedTrainer(transformers.Trainer):
         check_model(model)
         check_arguments(args, model, options)
         self._parallel: Any = model
-        self._parallel._is_accelerate_prepared = True  # accelerate would wrap it in DDP
+        marked: Any = model
+        marked._is_accelerate_prepared = True  # accelerate would wrap it in DDP
         super().__init__(model=unwrap(model), args=args, **options)
         self.model_wrapped = model
 
@@ -74,8 +75,9 @@ class ShardedTrainer(transformers.Trainer):
         """Build it as transformers does, unless one was given, and connect it with the model."""
         super().create_optimizer(*args, **kwargs)
         connect_optimizer(self._parallel, self._own_optimizer())
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
+        optimizer: Any = self.optimizer
+        made: torch.optim.Optimizer = optimizer
+        return made
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """Without accelerate's wrapper."""
@@ -111,7 +113,7 @@ class ShardedTrainer(transformers.Trainer):
         Raises:
             CheckpointError: It cannot be saved.
         """
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir or str(self.args.output_dir))
         unfinished = folder / _UNFINISHED
         decided_by_first(lambda: _make_room(unfinished), f"preparing to save {folder}")
         self._parallel.save_pretrained(unfinished)
@@ -131,10 +133,14 @@ class ShardedTrainer(transformers.Trainer):
             self._own_optimizer(),
             Path(output_dir) / STATE_FOLDER,
             iteration=self.state.global_step,
-            extra={"schedule": self.lr_scheduler},
+            extra=self._extra(),
             with_rng=False,
             overwrite=True,
         )
+
+    def _extra(self) -> dict[str, Any]:
+        """What a checkpoint holds beside model and optimizer."""
+        return {"schedule": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Only look whether one can go on from there; weights are loaded with the optimizer, once that exists."""
@@ -142,7 +148,7 @@ class ShardedTrainer(transformers.Trainer):
         state = Path(resume_from_checkpoint) / STATE_FOLDER
         if not decided_by_first(state.is_dir, f"looking for {state}"):
             raise ConfigurationError(
-                f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r}, so it was written with save_only_model=True or "
+                f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r}: it was written with save_only_model=True or "
                 "by another trainer; load its weights by from_pretrained and start anew"
             )
 
@@ -153,7 +159,7 @@ class ShardedTrainer(transformers.Trainer):
                 self._parallel,
                 self._own_optimizer(),
                 Path(checkpoint) / STATE_FOLDER,
-                extra={"schedule": self.lr_scheduler},
+                extra=self._extra(),
                 with_rng=False,
             )
 

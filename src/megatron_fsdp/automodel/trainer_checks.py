@@ -33,6 +33,7 @@ _REFUSED: Mapping[str, str] = {
     "auto_find_batch_size": "ranks that run out of memory alone cannot start anew; give a batch size that fits",
     "enable_jit_checkpoint": "signals reach ranks at different steps; use save_steps",
     "push_to_hub": "nothing is uploaded; upload the folder that save_model wrote",
+    "label_smoothing_factor": "transformers would not know whether labels are to be shifted; give compute_loss_func",
     "neftune_noise_alpha": "it is not tested with sharded embeddings; leave it out",
 }
 """Fields that must be off (None, False, empty), and what to do."""
@@ -60,8 +61,8 @@ def check_model(model: Any) -> None:
     config = model.distributed_config
     if isinstance(config, MegatronFSDPConfig) and config.calculate_per_token_loss:
         raise ConfigurationError(
-            "Trainer scales losses for gradients that are averaged, and calculate_per_token_loss=True sums them; set it "
-            "to False: losses are per token all the same (average_tokens_across_devices)"
+            "Trainer scales losses for gradients that are averaged, and calculate_per_token_loss=True sums them; set "
+            "it to False: losses are per token all the same (average_tokens_across_devices)"
         )
 
 
