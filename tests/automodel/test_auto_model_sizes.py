@@ -1,5 +1,6 @@
 """One call for any mesh: `from_pretrained` with sizes trains as one process does, and what it saves is whole."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig, shard_batch
+from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig, clip_grad_norm_, shard_batch
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from tests.automodel.small_models import batch_of, label_count, reference
 from tests.automodel.test_auto_model import save
@@ -54,7 +55,7 @@ def train_on_mesh(model: Any, steps: int = 3, rows: int = 4) -> Trained:
     context = model.mesh_context
     optimizer = optimizer_of(model)
     ranks = context.sizes.dp_cp
-    run = Trained([], [], [])
+    run = Trained([], [], [], [])
     for step in range(steps):
         batch = batch_of(rows, seed=1 + step)
         count = label_count(batch["labels"])
@@ -70,6 +71,7 @@ def train_on_mesh(model: Any, steps: int = 3, rows: int = 4) -> Trained:
         run.losses.append(total.item() / dist.get_world_size())
         named = list(model.named_parameters())
         run.gradients.append({plain_name(name): whole(param.grad) for name, param in named if param.grad is not None})
+        run.norms.append(clip_grad_norm_(model, math.inf).item())
         optimizer.step()
         run.parameters.append({plain_name(name): whole(param) for name, param in named})
     return run
@@ -90,6 +92,7 @@ def loss_of(model: Any, own: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def check(case: Case, folder: str, out: str) -> None:
     expected = reference(case.kind)
+    norms = [math.sqrt(sum(grad.square().sum().item() for grad in of.values())) for of in expected.gradients]
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         distributed_config=strategy(case.name, **case.fields),
@@ -98,6 +101,7 @@ def check(case: Case, folder: str, out: str) -> None:
         **case.options,
     )
     found = train_on_mesh(model)
+    assert found.norms == pytest.approx(norms, rel=1e-3), (found.norms, norms)
     if isinstance(model, Pipeline):  # each rank has some of the layers
         expected = Trained(
             expected.losses,

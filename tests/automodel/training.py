@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,11 +33,13 @@ class Trained:
         losses: Mean over all counted tokens of all ranks.
         gradients: By parameter name.
         parameters: By parameter name, after the step.
+        norms: Of all gradients, where they were measured.
     """
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
     parameters: list[dict[str, Tensor]]
+    norms: list[float] = field(default_factory=list)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -102,22 +102,21 @@ def _is_meta_device(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def without_copies(model: nn.Module) -> Iterator[None]:
-    """Within the block a peft model shows the modules that it copied for training (`modules_to_save`) in their places.
+def without_copies(*models: nn.Module) -> Iterator[None]:
+    """Within the block peft models show the modules that they copied for training (`modules_to_save`) in their places.
 
-    So it looks like its base for loading; afterwards the wrappers with the copies are back.
+    So they look like their bases for loading; afterwards the wrappers with the copies are back.
     """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    module = unwrap(model)
-    if getattr(module, "peft_config", None):
-        from peft.utils import ModulesToSaveWrapper
+    for module in map(unwrap, models):
+        if getattr(module, "peft_config", None):
+            from peft.utils import ModulesToSaveWrapper
 
-        for parent in module.modules():
-            for name, child in parent._modules.items():
-                if isinstance(child, ModulesToSaveWrapper):
-                    swapped.append((parent, name, child))
-    for parent, name, child in swapped:
-        parent._modules[name] = child.get_submodule("original_module")
+            for parent in list(module.modules()):
+                for name, child in parent._modules.items():
+                    if isinstance(child, ModulesToSaveWrapper):
+                        swapped.append((parent, name, child))
+                        parent._modules[name] = child.get_submodule("original_module")
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ AutoModel's `components.distributed.config`.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, fields
-from typing import Any, Optional, TypeAlias, Union
+from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -35,7 +35,7 @@ class FSDP2Config:
         autocast_dtype: Run forward under `torch.autocast` of the device in this dtype. None: no autocast.
         activation_checkpointing: Recompute the decoder layers in backward.
         defer_fsdp_grad_sync: With gradient accumulation, reduce gradients after the last microbatch only; read by
-            `accumulation_context`.
+            `accumulation_context` from the model.
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
         enable_async_tensor_parallel: Let the compiler overlap collectives of tensor parallelism with matrix products.
             Needs `sequence_parallel`, which is switched on with a warning, and compiled layers.
@@ -80,6 +80,8 @@ class FSDP2Config:
             depth = getattr(self, name)
             if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
                 raise ConfigurationError(f"FSDP2Config.{name}={depth!r}; give a whole number of layers, 0 or more")
+        if self.enable_fsdp2_prefetch and not self.fsdp2_backward_prefetch_depth + self.fsdp2_forward_prefetch_depth:
+            warn_caller("enable_fsdp2_prefetch has no effect with both prefetch depths 0")
         if self.mp_policy is None:
             self.mp_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
@@ -123,7 +125,7 @@ class MegatronFSDPConfig:
 
     sequence_parallel: bool = False
     tp_plan: InitVar[Optional[dict]] = None  # type: ignore[type-arg]  # noqa: UP045
-    megatron_fsdp_unit_modules: Optional[list[str]] = None  # noqa: UP045
+    megatron_fsdp_unit_modules: Optional[List[str]] = None  # noqa: UP006, UP045
     zero_dp_strategy: int = 3
     init_fsdp_with_meta_device: bool = False
     grad_reduce_in_fp32: bool = False
@@ -155,7 +157,7 @@ class MegatronFSDPConfig:
         _check_backend(self)
         resolve_strategy(self.zero_dp_strategy)
         units: object = self.megatron_fsdp_unit_modules
-        if units is not None and not isinstance(units, list | tuple):
+        if units is not None and not (isinstance(units, list | tuple) and all(map(_is_path_or_class, units))):
             raise ConfigurationError(
                 f"MegatronFSDPConfig.megatron_fsdp_unit_modules={units!r}; give a list of import paths of module "
                 "classes, or None"
@@ -222,6 +224,10 @@ def _check_flags(config: Any) -> None:
         value = getattr(config, field.name)
         if field.type == "bool" and not isinstance(value, bool):
             raise ConfigurationError(f"{type(config).__name__}.{field.name}={value!r}; give True or False")
+
+
+def _is_path_or_class(unit: object) -> bool:
+    return isinstance(unit, type) or (isinstance(unit, str) and unit != "")
 
 
 def _check_backend(config: Any) -> None:

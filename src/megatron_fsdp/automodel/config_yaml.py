@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ _POLICY_TARGETS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
     ),
 }
 """Field -> what is built for it, and the `_target_`s that may stand there."""
+
+_PIPELINE_TARGETS = (
+    "megatron_fsdp.automodel.PipelineConfig",
+    "megatron_fsdp.automodel.pipeline_parallel.PipelineConfig",
+    "nemo_automodel.components.distributed.pipelining.config.PipelineConfig",
+)
 
 _IGNORED = ("_recursive_", "_convert_")
 """Words to other loaders, without meaning here."""
@@ -121,6 +127,11 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSection:
     Raises:
         ConfigurationError: A strategy, field, target or dtype is unknown, or a value does not fit.
     """
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(
+            f"the section is a {type(section).__name__}; give a mapping of fields to values (load_distributed_config "
+            "reads text and files)"
+        )
     values = {name: _plain(value) for name, value in section.items() if name not in _IGNORED}
     kind = _strategy(values.pop("strategy", None), values.pop("_target_", None))
     sizes = {name: size for name in SIZE_NAMES if (size := values.pop(name, None)) is not None}
@@ -159,7 +170,7 @@ def _plain(value: Any) -> Any:
 def _strategy(name: Any, target: Any) -> type[Any]:
     if target is not None:
         targets = {f"{module}.{kind.__name__}": kind for module in _CONFIG_MODULES for kind in STRATEGIES.values()}
-        if target not in targets:
+        if not isinstance(target, str) or target not in targets:
             raise ConfigurationError(
                 f"_target_={target!r} is not built from YAML; allowed are {', '.join(list(targets)[:3])}, or write "
                 "strategy: fsdp2"
@@ -182,9 +193,14 @@ def _pipeline(values: Any, sizes: Mapping[str, int]) -> PipelineConfig | None:
         return None
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"pipeline={values!r}; write a mapping of fields to values")
-    given = {name: value for name, value in values.items() if name not in (*_IGNORED, "_target_")}
+    target = values.get("_target_")
+    if target is not None and target not in _PIPELINE_TARGETS:
+        raise ConfigurationError(
+            f"pipeline has _target_={target!r}; the only one allowed is {_PIPELINE_TARGETS[0]}, and it may be left out"
+        )
+    given = {name: _plain(value) for name, value in values.items() if name not in (*_IGNORED, "_target_")}
     _check_names(PipelineConfig, given)
-    return PipelineConfig(**given)
+    return PipelineConfig(**{name: _build(PipelineConfig, name, value) for name, value in given.items()})
 
 
 def _drop_experts(values: Any, sizes: Mapping[str, int]) -> None:
@@ -193,12 +209,13 @@ def _drop_experts(values: Any, sizes: Mapping[str, int]) -> None:
     if sizes.get("ep_size", 1) == 1:
         warn_caller("the section moe is left out, since ep_size is 1")
         return
-    raise ConfigurationError(f"moe has {', '.join(values)}, and there are no options of experts; leave the section out")
+    has = ", ".join(map(str, values)) if isinstance(values, Mapping) else repr(values)
+    raise ConfigurationError(f"moe has {has}, and there are no options of experts; leave the section out")
 
 
 def _check_names(kind: type[Any], values: Mapping[str, Any]) -> None:
     known = _names(kind)
-    unknown = sorted(set(values) - set(known))
+    unknown = sorted(set(values) - set(known), key=str)
     if not unknown:
         return
     hints = []
@@ -236,8 +253,14 @@ def _policy(name: str, values: Mapping[str, Any], kind: type[Any], targets: tupl
         raise ConfigurationError(f"{name} has _target_={target!r}; the only one allowed is {targets[0]}")
     given = {key: _plain(value) for key, value in values.items() if key not in (*_IGNORED, "_target_")}
     _check_names(kind, given)
-    return kind(**{key: _policy_value(key, value) for key, value in given.items()})
+    return kind(
+        **{entry.name: _policy_value(name, entry, given[entry.name]) for entry in fields(kind) if entry.name in given}
+    )
 
 
-def _policy_value(key: str, value: Any) -> Any:
-    return dtype_from_str(value) if key.endswith("_dtype") and value is not None else value
+def _policy_value(policy: str, entry: Field[Any], value: Any) -> Any:
+    if entry.name.endswith("_dtype"):
+        return None if value is None else dtype_from_str(value)
+    if not isinstance(value, bool):  # torch does not look, and a string such as "false" would count as true
+        raise ConfigurationError(f"{policy}.{entry.name}={value!r}; give true or false")
+    return value

@@ -69,12 +69,12 @@ def ready_model(
     copies = set(model.tied_copies) if isinstance(model, Pipeline) else set()
     filled = set(copies)
     base_twin = copy.deepcopy(twin) if peft_config is not None else None
-    with without_copies(whole):
+    with without_copies(whole, *stages):
         if folder is not None:
             report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
             _check(replace(report, missing=_without(report.missing, copies)), folder, twin, strict, new_head)
             filled.update(report.loaded)
-        drawn = draw_missing(twin, whole, filled, context.device)
+        drawn = draw_missing(twin, whole, stages, filled, context.device)
     if base_twin is not None:
         fill_adapters(whole, base_twin, peft_config, context.device)
     if isinstance(model, Pipeline):

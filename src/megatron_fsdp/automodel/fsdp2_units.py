@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ def shard_by_layers(
     *,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: CPUOffloadPolicy | None,
+    layer_policy: MixedPrecisionPolicy | None = None,
     stays_gathered: bool = False,
-    casts_between_layers: bool = False,
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
@@ -27,11 +27,10 @@ def shard_by_layers(
         model: Tensor-parallel already, where it is to be.
         mesh: 1-D, or 2-D with the copies first.
         mp_policy: Dtypes.
+        layer_policy: Those of the layers, where they differ from the root's.
         offload_policy: None: parameters stay on the device.
         stays_gathered: Keep layers gathered from forward to backward, as pipelines want it, whose microbatches would
             gather them again and again.
-        casts_between_layers: Let each layer give out `output_dtype`, as under autocast, where what lies behind the
-            layers takes any dtype. Otherwise only the model does, since its head takes what it computes in.
 
     Returns:
         The units of each list, in order.
@@ -39,16 +38,28 @@ def shard_by_layers(
     options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
-    of_layers = mp_policy if casts_between_layers else replace(mp_policy, output_dtype=None)
     lists = [list(found.children()) for found in lists_of_layers(model)]
     for layers in lists:
         for layer in layers:
             is_next_in_backward = layer is layers[-1]
             reshards = not (stays_gathered or is_next_in_backward)
-            fully_shard(layer, reshard_after_forward=reshards, mp_policy=of_layers, **options)
-    fully_shard(model, reshard_after_forward=False, mp_policy=mp_policy, **options)
+            fully_shard(layer, mp_policy=layer_policy or mp_policy, reshard_after_forward=reshards, **options)
+    fully_shard(model, mp_policy=mp_policy, reshard_after_forward=False, **options)
     model.register_forward_hook(_shard_again_without_backward)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
+
+
+def policy_between_layers(mp_policy: MixedPrecisionPolicy, has_autocast: bool) -> MixedPrecisionPolicy:
+    """Dtypes of layers, where `mp_policy` is that of the whole model.
+
+    Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes in
+    bfloat16, the head would fail, so the layers hand on what they compute in; the next one would cast it back anyway.
+    Under autocast, which makes products fit, they hand on `output_dtype`: that is how the residual stream is kept in
+    float32.
+    """
+    if has_autocast or mp_policy.output_dtype is None:
+        return mp_policy
+    return dataclasses.replace(mp_policy, output_dtype=mp_policy.param_dtype)
 
 
 def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:

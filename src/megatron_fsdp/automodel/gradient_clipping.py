@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.runtime.grad_norm import combine_powers, largest_of, sum_of_powers
 from megatron_fsdp.runtime.shared_out import Groups
 
-Parts = Tensor | nn.Module | Iterable[Tensor] | Iterable[nn.Module]
-"""What has gradients: a parameter, a model, several of either (the parts of a pipeline rank)."""
+Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
+"""What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
 
 
 def clip_grad_norm_(
@@ -42,7 +43,8 @@ def clip_grad_norm_(
             that is given twice counts once, also one that two parts on this rank share.
         max_norm: The largest norm allowed; infinity only measures.
         norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
-        pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: no pipeline.
+        pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: that of a `Pipeline`, else
+            no pipeline.
         error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
         foreach: False: scale gradients one by one; None or True: many at a time, which is faster.
 
@@ -54,6 +56,7 @@ def clip_grad_norm_(
             model of the engine is given.
         NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
     """
+    pp_mesh = parameters.pp_mesh if pp_mesh is None and isinstance(parameters, Pipeline) else pp_mesh
     _check(max_norm, norm_type, pp_mesh)
     found = gather_gradients(parameters)
     norm = _total_norm(found, float(norm_type), pp_mesh)
@@ -74,10 +77,12 @@ class FoundGradients:
     Attributes:
         models: Models of the engine, all of whose parameters are among them.
         parameters: The others, each once.
+        copies: Of parameters that another rank has: scaled with the others, and not counted again.
     """
 
     models: tuple[MegatronFSDP, ...]
     parameters: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...] = ()
 
     def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
         """Multiply all gradients, in place.
@@ -89,7 +94,7 @@ class FoundGradients:
         for model in self.models:
             model.scale_gradients(float(factor))
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in self.parameters:
+        for param in (*self.parameters, *self.copies):
             if param.grad is not None:
                 local = _local(param.grad)
                 alike.setdefault((local.device, local.dtype), []).append(local)
@@ -109,6 +114,10 @@ def gather_gradients(parts: Parts) -> FoundGradients:
         ConfigurationError: Only a part of the parameters of such a model is given, or it has been deleted; a gradient
             is sparse.
     """
+    copies: dict[int, Tensor] = {}
+    if isinstance(parts, Pipeline):
+        copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
+        parts = [param for param in parts.parameters() if id(param) not in copies]
     params = {id(param): param for param in _parameters(parts) if param.requires_grad or param.grad is not None}
     models: dict[int, MegatronFSDP] = {}
     others = []
@@ -130,13 +139,13 @@ def gather_gradients(parts: Parts) -> FoundGradients:
                 "only some parameters of a model of fully_shard_model are given, but it measures and scales all of its "
                 "gradients together; give the model or all of model.parameters()"
             )
-    return FoundGradients(tuple(models.values()), tuple(others))
+    return FoundGradients(tuple(models.values()), tuple(others), tuple(copies.values()))
 
 
 def _parameters(parts: Parts) -> Iterator[Tensor]:
     if isinstance(parts, Tensor):
         yield parts
-    elif isinstance(parts, nn.Module):
+    elif isinstance(parts, nn.Module | Pipeline):
         yield from parts.parameters()
     else:
         for part in parts:

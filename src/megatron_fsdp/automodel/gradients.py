@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.gradient_clipping import Parts, clip_grad_norm_, gather_gradients
+from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError
 
 __all__ = [
@@ -142,7 +143,7 @@ def scale_grads_and_clip_grad_norm(
     """
     if num_label_tokens is not None:
         factor = per_token_factor(num_label_tokens, dp_group_size, gradients_are_summed)
-        parts = parts if isinstance(parts, Tensor | torch.nn.Module) else list(parts)
+        parts = parts if isinstance(parts, Tensor | torch.nn.Module | Pipeline) else list(parts)
         gather_gradients(parts).scale(factor, foreach)
     elif dp_group_size is not None or gradients_are_summed:
         raise ConfigurationError(

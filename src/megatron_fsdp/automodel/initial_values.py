@@ -20,13 +20,16 @@ from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.runtime.blank import blank_tensor
 from megatron_fsdp.runtime.blueprint import draw_blueprint
 from megatron_fsdp.runtime.materialise import draw_values
 from megatron_fsdp.runtime.random_state import random_state, same_random_numbers, set_random_state
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give memory, and no values, to every parameter and buffer on the meta device; tied ones stay tied.
+    """Give memory to every parameter and buffer on the meta device; tied ones stay tied.
+
+    Parameters get no values; buffers get NaN, so that one that is forgotten is seen.
 
     Args:
         model: Sharded or not; DTensors get their local parts.
@@ -42,7 +45,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None and _is_meta(buffer):
                 if id(buffer) not in made:
-                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                    made[id(buffer)] = blank_tensor(buffer, device).tensor
                 owner._buffers[name] = made[id(buffer)]
 
 
@@ -57,12 +60,15 @@ def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return made
 
 
-def draw_missing(twin: nn.Module, model: nn.Module, filled: Collection[str], device: torch.device) -> tuple[str, ...]:
+def draw_missing(
+    twin: nn.Module, model: nn.Module, stages: Sequence[nn.Module], filled: Collection[str], device: torch.device
+) -> tuple[str, ...]:
     """Draw values for what has none yet; collective over all ranks.
 
     Args:
         twin: On the meta device; used up.
         model: The live model, or what of it this rank holds.
+        stages: The stages that this rank holds, each with buffers of its own; or the model alone.
         filled: Names of parameters and persistent buffers that have values.
         device: Where values are drawn.
 
@@ -70,9 +76,9 @@ def draw_missing(twin: nn.Module, model: nn.Module, filled: Collection[str], dev
         Names of the parameters that were drawn on this rank.
 
     Raises:
-        ConfigurationError: Something has no method that initialises it.
+        ConfigurationError: Something has no method that initialises it, or no value afterwards.
     """
-    base, tensors = base_tensors(unwrap(model))
+    _, tensors = base_tensors(unwrap(model))
     empty = [live for live in tensors if live.name not in filled]
     by_name = {alias: live for live in empty for alias in live.aliases}
     held = {live.name: live.pieces() for live in empty}
@@ -93,7 +99,8 @@ def draw_missing(twin: nn.Module, model: nn.Module, filled: Collection[str], dev
         draw_values(twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device)
     if not everywhere:  # the walk for buffers may have drawn; what is drawn next is as after transformers' loading
         set_random_state(device, before)
-    _fill_buffers(base, twin, filled)
+    for stage in stages:
+        _fill_buffers(base_tensors(unwrap(stage))[0], twin, filled)
     install_weights(model, [live for live in wanted.values() if live.is_parameter])
     left = [live.name for live in empty if live.is_parameter and live not in wanted.values()]
     if left:
@@ -137,3 +144,8 @@ def _fill_buffers(live: nn.Module, twin: nn.Module, filled: Collection[str]) -> 
             value = values.get(name)
             if name not in filled and value is not None and not value.is_meta:
                 buffer.copy_(value)
+    left = [name for name, buffer in live.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())]
+    if left:
+        raise ConfigurationError(
+            f"{len(left)} buffers have no value: {', '.join(left[:8])}; let _init_weights(module) of the model set them"
+        )

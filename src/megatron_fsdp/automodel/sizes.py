@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig, check_config
@@ -91,8 +92,9 @@ def resolve_sizes(
         ConfigurationError: The config is none of the three.
     """
     check_config(config)
+    allowed = next(names for kind, names in _ALLOWED.items() if isinstance(config, kind))
     given = {
-        "dp_size": None if dp_size in (0, -1) else dp_size,
+        "dp_size": None if type(dp_size) is int and dp_size in (0, -1) else dp_size,
         "dp_replicate_size": dp_replicate_size,
         "tp_size": tp_size,
         "pp_size": pp_size,
@@ -101,8 +103,8 @@ def resolve_sizes(
     }
     for name, size in given.items():
         _check_number(name, size)
-        if size not in (None, 1) and name not in _ALLOWED[type(config)]:
-            _refuse(config, name, size)
+        if size not in (None, 1) and name not in allowed:
+            _refuse(config, name, size, allowed)
     tp, pp, cp, ep, copies = (given[name] or 1 for name in ("tp_size", "pp_size", "cp_size", "ep_size", SIZE_NAMES[1]))
     others = tp * pp * cp
     if given["dp_size"] is None and world_size % others:
@@ -130,11 +132,10 @@ def _check_number(name: str, size: object) -> None:
         raise ParallelSizeError(f"{name}={size!r}; give a whole number of ranks, 1 or more, or leave it out")
 
 
-def _refuse(config: DistributedConfig, name: str, size: int | None) -> None:
-    allowed = ", ".join(_ALLOWED[type(config)])
+def _refuse(config: DistributedConfig, name: str, size: int | None, allowed: Sequence[str]) -> None:
     raise ParallelSizeError(
         f"{name}={size} is only supported with {_INSTEAD.get(name, 'FSDP2Config')}; {type(config).__name__} takes "
-        f"{allowed}, so leave {name} out or change the config"
+        f"{', '.join(allowed)}, so leave {name} out or change the config"
     )
 
 

@@ -32,6 +32,7 @@ class Case:
     steps: int = 3
     changes: dict[str, Any] = field(default_factory=dict)
     layers_per_stage: int | None = None
+    reshard: bool = False
 
 
 @dataclass
@@ -85,13 +86,13 @@ def run_cases(cases: list[Case]) -> list[StageRun]:
     return [train(make(case, mesh), case) for case in cases]
 
 
-def sharder(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], nn.Module]:
+def sharder(mesh: DeviceMesh, *, reshard: bool = False, **options: Any) -> Callable[[nn.Module], nn.Module]:
     """FSDP2 on the layers and the whole of a part."""
 
     def shard(part: nn.Module) -> nn.Module:
         for layer in find_layers(part).modules():
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False, **options)
-        return fully_shard(part, mesh=mesh, reshard_after_forward=False, **options)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **options)
+        return fully_shard(part, mesh=mesh, reshard_after_forward=reshard, **options)
 
     return shard
 
@@ -111,7 +112,7 @@ def run_sharded(cases: list[Case], counted_rows: tuple[int, ...]) -> tuple[list[
     """Each case over two pipelines of two ranks, stages sharded by FSDP2; then a step in bf16 for each of rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     place = {"dp_rank": mesh["dp"].get_local_rank(), "dp_size": 2}
-    runs = [train(make(case, mesh["pp"], sharder(mesh["dp"])), case, **place) for case in cases]
+    runs = [train(make(case, mesh["pp"], sharder(mesh["dp"], reshard=case.reshard)), case, **place) for case in cases]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
     pipeline = build_pipeline(
         build("llama"),

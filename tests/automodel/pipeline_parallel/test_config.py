@@ -28,7 +28,7 @@ def test_defaults_and_fields_are_listed_in_order() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pp_schedule": "zbvzerobubble"}, "one of 1f1b, gpipe, interleaved1f1b"),
+        ({"pp_schedule": "interleavedzerobubble"}, "one of 1f1b, gpipe, interleaved1f1b, loopedbfs"),
         ({"pp_schedule": None}, "pp_schedule is None"),
         ({"pp_microbatch_size": 0}, "pp_microbatch_size is 0"),
         ({"pp_batch_size": True}, "pp_batch_size is True"),

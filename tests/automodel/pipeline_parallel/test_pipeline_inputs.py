@@ -55,7 +55,9 @@ def masks_and_positions(mesh: DeviceMesh) -> None:
     ):
         pipeline, model = pipeline_of(kind, mesh), build(kind)
         loss = truth_of(model, batch, **inputs)
-        torch.testing.assert_close(pipeline.step(**batch, **inputs).item(), loss, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(
+            pipeline.step(**batch, **inputs, inputs_of_others=None).item(), loss, rtol=1e-5, atol=0.0
+        )
         assert_gradients(pipeline, model)
         plain = build(kind)
         assert abs(truth_of(plain, batch) - loss) > 1e-4, kind  # the inputs matter

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import nn
@@ -12,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_fsdp.automodel.tensor_parallel import AppliedPlan, parallelize_tensors
 from tests.automodel.small_models import VOCABULARY, build
-from tests.automodel.tensor_parallel.training import differences, train
+from tests.automodel.tensor_parallel.training import differences, train, with_lora
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.parity import fixed_seed
@@ -72,25 +71,19 @@ def test_given_plans_equal_one_process(run_ranks: RunRanks) -> None:
     assert run_ranks(2, by_given_plans) == [[], []]
 
 
-def adapted(kind: str, targets: list[str]) -> nn.Module:
-    model = build(kind, **SIZES)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False)
-    with fixed_seed(3):
-        return peft.get_peft_model(model, config)
-
-
 def with_adapters() -> list[str]:
     wrong = []
     cases = {
         "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"],
+        "llama_tied": ["q_proj", "down_proj"],
         "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         "qwen2_moe": ["k_proj", "o_proj", "shared_expert_gate", "shared_expert.down_proj"],
     }
     mesh = mesh_of((2,), ("tp",))
     for kind, targets in cases.items():
-        expected = train(adapted(kind, targets))
+        expected = train(with_lora(build(kind, **SIZES), targets))
         for splits_tokens in (False, True):
-            model = adapted(kind, targets)
+            model = with_lora(build(kind, **SIZES), targets)
             parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
             case = f"{kind}, sequence_parallel={splits_tokens}"
             wrong += [f"{case}: {text}" for text in differences(train(model), expected)]

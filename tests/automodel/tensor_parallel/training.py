@@ -1,14 +1,17 @@
 """Train a small model for three steps, on one process or on tensor-parallel ranks, and list where two runs differ."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.automodel.small_models import batch_of, label_count, token_loss_sum
+from tests.support.parity import fixed_seed
 
 RTOL, ATOL = 1e-4, 1e-6
 
@@ -21,6 +24,15 @@ class Trace:
     losses: list[float]
     gradients: list[dict[str, Tensor]]
     parameters: list[dict[str, Tensor]]
+
+
+def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
+    """The model with random adapters of peft."""
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
+    with fixed_seed(3), warnings.catch_warnings():
+        # peft 0.21 asks transformers 5.23 by an old name.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(model, config)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.activation_checkpointing import checkpoint_layers
 from megatron_fsdp.automodel.config import DDPConfig
+from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import set_up_ranks
 from megatron_fsdp.errors import ConfigurationError
 
@@ -44,8 +45,9 @@ class DDPManager:
         """Move a model to this rank's device and wrap it; the first rank's weights are given to all.
 
         Raises:
-            ConfigurationError: `activation_checkpointing` is on and the model has no layers.
+            ConfigurationError: The model is parallel already, or `activation_checkpointing` is on and it has no layers.
         """
+        refuse_parallel_model(model)
         if self.config.activation_checkpointing:
             checkpoint_layers(model)
         on_device = model.to(self.device)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from megatron_fsdp.automodel.accumulation import remember_deferral
 from megatron_fsdp.automodel.activation_checkpointing import checkpoint_layers
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.config import FSDP2Config
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
 from megatron_fsdp.automodel.forwards import compile_forward, run_under_autocast
-from megatron_fsdp.automodel.fsdp2_units import chain_prefetches, shard_by_layers
+from megatron_fsdp.automodel.fsdp2_units import chain_prefetches, policy_between_layers, shard_by_layers
+from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import FSDP2_AXES, get_fsdp_dp_mesh
 from megatron_fsdp.automodel.packed_sequence import assume_no_packed_sequences
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.notices import warn_caller
+
+_OF_TENSORS = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
 
 
 class FSDP2Manager:
@@ -61,9 +64,10 @@ class FSDP2Manager:
             The same model.
 
         Raises:
-            ConfigurationError: The model has no layers or does not fit a size.
+            ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         config, mesh = self.config, self.device_mesh
+        refuse_parallel_model(model)
         find_layers(model)
         if config.patch_is_packed_sequence:
             assume_no_packed_sequences(model)
@@ -77,6 +81,7 @@ class FSDP2Manager:
         if config.autocast_dtype is not None:
             run_under_autocast(model, mesh.device_type, config.autocast_dtype)
         self._shard(model, experts)
+        remember_deferral(model, config.defer_fsdp_grad_sync)
         return model
 
     def maybe_compile(self, model: nn.Module) -> None:
@@ -89,8 +94,11 @@ class FSDP2Manager:
     def _divide_tensors(self, model: nn.Module) -> None:
         config, mesh = self.config, self.device_mesh["tp"]
         if mesh.size() == 1:
-            if config.enable_async_tensor_parallel:
-                warnings.warn("enable_async_tensor_parallel has no effect with tp_size=1", stacklevel=3)
+            idle = [name for name in _OF_TENSORS if getattr(config, name)]
+            if idle:
+                warn_caller(
+                    f"{' and '.join(idle)} of FSDP2Config: no effect with tp_size=1; give tp_size, or leave it out"
+                )
             return
         parallelize_tensors(model, mesh, plan=config.tp_plan, sequence_parallel=config.sequence_parallel)
         if config.enable_async_tensor_parallel:
@@ -99,13 +107,14 @@ class FSDP2Manager:
     def _shard(self, model: nn.Module, experts: list[str]) -> None:
         config = self.config
         assert config.mp_policy is not None  # __post_init__ sets it
+        layer_policy = policy_between_layers(config.mp_policy, config.autocast_dtype is not None)
         has_stages = self.device_mesh["pp"].size() > 1
         if self.moe_mesh is not None:
             shard_experts(
                 model,
                 experts,
                 self.moe_mesh["ep_shard"],
-                mp_policy=config.mp_policy,
+                mp_policy=layer_policy,
                 offload_policy=config.offload_policy or OffloadPolicy(),
                 reshard_after_forward=not has_stages,
                 gradient_divisor=self.moe_mesh.size(),
@@ -114,9 +123,9 @@ class FSDP2Manager:
             model,
             get_fsdp_dp_mesh(self.device_mesh),
             mp_policy=config.mp_policy,
+            layer_policy=layer_policy,
             offload_policy=config.offload_policy,
             stays_gathered=has_stages,
-            casts_between_layers=config.autocast_dtype is not None,
         )
         if config.enable_fsdp2_prefetch:
             for units in lists:

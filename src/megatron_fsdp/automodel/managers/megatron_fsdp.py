@@ -13,12 +13,14 @@ from megatron_fsdp.automodel.activation_checkpointing import checkpoint_mlps
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.config import MegatronFSDPConfig
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
+from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import MEGATRON_AXES, get_megatron_dp_axis
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.runtime.assemble import EMPTY
 
 
@@ -65,9 +67,10 @@ class MegatronFSDPManager:
             The wrapped model and the optimizer.
 
         Raises:
-            ConfigurationError: The model has no layers or does not fit a size.
+            ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         mesh = self.device_mesh
+        refuse_parallel_model(model)
         find_layers(model)
         if mesh["tp"].size() > 1:
             if optimizer is not None:
@@ -76,6 +79,10 @@ class MegatronFSDPManager:
                     "ones; build it on the returned model's parameters and call fully_shard_optimizer"
                 )
             parallelize_tensors(model, mesh["tp"], sequence_parallel=self.config.sequence_parallel)
+        elif self.config.sequence_parallel:
+            warn_caller(
+                "sequence_parallel of MegatronFSDPConfig: no effect with tp_size=1; give tp_size, or leave it out"
+            )
         if mesh["cp"].size() > 1:
             enable_context_parallel(model, mesh["cp"])
         if self.config.activation_checkpointing:

@@ -18,8 +18,8 @@ class PipelineConfig:
     """Options of pipeline parallelism; the number of ranks of a pipeline is `pp_size`, given elsewhere.
 
     Attributes:
-        pp_schedule: "1f1b" or "gpipe" (one stage per rank), "interleaved1f1b", "loopedbfs" or "interleavedzerobubble"
-            (several); upper and lower case are the same.
+        pp_schedule: "1f1b" or "gpipe" (one stage per rank), "interleaved1f1b" or "loopedbfs" (several); in upper or
+            lower case.
         pp_microbatch_size: Rows that pass through the stages at a time.
         pp_batch_size: Rows that a training step of one data-parallel rank takes. 1 (the default; no pipeline can be
             filled by one row): any number, checked at each step; more: just this number, checked already when the

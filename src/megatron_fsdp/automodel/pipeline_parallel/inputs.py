@@ -36,12 +36,12 @@ def take_inputs(input_ids: Tensor, labels: Tensor | None, per_token: dict[str, A
         input_ids: (rows, sequence).
         labels: (rows, sequence), not yet shifted, or None.
         per_token: `shift_labels` (rows, sequence) in place of `labels`, and what the model takes besides; tensors with
-            a first dimension of 1 or rows.
+            a first dimension of 1 or rows. None is as if not given.
 
     Raises:
         ConfigurationError: Shapes do not fit, or there are two kinds of labels.
     """
-    others = dict(per_token)
+    others = {name: value for name, value in per_token.items() if value is not None}
     shifted = others.pop("shift_labels", None)
     if input_ids.ndim != 2:
         raise ConfigurationError(f"input_ids has shape {tuple(input_ids.shape)} but has to be (rows, sequence)")

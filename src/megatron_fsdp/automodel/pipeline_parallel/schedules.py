@@ -36,15 +36,17 @@ _KINDS = (
     ScheduleKind("GPipe"),
     ScheduleKind("Interleaved1F1B", several_stages=True, rounds=True),
     ScheduleKind("LoopedBFS", several_stages=True),
-    ScheduleKind("InterleavedZeroBubble", several_stages=True, rounds=True),
 )
 
 
 def schedule_named(name: str) -> ScheduleKind:
     """A schedule by its name in any case.
 
+    Torch has more, which are not offered: the V-shaped ones cannot evaluate, and those that split backward (zero
+    bubble) leave parameters without gradients, and say nothing, where FSDP2 has released weights after forward.
+
     Raises:
-        ConfigurationError: There is none of this name. (Torch's V-shaped ones cannot evaluate: not offered.)
+        ConfigurationError: There is none of this name.
     """
     for kind in _KINDS:
         if str(name).lower() == kind.name.lower():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -27,6 +26,7 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
             stacklevel=2,
         )
         return False
+    from torch._inductor import config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     try:
@@ -38,5 +38,5 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
             f"asynchronous tensor parallelism is off, since the ranks cannot share memory: {error}", stacklevel=2
         )
         return False
-    torch._inductor.config._micro_pipeline_tp = True
+    inductor._micro_pipeline_tp = True
     return True

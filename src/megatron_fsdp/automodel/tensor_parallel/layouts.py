@@ -73,7 +73,8 @@ def not_a_view(tensor: Tensor) -> Tensor:
 
     The local tensor of a DTensor counts as a view, of which FSDP2 warns where it leaves a sharded module.
     """
-    return _NotAView.apply(tensor)
+    own: Tensor = _NotAView.apply(tensor)  # type: ignore[no-untyped-call] # torch gives it no hints
+    return own
 
 
 class _NotAView(torch.autograd.Function):

@@ -85,7 +85,7 @@ def parallelize_tensors(
     base = _inside_of_peft(model)
     chosen = choose_plan(base, plan)
     matched = match_plan(base, chosen)
-    ties = Ties.of(model)
+    ties = Ties.of(base)
     styles = ties.adapt(base, matched.modules)
     check_heads(base, styles, tp_mesh.size())
     region = sequence_region(base, styles) if sequence_parallel else None
@@ -94,13 +94,14 @@ def parallelize_tensors(
     attributes = _attributes(model)
     _apply(base, steps, matched, tp_mesh)
     _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
-    ties.restore(model)
+    ties.restore(base)
     _restore_attributes(model, attributes)
     if chosen.is_given:
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
         split_tokens(base, region, tp_mesh)
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    output_embeddings: Any = getattr(base, "get_output_embeddings", None)
+    head = output_embeddings() if callable(output_embeddings) else None
     if isinstance(head, nn.Module):
         head.register_forward_hook(_leave_no_view)
     done = {name: str(style) for name, (style, _) in steps.items()} | matched.parameters

@@ -1,0 +1,311 @@
+"""Strategies from YAML: what a section may say, and that nothing is built but what is in a table."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config_yaml import dtype_from_str, load_distributed_config, parse_distributed_section
+from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
+from megatron_fsdp.errors import ConfigurationError
+
+POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
+
+FULL = f"""
+distributed:
+  strategy: fsdp2
+  dp_size: none
+  dp_replicate_size: null
+  tp_size: 2
+  cp_size: 1
+  sequence_parallel: true
+  activation_checkpointing: True
+  autocast_dtype: bfloat16
+  mp_policy:
+    _target_: {POLICY}
+    param_dtype: bfloat16
+    reduce_dtype: torch.float32
+    output_dtype: FP32
+    cast_forward_inputs: false
+  offload_policy:
+    _target_: torch.distributed.fsdp.CPUOffloadPolicy
+    pin_memory: false
+model:
+  anything: else
+"""
+
+
+def test_whole_section_becomes_config_and_sizes() -> None:
+    section = load_distributed_config(FULL)
+    assert section.config == FSDP2Config(
+        sequence_parallel=True,
+        activation_checkpointing=True,
+        autocast_dtype=torch.bfloat16,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, False),
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+    )
+    assert section.sizes == {"tp_size": 2, "cp_size": 1}
+    assert section.arguments() == {"distributed_config": section.config, "tp_size": 2, "cp_size": 1}
+
+
+def test_file_reads_as_its_text_and_names_itself_in_errors(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(FULL, encoding="utf-8")
+    assert load_distributed_config(path) == load_distributed_config(FULL)
+    path.write_text("distributed:\n  strategy: zero\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"run.yaml: Unknown strategy 'zero'"):
+        load_distributed_config(path)
+
+
+def test_section_may_stand_alone() -> None:
+    assert load_distributed_config("strategy: ddp\nbackend: gloo\n").config == DDPConfig(backend="gloo")
+
+
+def test_nothing_said_is_fsdp2() -> None:
+    assert load_distributed_config("distributed: {}").config == FSDP2Config()
+    assert parse_distributed_section({}).sizes == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fsdp2", FSDP2Config),
+        ("megatron_fsdp", MegatronFSDPConfig),
+        ("megatron-fsdp", MegatronFSDPConfig),
+        ("mfsdp", MegatronFSDPConfig),
+        ("ddp", DDPConfig),
+        ("DDP", DDPConfig),
+        (" FSDP2 ", FSDP2Config),
+        (None, FSDP2Config),
+    ],
+)
+def test_strategy_is_chosen_by_name(name: Any, kind: type) -> None:
+    assert type(parse_distributed_section({"strategy": name}).config) is kind
+
+
+@pytest.mark.parametrize("module", ["megatron_fsdp.automodel", "nemo_automodel.components.distributed.config"])
+@pytest.mark.parametrize("kind", [FSDP2Config, MegatronFSDPConfig, DDPConfig])
+def test_target_may_stand_in_place_of_the_strategy(module: str, kind: Any) -> None:
+    section = parse_distributed_section({"_target_": f"{module}.{kind.__name__}", "dp_size": 2, "backend": "gloo"})
+    assert (section.config, section.sizes) == (kind(backend="gloo"), {"dp_size": 2})
+
+
+def test_words_to_other_loaders_are_left_out() -> None:
+    assert parse_distributed_section({"_recursive_": False, "_convert_": "all"}).config == FSDP2Config()
+
+
+@pytest.mark.parametrize("target", [None, POLICY, MixedPrecisionPolicy])
+def test_policy_is_built_with_and_without_its_target(target: Any) -> None:
+    values = {"param_dtype": "bf16", "reduce_dtype": torch.float32, "output_dtype": None}
+    given = values if target is None else {"_target_": target, **values}
+    config: Any = parse_distributed_section({"mp_policy": given}).config
+    assert config.mp_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)
+
+
+def test_policies_may_be_objects_already() -> None:
+    policy, offload = MixedPrecisionPolicy(), CPUOffloadPolicy()
+    config: Any = parse_distributed_section({"mp_policy": policy, "offload_policy": offload}).config
+    assert config.mp_policy is policy
+    assert config.offload_policy is offload
+
+
+def test_empty_offload_policy_is_the_default_one() -> None:
+    config: Any = parse_distributed_section({"offload_policy": {}}).config
+    assert config.offload_policy == CPUOffloadPolicy()
+
+
+def test_null_and_none_are_the_default_of_a_field() -> None:
+    values = {"backend": None, "mp_policy": "none", "tp_plan": "None", "fsdp2_forward_prefetch_depth": None}
+    assert parse_distributed_section({**values, "autocast_dtype": "none"}).config == FSDP2Config()
+
+
+@pytest.mark.parametrize("value", [None, "none", "None", " NONE "])
+def test_size_of_null_is_not_given(value: Any) -> None:
+    assert parse_distributed_section({"tp_size": value, "dp_size": value}).sizes == {}
+
+
+def test_plan_of_names_is_passed_on() -> None:
+    config: Any = load_distributed_config("tp_plan:\n  model.layers.*.mlp.up_proj: colwise\n").config
+    assert config.tp_plan == {"model.layers.*.mlp.up_proj": "colwise"}
+
+
+def test_unit_modules_are_passed_on() -> None:
+    config: Any = load_distributed_config("strategy: mfsdp\nmegatron_fsdp_unit_modules: [a.B]\n").config
+    assert config.megatron_fsdp_unit_modules == ["a.B"]
+
+
+def test_mapping_is_never_changed() -> None:
+    given = {
+        "strategy": "fsdp2",
+        "_recursive_": True,
+        "tp_size": 2,
+        "mp_policy": {"_target_": POLICY, "param_dtype": "bfloat16"},
+        "offload_policy": {"pin_memory": False},
+        "moe": {},
+        "tp_plan": {"a": "colwise"},
+    }
+    before = copy.deepcopy(given)
+    parse_distributed_section(given)
+    assert given == before
+
+
+PLANTED: list[str] = []
+
+
+def planted(*_: Any, **__: Any) -> None:
+    PLANTED.append("called")
+
+
+HERE = "tests.automodel.test_config_yaml.planted"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"_target_": "os.system", "command": "false"},
+        {"_target_": HERE},
+        {"_target_": planted},
+        {"mp_policy": {"_target_": HERE}},
+        {"mp_policy": {"_target_": planted}},
+        {"mp_policy": {"_target_": "torch.distributed.fsdp.CPUOffloadPolicy"}},
+        {"offload_policy": {"_target_": HERE}},
+        {"offload_policy": {"_target_": ["os.system"]}},
+        {"_target_": ["os.system"]},
+        {"_target_": {"_target_": HERE}},
+        {"pp_size": 2, "pipeline": {"_target_": HERE}},
+    ],
+)
+def test_target_that_is_not_in_the_table_is_neither_imported_nor_called(section: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"_target_="):
+        parse_distributed_section(section)
+    assert PLANTED == []
+
+
+def test_target_somewhere_else_is_a_value_and_not_built() -> None:
+    config: Any = parse_distributed_section({"tp_plan": {"_target_": HERE}}).config
+    assert config.tp_plan == {"_target_": HERE}
+    with pytest.raises(ConfigurationError, match=r"activation_checkpointing="):
+        parse_distributed_section({"activation_checkpointing": {"_target_": HERE}})
+    assert PLANTED == []
+
+
+@pytest.mark.parametrize("name", ["zero", "", 3, ["ddp"], True])
+def test_unknown_strategy_is_refused_with_those_known(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^Unknown strategy .*; write fsdp2, megatron_fsdp, ddp$"):
+        parse_distributed_section({"strategy": name})
+
+
+def test_strategy_and_target_together_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"both given; keep one"):
+        parse_distributed_section({"strategy": "ddp", "_target_": "megatron_fsdp.automodel.DDPConfig"})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"strategy": "ddp", "zero_dp_strategy": 1}, "zero_dp_strategy is a field of MegatronFSDPConfig"),
+        ({"strategy": "ddp", "sequence_parallel": True}, "of FSDP2Config and MegatronFSDPConfig"),
+        ({"strategy": "mfsdp", "enable_compile": True}, "enable_compile is a field of FSDP2Config"),
+        ({"sequence_paralel": True}, "did you mean sequence_parallel by sequence_paralel"),
+        ({"tp_sise": 2}, "did you mean tp_size by tp_sise"),
+        ({"strategy": "ddp", "tp_plan": {}}, "tp_plan is a field of FSDP2Config"),
+        ({"zzz": 1, "yyy": 2}, r"\['yyy', 'zzz'\]; it has sequence_parallel"),
+        ({"zzz": 1, 5: 2}, r"\[5, 'zzz'\]"),
+        ({"mp_policy": {"param_type": "bf16"}}, "Unknown options for MixedPrecisionPolicy.*did you mean param_dtype"),
+        ({"offload_policy": {"pin": True}}, "Unknown options for CPUOffloadPolicy"),
+    ],
+)
+def test_unknown_field_is_refused_with_a_hint(section: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^Unknown options for ") as caught:
+        parse_distributed_section(section)
+    assert caught.match(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"strategy": "mfsdp", "tp_plan": {}}, "takes no tp_plan"),
+        ({"sequence_parallel": "yes please"}, "sequence_parallel='yes please'; give True or False"),
+        ({"mp_policy": {"param_dtype": "bfloat17"}}, "'bfloat17' is no dtype"),
+        ({"mp_policy": {"cast_forward_inputs": "false"}}, "mp_policy.cast_forward_inputs='false'; give true or false"),
+        ({"offload_policy": {"pin_memory": "off"}}, "offload_policy.pin_memory='off'; give true or false"),
+        ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' is a str"),
+        ({"offload_policy": True}, "offload_policy=True is a bool"),
+        ({"autocast_dtype": 16}, "16 is no dtype"),
+        ({"ep_size": 2, "moe": {"backend": "x"}}, "moe has backend"),
+        ({"ep_size": 2, "moe": 5}, "moe has 5"),
+        ({"pp_size": 2, "pipeline": 5}, "pipeline=5; write a mapping"),
+    ],
+)
+def test_value_that_does_not_fit_is_refused(section: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_distributed_section(section)
+
+
+@pytest.mark.parametrize("text", ["distributed: 3", "distributed:", "- a", "distributed: [a", "3"])
+def test_what_is_no_mapping_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"mapping|YAML"):
+        load_distributed_config(text)
+
+
+@pytest.mark.parametrize("section", [None, "fsdp2", ["strategy"]])
+def test_section_that_is_no_mapping_is_refused(section: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^the section is a .*; give a mapping"):
+        parse_distributed_section(section)
+
+
+def test_sections_of_axes_of_one_rank_are_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"pipeline is left out, since pp_size is 1"):
+        assert parse_distributed_section({"pipeline": {"pp_schedule": "1f1b"}}).pipeline_config is None
+    with pytest.warns(UserWarning, match=r"moe is left out, since ep_size is 1"):
+        parse_distributed_section({"moe": {"backend": "x"}, "ep_size": 1})
+
+
+def test_empty_section_of_experts_says_nothing() -> None:
+    assert parse_distributed_section({"moe": {}}).config == FSDP2Config()
+    assert parse_distributed_section({"moe": None, "ep_size": 2}).sizes == {"ep_size": 2}
+
+
+@pytest.mark.skipif(not dataclasses.is_dataclass(PipelineConfig), reason="pipeline parallelism is not there yet")
+@pytest.mark.parametrize("target", [None, "megatron_fsdp.automodel.PipelineConfig"])
+def test_section_of_pipelines_is_built(target: Any) -> None:
+    values = {"pp_schedule": "gpipe", "pp_microbatch_size": 2, "layers_per_stage": "none"}
+    given = values if target is None else {"_target_": target, **values}
+    section = parse_distributed_section({"pp_size": 2, "pipeline": given})
+    expected: Any = PipelineConfig
+    assert section.pipeline_config == expected(pp_schedule="gpipe", pp_microbatch_size=2)
+    assert section.arguments()["pipeline_config"] is section.pipeline_config
+    with pytest.raises(ConfigurationError, match=r"Unknown options for PipelineConfig"):
+        parse_distributed_section({"pp_size": 2, "pipeline": {"schedule": "1f1b"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("torch.bfloat16", torch.bfloat16),
+        ("BF16", torch.bfloat16),
+        ("float32", torch.float32),
+        ("fp32", torch.float32),
+        ("half", torch.float16),
+        ("fp16", torch.float16),
+        (" Float64 ", torch.float64),
+        ("double", torch.float64),
+        (torch.float16, torch.float16),
+        (None, torch.bfloat16),
+    ],
+)
+def test_dtype_has_many_names(name: Any, dtype: torch.dtype) -> None:
+    assert dtype_from_str(name) is dtype
+
+
+@pytest.mark.parametrize("name", ["", "load", "complex", "torch", "os.system", 3, "tensor"])
+def test_name_that_is_no_dtype_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no dtype; write bfloat16, float16 or float32"):
+        dtype_from_str(name)

@@ -1,0 +1,314 @@
+"""Each flag of `FSDP2Config` has its effect, and numbers stay those of one process."""
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fsdp.automodel import FSDP2Config, FSDP2Manager, create_device_mesh
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import batch_of, build, reference
+from tests.automodel.training import assert_trained_alike, strategy, train
+from tests.conftest import RunRanks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def parallel(config: Any, kind: str = "llama", **sizes: int) -> Any:
+    mesh, _ = create_device_mesh(config, **sizes)
+    assert mesh is not None
+    return FSDP2Manager(config, mesh).parallelize(build(kind))
+
+
+def own_tokens() -> Tensor:
+    return batch_of(4)["input_ids"].chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Calls(TorchDispatchMode):
+    """Collectives and matrix products in the block, with the dtype of their first tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name in ("_reduce_scatter_base_", "_allgather_base_", "mm", "addmm"):
+            self.seen.append((name, args[-1].dtype if name.endswith("mm") else args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+    def dtypes_of(self, name: str) -> set[torch.dtype]:
+        return {dtype for seen, dtype in self.seen if seen == name}
+
+
+@contextmanager
+def counted(modules: dict[str, nn.Module]) -> Iterator[Counter[str]]:
+    """How often the forwards of some modules begin in the block; recomputation may end before theirs do."""
+    counts: Counter[str] = Counter()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: counts.update([name])
+
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in modules.items()]
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+def kept_bytes(model: Any) -> int:
+    """Bytes that autograd keeps from one forward, views of the same memory counted once."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        kept[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(input_ids=own_tokens(), use_cache=False).logits
+    output.sum().backward()
+    model.zero_grad()
+    return sum(kept.values())
+
+
+def recompute() -> tuple[int, int]:
+    with groups_destroyed():
+        sizes = []
+        for flag in (False, True):
+            model = parallel(strategy("fsdp2", activation_checkpointing=flag))
+            assert sorted(name for name, _ in model.named_parameters()) == sorted(
+                dict(build("llama").named_parameters())
+            )
+            parts = {"attention": model.model.layers[0].self_attn, "mlp": model.model.layers[3].mlp}
+            with counted(parts) as counts:
+                sizes.append(kept_bytes(model))
+            assert counts == Counter(attention=1 + flag, mlp=1 + flag)
+            with counted(parts) as counts, torch.no_grad():
+                model(input_ids=own_tokens(), use_cache=False)
+            assert counts == Counter(attention=1, mlp=1)
+            assert_trained_alike(train(model), reference("llama"))
+            assert model.config.use_cache is (not flag)
+        return sizes[0], sizes[1]
+
+
+def test_activation_checkpointing_runs_layers_again_and_keeps_less(run_ranks: RunRanks) -> None:
+    for plain, recomputed in run_ranks(2, recompute):
+        assert recomputed < plain / 2
+
+
+def ahead(model: Any, direction: str) -> list[list[int]]:
+    """For each layer, the layers that FSDP2 is told to gather before it runs."""
+    layers = list(model.model.layers)
+    states = [layer._get_fsdp_state() for layer in layers]
+    return [[states.index(other) for other in getattr(state, f"_states_to_{direction}_prefetch")] for state in states]
+
+
+def prefetch() -> None:
+    none = [[], [], [], []]
+    cases: list[tuple[dict[str, Any], list[list[int]], list[list[int]]]] = [
+        ({}, none, none),
+        ({"enable_fsdp2_prefetch": True}, [[1], [2], [3], []], [[], [0], [1, 0], [2, 1]]),
+        (
+            {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1},
+            [[1, 2, 3], [2, 3], [3], []],
+            [[], [0], [1], [2]],
+        ),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 0}, [[1], [2], [3], []], none),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 0}, none, [[], [0], [1, 0], [2, 1]]),
+    ]
+    with groups_destroyed():
+        for fields, forward, backward in cases:
+            model = parallel(strategy("fsdp2", **fields))
+            assert ahead(model, "forward") == forward, fields
+            assert ahead(model, "backward") == backward, fields
+            assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
+            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+
+
+def gathered_in_forward(model: Any) -> list[list[int]]:
+    """For each layer, the layers that are gathered or on their way when it computes."""
+    found: list[list[int]] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda *_: found.append(gathered(model)))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(input_ids=own_tokens(), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def gathered(model: Any) -> list[int]:
+    """Layers whose gathers have been started or are over, and that have not been given back."""
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.model.layers]
+    return [index for index, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None]
+
+
+def test_prefetching_gathers_as_many_layers_ahead_as_asked_in_each_direction(run_ranks: RunRanks) -> None:
+    run_ranks(2, prefetch)
+
+
+def dtypes(config: Any) -> dict[str, Any]:
+    """What one step computes, communicates and keeps in."""
+    with groups_destroyed():
+        model = parallel(config)
+        seen: dict[str, Any] = {}
+        layer = model.model.layers[0]
+        inside = lambda module, args, output: seen.update(input=args[0].dtype, output=output.dtype)  # noqa: E731, ARG005
+        handle = layer.mlp.up_proj.register_forward_hook(inside)
+        with Calls() as calls:
+            logits = model(input_ids=own_tokens(), use_cache=False).logits
+            logits.float().sum().backward()
+        handle.remove()
+        param = next(layer.parameters())
+        return {
+            **seen,
+            "logits": logits.dtype,
+            "gathered": calls.dtypes_of("_allgather_base_"),
+            "reduced": calls.dtypes_of("_reduce_scatter_base_"),
+            "stored": (param.dtype, param.grad.dtype),
+            "sharded": isinstance(model, FSDPModule) and type(param).__name__ == "DTensor",
+        }
+
+
+DEFAULT_DTYPES = {
+    "input": BF16,
+    "output": BF16,
+    "logits": BF16,
+    "gathered": {BF16},
+    "reduced": {FP32},
+    "stored": (FP32, FP32),
+    "sharded": True,
+}
+
+
+def test_default_policy_computes_in_bfloat16_and_reduces_in_float32(run_ranks: RunRanks) -> None:
+    config = FSDP2Config(backend="gloo")
+    assert run_ranks(2, dtypes, config) == [DEFAULT_DTYPES] * 2
+
+
+def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
+    alone = {name: value for name, value in DEFAULT_DTYPES.items() if name not in ("gathered", "reduced")}
+    (found,) = run_ranks(1, dtypes, FSDP2Config(backend="gloo"))
+    assert {name: found[name] for name in alone} == alone
+
+
+def test_policy_that_is_given_is_the_one_that_runs(run_ranks: RunRanks) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, output_dtype=FP32)
+    found = run_ranks(2, dtypes, FSDP2Config(backend="gloo", mp_policy=policy))
+    assert found == [{**DEFAULT_DTYPES, "reduced": {BF16}, "logits": FP32}] * 2
+    found = run_ranks(2, dtypes, strategy("fsdp2"))
+    plain = {"input": FP32, "output": FP32, "logits": FP32, "gathered": {FP32}}
+    assert found == [{**DEFAULT_DTYPES, **plain}] * 2
+
+
+def test_autocast_runs_matrix_products_in_its_dtype_between_float32_tensors(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, dtypes, strategy("fsdp2", autocast_dtype=BF16)):
+        assert (found["input"], found["output"], found["gathered"], found["reduced"]) == (FP32, BF16, {FP32}, {FP32})
+        assert found["stored"] == (FP32, FP32)
+
+
+def residual_stream(config: Any) -> tuple[set[torch.dtype], torch.dtype]:
+    """The dtypes that layers hand on, and that of the logits."""
+    with groups_destroyed():
+        model, seen = parallel(config), set()
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, args, output: seen.add(output.dtype))  # noqa: ARG005
+        logits = model(input_ids=own_tokens(), use_cache=False).logits
+        logits.float().sum().backward()
+        return seen, logits.dtype
+
+
+def test_layers_hand_on_float32_only_where_autocast_lets_the_head_read_it(run_ranks: RunRanks) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
+    plain = FSDP2Config(backend="gloo", mp_policy=policy)
+    cast = FSDP2Config(backend="gloo", mp_policy=policy, autocast_dtype=BF16)
+    assert run_ranks(2, residual_stream, plain) == [({BF16}, FP32)] * 2
+    assert run_ranks(2, residual_stream, cast) == [({FP32}, FP32)] * 2
+
+
+def autocast_and_recompute() -> None:
+    """Recomputation runs under the same autocast: otherwise saved and recomputed tensors differ in dtype."""
+    gradients = []
+    with groups_destroyed():
+        for flag in (False, True):
+            model = parallel(strategy("fsdp2", autocast_dtype=BF16, activation_checkpointing=flag))
+            gradients.append(train(model, steps=1).gradients[0])
+        assert not torch.is_autocast_enabled("cpu")
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=0)
+
+
+def test_autocast_holds_during_recomputation_and_ends_with_forward(run_ranks: RunRanks) -> None:
+    run_ranks(2, autocast_and_recompute)
+
+
+def offload() -> None:
+    with groups_destroyed():
+        for policy in (None, CPUOffloadPolicy(pin_memory=False)):
+            model = parallel(strategy("fsdp2", offload_policy=policy))
+            params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in fsdp_params(m)]
+            assert len(params) == len(list(model.parameters()))
+            assert {param.offload_to_cpu for param in params} == {policy is not None}
+            assert_trained_alike(train(model), reference("llama"))
+
+
+def fsdp_params(module: Any) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_group.fsdp_params)
+
+
+def test_offloading_keeps_shards_on_the_host_and_trains_the_same(run_ranks: RunRanks) -> None:
+    run_ranks(2, offload)
+
+
+def copies_of_shards() -> None:
+    with groups_destroyed():
+        model = parallel(strategy("fsdp2"), "llama_gqa", dp_replicate_size=2)
+        mesh = next(model.parameters()).device_mesh
+        assert (mesh.mesh_dim_names, mesh.shape) == (("dp_replicate", "dp_shard"), (2, 2))
+        assert_trained_alike(train(model), reference("llama_gqa"))
+
+
+def test_two_copies_of_two_shards_train_as_one_process(run_ranks: RunRanks) -> None:
+    run_ranks(4, copies_of_shards)
+
+
+@contextmanager
+def traced_only() -> Iterator[None]:
+    """Let `torch.compile` trace as ever and run the traced operators as they are: C++ would take minutes."""
+    compiles: Any = torch.compile
+    torch.compile = functools.partial(compiles, backend="aot_eager")  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's compiler looks at what torch itself warns of
+            yield
+    finally:
+        torch.compile = compiles
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+
+def compile_layers() -> list[int]:
+    graphs = []
+    with groups_destroyed():
+        for fields in ({}, {"activation_checkpointing": True}):
+            with traced_only():
+                model = parallel(strategy("fsdp2", enable_compile=True, **fields))
+                names = [name for name, _ in model.named_parameters()]
+                assert names == [name for name, _ in build("llama").named_parameters()]
+                assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
+                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def test_compiled_layers_share_one_graph_and_train_the_same_under_the_same_names(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, compile_layers) == [[1, 1]] * 2

@@ -1,0 +1,178 @@
+"""What the managers refuse, each in one sentence, and what they say of options without effect."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.automodel import (
+    DDPConfig,
+    DDPManager,
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    create_device_mesh,
+)
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import build
+from tests.conftest import RunRanks
+
+FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
+MANAGERS: dict[Any, Any] = {FSDP2Config: FSDP2Manager, MegatronFSDPConfig: MegatronFSDPManager, DDPConfig: DDPManager}
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(MegatronFSDPError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def hand_over_the_wrong_things() -> list[str]:
+    found = []
+    with groups_destroyed():
+        fsdp2_mesh, _ = create_device_mesh(FSDP2)
+        megatron_mesh, _ = create_device_mesh(MEGATRON)
+        assert fsdp2_mesh is not None
+        assert megatron_mesh is not None
+        right = {FSDP2Config: fsdp2_mesh, MegatronFSDPConfig: megatron_mesh, DDPConfig: None}
+        wrong = {
+            FSDP2Config: [megatron_mesh, fsdp2_mesh["dp_shard"], None],
+            MegatronFSDPConfig: [fsdp2_mesh, megatron_mesh["dp"], None],
+            DDPConfig: [fsdp2_mesh, megatron_mesh, fsdp2_mesh["tp"]],
+        }
+        for kind, manager in MANAGERS.items():
+            own = next(config for config in (FSDP2, MEGATRON, DDP) if type(config) is kind)
+            for config in (FSDP2, MEGATRON, DDP, None, kind):
+                if config is own:
+                    continue
+                message = refusal(lambda: manager(config, right[kind]))  # noqa: B023 (called at once)
+                name = "type" if isinstance(config, type) else type(config).__name__
+                assert re.search(f"{manager.__name__} takes an? {kind.__name__}, and config is .*{name}", message)
+                found.append(message)
+            for mesh in wrong[kind]:
+                message = refusal(lambda: manager(own, mesh))  # noqa: B023
+                assert "mesh" in message
+                found.append(message)
+            assert manager(own, right[kind]).config is own
+    return found
+
+
+def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, hand_over_the_wrong_things)
+    assert first == second
+    assert len(first) == 21
+
+
+class NoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+
+class OddLayers(nn.Module):
+    """Layers without a module of a known name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+
+def hand_over_models_without_layers() -> None:
+    with groups_destroyed():
+        mesh, _ = create_device_mesh(FSDP2)
+        megatron_mesh, _ = create_device_mesh(MEGATRON)
+        assert mesh is not None
+        assert megatron_mesh is not None
+        recomputing = DDPConfig(backend="gloo", activation_checkpointing=True)
+        for call in (
+            lambda: FSDP2Manager(FSDP2, mesh).parallelize(NoLayers()),
+            lambda: MegatronFSDPManager(MEGATRON, megatron_mesh).parallelize(NoLayers()),
+            lambda: DDPManager(recomputing).parallelize(NoLayers()),
+        ):
+            assert refusal(call).startswith("NoLayers has no list of layers (an nn.ModuleList such as model.layers)")
+        config = MegatronFSDPConfig(backend="gloo", activation_checkpointing=True)
+        message = refusal(lambda: MegatronFSDPManager(config, megatron_mesh).parallelize(OddLayers()))
+        assert message.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
+
+
+def test_model_without_layers_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(1, hand_over_models_without_layers)
+
+
+def parallelize_twice() -> None:
+    with groups_destroyed():
+        mesh, _ = create_device_mesh(FSDP2)
+        megatron_mesh, _ = create_device_mesh(MEGATRON)
+        assert mesh is not None
+        assert megatron_mesh is not None
+        fsdp2, megatron, ddp = FSDP2Manager(FSDP2, mesh), MegatronFSDPManager(MEGATRON, megatron_mesh), DDPManager(DDP)
+        for first, second in ((fsdp2, fsdp2), (megatron, megatron), (megatron, fsdp2), (ddp, ddp), (fsdp2, megatron)):
+            made = first.parallelize(build("llama"))
+            model = made[0] if isinstance(made, tuple) else made
+            assert "parallel already" in refusal(lambda: second.parallelize(model))  # noqa: B023
+
+
+def test_model_that_is_parallel_already_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(1, parallelize_twice)
+
+
+def idle_options() -> None:
+    with groups_destroyed():
+        for config, message in (
+            (FSDP2Config(backend="gloo", sequence_parallel=True), "sequence_parallel of FSDP2Config: no effect"),
+            (FSDP2Config(backend="gloo", tp_plan={"*": "colwise"}), "tp_plan of FSDP2Config: no effect with tp_size=1"),
+            (
+                FSDP2Config(backend="gloo", sequence_parallel=True, enable_async_tensor_parallel=True),
+                "sequence_parallel and enable_async_tensor_parallel of FSDP2Config: no effect",
+            ),
+            (MegatronFSDPConfig(backend="gloo", sequence_parallel=True), "sequence_parallel of MegatronFSDPConfig: no"),
+        ):
+            mesh, _ = create_device_mesh(config)
+            with pytest.warns(UserWarning, match=message) as caught:
+                MANAGERS[type(config)](config, mesh).parallelize(build("llama"))
+            assert [each.filename for each in caught] == [__file__]
+
+
+def test_options_of_tensor_parallelism_without_it_warn_at_the_caller(run_ranks: RunRanks) -> None:
+    run_ranks(1, idle_options)
+
+
+def test_prefetching_with_both_depths_zero_warns() -> None:
+    with pytest.warns(UserWarning, match=r"enable_fsdp2_prefetch has no effect with both prefetch depths 0"):
+        FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0, fsdp2_forward_prefetch_depth=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0)
+
+
+def fall_back() -> None:
+    with groups_destroyed():
+        for config in (FSDP2Config(), MegatronFSDPConfig()):
+            with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator"):
+                mesh, _ = create_device_mesh(config)
+            model = MANAGERS[type(config)](config, mesh).parallelize(build("llama"))
+            model = model[0] if isinstance(model, tuple) else model
+            assert {param.device.type for param in model.parameters()} == {"cpu"}
+        with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator"):
+            manager = DDPManager(DDPConfig())
+        assert manager.device == torch.device("cpu")
+        assert dist.get_backend() == "gloo"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_default_backend_without_accelerator_warns_and_computes_on_cpus(run_ranks: RunRanks) -> None:
+    run_ranks(1, fall_back)
+
+
+def test_errors_are_value_errors() -> None:
+    with pytest.raises(ValueError, match=r"DDPManager takes a DDPConfig"):
+        DDPManager(FSDP2)  # type: ignore[arg-type]
+    assert issubclass(ConfigurationError, ValueError)

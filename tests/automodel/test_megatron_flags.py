@@ -1,0 +1,322 @@
+"""Each flag of `MegatronFSDPConfig` reaches the engine and has its effect, and numbers stay those of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.automodel import MegatronFSDPConfig, MegatronFSDPManager, create_device_mesh
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.weight_plan import WeightAllocator
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import batch_of, build, config_of, label_count, reference, token_loss_sum
+from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole
+from tests.conftest import RunRanks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def manager_of(**fields: Any) -> MegatronFSDPManager:
+    config: Any = strategy("megatron_fsdp", **fields)
+    mesh, _ = create_device_mesh(config)
+    assert mesh is not None
+    return MegatronFSDPManager(config, mesh)
+
+
+def parallel(model: nn.Module | None = None, **fields: Any) -> MegatronFSDP:
+    return manager_of(**fields).parallelize(build("llama") if model is None else model)[0]
+
+
+def units_of(model: MegatronFSDP) -> set[str]:
+    """Classes of the units besides the root."""
+    parts = dict(model.module.named_modules())
+    return {type(parts[unit.name]).__name__ for unit in model._engine.units if unit.name}
+
+
+def backward(model: Any, *, sums: bool = False) -> None:
+    """The first batch's gradients: of the mean over all ranks, or for a plain sum over them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch = batch_of(4)
+    labels = batch["labels"].chunk(ranks)[rank]
+    logits = model(input_ids=batch["input_ids"].chunk(ranks)[rank], use_cache=False).logits
+    factor = 1 if sums else ranks
+    (token_loss_sum(logits, labels) * factor / label_count(batch["labels"])).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(name): whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def every_strategy() -> None:
+    local: list[int] = []
+    with groups_destroyed():
+        for number in range(4):
+            model = parallel(zero_dp_strategy=number)
+            assert model._switches.strategy is ShardingStrategy(number)
+            local.append(sum(param.to_local().numel() for param in model.parameters()))
+            assert_trained_alike(train(model), reference("llama"))
+    total = sum(param.numel() for param in build("llama").parameters())
+    assert local[0] == total
+    assert all(abs(held - total / 2) < total / 10 for held in local[1:])
+
+
+def test_each_sharding_strategy_trains_as_one_process(run_ranks: RunRanks) -> None:
+    run_ranks(2, every_strategy)
+
+
+SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
+    ({"overlap_grad_reduce": False, "zero_dp_strategy": 1}, "overlap_grad_reduce", False),
+    ({"overlap_param_gather": False, "zero_dp_strategy": 1}, "overlap_param_gather", False),
+    ({"average_in_collective": True}, "average_in_collective", True),
+    ({"check_for_nan_in_grad": False}, "check_finite", False),
+    ({"calculate_per_token_loss": True}, "calculate_per_token_loss", True),
+]
+"""fields -> which switch of the engine has which value; all others are as without the fields."""
+
+
+def train_with_switches() -> None:
+    with groups_destroyed():
+        plain = parallel(zero_dp_strategy=1)._switches
+        for fields, name, value in SWITCHES:
+            model = parallel(**fields)
+            assert getattr(model._switches, name) is value
+            assert getattr(plain, name) is not value
+            backward(model, sums=name == "calculate_per_token_loss")
+            assert_close(gradients(model), reference("llama", steps=1).gradients[0], 1e-4, 1e-5, name)
+        double, single = parallel(fsdp_double_buffer=True), parallel()
+        assert double._switches.memory.allocator is WeightAllocator.DOUBLE_BUFFER
+        assert single._switches.memory.allocator is WeightAllocator.SLOTS
+        assert_trained_alike(train(double, steps=2), reference("llama", steps=2))
+        whole_root = parallel(disable_bucketing=True)
+        assert (whole_root.bucket_size, single.bucket_size is None) == (None, False)
+        assert_trained_alike(train(whole_root, steps=2), reference("llama", steps=2))
+
+
+def test_switches_reach_the_engine_and_leave_gradients_right(run_ranks: RunRanks) -> None:
+    run_ranks(2, train_with_switches)
+
+
+def sum_and_mean() -> None:
+    with groups_destroyed():
+        mean, total = parallel(), parallel(calculate_per_token_loss=True)
+        backward(mean)
+        backward(total)
+        doubled = {name: grad * 2 for name, grad in gradients(mean).items()}
+        assert_close(gradients(total), doubled, 1e-5, 1e-6, "sum over two ranks")
+
+
+def test_per_token_loss_sums_gradients_over_ranks(run_ranks: RunRanks) -> None:
+    run_ranks(2, sum_and_mean)
+
+
+def choose_units() -> None:
+    with groups_destroyed():
+        assert units_of(parallel()) == {"LlamaDecoderLayer"}
+        path = "transformers.models.llama.modeling_llama"
+        for units, expected in (
+            ([f"{path}.LlamaMLP"], {"LlamaMLP"}),
+            ([LlamaMLP], {"LlamaMLP"}),
+            ([f"{path}.LlamaDecoderLayer", "torch.nn.Embedding"], {"LlamaDecoderLayer", "Embedding"}),
+        ):
+            model = parallel(megatron_fsdp_unit_modules=units)
+            assert units_of(model) == expected
+            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+        for units, words in (
+            (["no.such.module.Layer"], "no.such.module.Layer"),
+            (["transformers.models.mistral.modeling_mistral.MistralDecoderLayer"], "MistralDecoderLayer"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                parallel(megatron_fsdp_unit_modules=units)
+
+
+def test_units_are_those_asked_for_by_path_and_unknown_ones_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, choose_units)
+
+
+def dtypes_of_a_bfloat16_model() -> list[tuple[torch.dtype, ...]]:
+    """(what the optimizer updates, its gradients, what is communicated, what is computed) by flags."""
+    found = []
+    with groups_destroyed():
+        for fields in (
+            {},
+            {"preserve_fp32_weights": True},
+            {"grad_reduce_in_fp32": True},
+            {"preserve_fp32_weights": True, "grad_reduce_in_fp32": True},
+        ):
+            model = parallel(build("llama").to(BF16), **fields)
+            backward(model)
+            param = next(model.parameters())
+            assert param.grad is not None
+            precision = next(iter(model._engine.groups())).plan.precision
+            logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+            logits.float().sum().backward()
+            found.append((param.dtype, precision.main_grads, precision.grad_comm, logits.dtype))
+    return found
+
+
+def test_float32_flags_change_main_weights_and_reduction_of_a_bfloat16_model(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, dtypes_of_a_bfloat16_model):
+        assert found == [
+            (BF16, BF16, BF16, BF16),
+            (FP32, BF16, BF16, BF16),
+            (BF16, FP32, FP32, BF16),
+            (FP32, FP32, FP32, BF16),
+        ]
+
+
+def spoil(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    output.register_hook(lambda grad: grad * float("nan"))
+
+
+def spoil_a_gradient() -> list[str]:
+    messages = []
+    with groups_destroyed():
+        for flag in (True, False):
+            model = parallel(check_for_nan_in_grad=flag)
+            embedding: Any = model.module.get_submodule("model.embed_tokens")
+            if dist.get_rank() == 1:
+                embedding.register_forward_hook(spoil)
+            try:
+                backward(model)
+                messages.append("")
+            except NonFiniteGradientError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, spoil_a_gradient)
+    assert first == second
+    assert "model.embed_tokens.weight (root) on rank [1]" in first[0]
+    assert "layers" not in first[0]
+    assert first[1] == ""
+
+
+def initialise_from_meta(kinds: list[str]) -> None:
+    with groups_destroyed():
+        for kind in kinds:
+            torch.manual_seed(5)
+            expected = dict(
+                transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=FP32).named_parameters()
+            )
+            with torch.device("meta"):
+                twin = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=FP32)
+            torch.manual_seed(5)
+            model = parallel(twin, init_fsdp_with_meta_device=True)
+            found = {plain_name(name): whole(param) for name, param in model.named_parameters()}
+            assert_close(found, expected, 0, 0, kind)
+            logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+            assert bool(logits.isfinite().all())
+        with torch.device("meta"):
+            twin = transformers.AutoModelForCausalLM.from_config(config_of("llama"), dtype=FP32)
+        with pytest.raises(MegatronFSDPError, match=r"meta"):
+            parallel(twin)
+
+
+def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed(run_ranks: RunRanks) -> None:
+    run_ranks(2, initialise_from_meta, ["llama_tied", "qwen2_moe"])
+
+
+def unsupported() -> list[str]:
+    messages = []
+    with groups_destroyed():
+        for name in ("keep_fp8_transpose_cache", "nccl_ub"):
+            with pytest.raises(NotSupportedYetError, match=name) as caught:
+                parallel(**{name: True})
+            messages.append(str(caught.value))
+        with pytest.raises(ConfigurationError, match=r"fsdp_double_buffer=True has no effect"):
+            parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
+    return messages
+
+
+def test_flags_without_support_are_refused_by_name(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, unsupported)
+    assert first == second
+    assert all("\n" not in message for message in first)
+
+
+def recompute() -> None:
+    with groups_destroyed():
+        for flag in (False, True):
+            for kind in ("llama", "qwen2_moe"):
+                model: Any = parallel(build(kind), activation_checkpointing=flag)
+                calls: list[str] = []
+                layer = model.module.model.layers[1]
+                layer.mlp.register_forward_pre_hook(lambda *_: calls.append("around"))  # noqa: B023
+                part = layer.mlp.gate_proj if kind == "llama" else layer.mlp.gate
+                part.register_forward_pre_hook(lambda *_: calls.append("mlp"))  # noqa: B023
+                layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
+                backward(model)
+                assert calls == ["attention", "around", "mlp", *(["mlp"] if flag else [])]
+                model.zero_grad()
+                assert_trained_alike(train(model), reference(kind))
+
+
+def test_activation_checkpointing_recomputes_mlps_and_nothing_else(run_ranks: RunRanks) -> None:
+    run_ranks(2, recompute)
+
+
+def take_an_optimizer_along() -> None:
+    with groups_destroyed():
+        model = build("llama")
+        given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sharded, optimizer = manager_of().parallelize(model, given)
+        assert optimizer is given
+        expected = reference("llama")
+        for step in range(3):
+            batch, rank = batch_of(4, seed=1 + step), dist.get_rank()
+            logits = sharded(input_ids=batch["input_ids"].chunk(2)[rank], use_cache=False).logits
+            loss = token_loss_sum(logits, batch["labels"].chunk(2)[rank]) * 2 / label_count(batch["labels"])
+            optimizer.zero_grad()
+            loss.backward()
+            assert_close(gradients(sharded), expected.gradients[step], 1e-4, 1e-5, f"gradients {step}")
+            optimizer.step()
+            found = {plain_name(name): whole(param) for name, param in sharded.named_parameters()}
+            assert_close(found, expected.parameters[step], 2e-4, 2e-4, f"weights {step}")
+        other = torch.optim.AdamW(build("llama").parameters())
+        with pytest.raises(ConfigurationError, match=r"optimizer"):
+            manager_of().parallelize(build("llama"), other)
+
+
+def test_optimizer_that_is_passed_along_is_sharded_with_the_model(run_ranks: RunRanks) -> None:
+    run_ranks(2, take_an_optimizer_along)
+
+
+def one_rank() -> tuple[torch.dtype, ...]:
+    with groups_destroyed():
+        model = parallel(build("llama").to(BF16))
+        assert isinstance(model, MegatronFSDP)
+        logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+        logits.float().sum().backward()
+        param = next(model.parameters())
+        assert param.grad is not None
+        assert_trained_alike(train(parallel(), steps=1), reference("llama", steps=1))
+        return param.dtype, param.grad.dtype, logits.dtype
+
+
+def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, one_rank) == [(BF16, BF16, BF16)]
+    assert run_ranks(2, one_rank_of_two) == [(BF16, BF16, BF16)] * 2
+
+
+def one_rank_of_two() -> tuple[torch.dtype, ...]:
+    return one_rank()
+
+
+def arguments_of_context_parallel_ranks() -> dict[str, Any]:
+    with groups_destroyed():
+        config = MegatronFSDPConfig(backend="gloo")
+        mesh, _ = create_device_mesh(config, cp_size=2)
+        assert mesh is not None
+        arguments = MegatronFSDPManager(config, mesh).engine_arguments()
+        return {"axis": arguments["dp_shard_dim"], "tp": arguments["tp_dim"]}
+
+
+def test_engine_averages_over_context_parallel_ranks_too(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, arguments_of_context_parallel_ranks) == [{"axis": "dp_cp", "tp": "tp"}] * 2

@@ -1,0 +1,325 @@
+"""Device meshes of the strategies: axes, their order, flattened axes, and what FSDP2 and the engine shard over."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
+from megatron_fsdp.automodel.meshes import (
+    MeshContext,
+    build_mesh_context,
+    create_device_mesh,
+    get_flat_mesh,
+    get_fsdp_dp_mesh,
+    get_megatron_dp_axis,
+    get_submesh,
+    set_up_ranks,
+)
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
+from tests.conftest import RunRanks
+from tests.support.parity import assert_equal_tensors
+
+FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group())
+
+
+def described(context: MeshContext) -> dict[str, Any]:
+    """Names, shape and, for each axis, this rank's neighbours on it."""
+    mesh, experts = context.device_mesh, context.moe_mesh
+    if mesh is None:
+        return {"names": None, "experts": experts, "device": str(context.device), "data_rank": context.data_rank}
+    flat = ("dp", "dp_shard_cp", "dp_cp")
+    known = [*(mesh.mesh_dim_names or ()), *(name for name in flat if name in mesh._flatten_mapping)]
+    return {
+        "names": mesh.mesh_dim_names,
+        "shape": tuple(mesh.shape),
+        "axes": {name: ranks_of(context.axis(name)) for name in known},
+        "experts": None if experts is None else (experts.mesh_dim_names, experts.mesh.tolist()),
+        "device": str(context.device),
+        "data_rank": context.data_rank,
+    }
+
+
+def describe_meshes(config: Any, cases: list[dict[str, int]]) -> list[dict[str, Any]]:
+    found = []
+    for sizes in cases:
+        with groups_destroyed():
+            found.append(described(build_mesh_context(config, **sizes)))
+    return found
+
+
+def test_fsdp2_mesh_of_four_ranks_has_five_axes_and_three_across_several(run_ranks: RunRanks) -> None:
+    cases = [{"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}]
+    by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
+    tensor, context, copies, pipeline = by_rank[1]
+    assert all(case["names"] == FSDP2_AXES for case in by_rank[1])
+    assert [case["shape"] for case in by_rank[1]] == [
+        (1, 1, 2, 1, 2),
+        (1, 1, 2, 2, 1),
+        (1, 2, 2, 1, 1),
+        (2, 1, 2, 1, 1),
+    ]
+    assert tensor["axes"] == {
+        "pp": [1],
+        "dp_replicate": [1],
+        "dp_shard": [1, 3],
+        "cp": [1],
+        "tp": [0, 1],
+        "dp": [1, 3],
+        "dp_shard_cp": [1, 3],
+        "dp_cp": [1, 3],
+    }
+    assert {name: context["axes"][name] for name in ("cp", "dp_shard", "dp", "dp_shard_cp", "dp_cp")} == {
+        "cp": [0, 1],
+        "dp_shard": [1, 3],
+        "dp": [1, 3],
+        "dp_shard_cp": [0, 1, 2, 3],
+        "dp_cp": [0, 1, 2, 3],
+    }
+    assert {name: copies["axes"][name] for name in ("dp_replicate", "dp_shard", "dp", "dp_shard_cp", "dp_cp")} == {
+        "dp_replicate": [1, 3],
+        "dp_shard": [0, 1],
+        "dp": [0, 1, 2, 3],
+        "dp_shard_cp": [0, 1],
+        "dp_cp": [0, 1, 2, 3],
+    }
+    assert {name: pipeline["axes"][name] for name in ("pp", "dp_shard", "dp", "dp_cp")} == {
+        "pp": [1, 3],
+        "dp_shard": [0, 1],
+        "dp": [0, 1],
+        "dp_cp": [0, 1],
+    }
+    assert by_rank[2][0]["axes"]["dp"] == [0, 2]
+    assert tensor["experts"] is None
+    assert tensor["device"] == "cpu"
+
+
+def test_expert_mesh_lies_across_the_ranks_of_a_stage_with_experts_innermost(run_ranks: RunRanks) -> None:
+    cases = [{"ep_size": 2}, {"ep_size": 4}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2}]
+    by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
+    names = ("ep_shard", "ep")
+    assert [case["experts"] for case in by_rank[0]] == [
+        (names, [[0, 1], [2, 3]]),
+        (names, [[0, 1, 2, 3]]),
+        (names, [[0, 1], [2, 3]]),
+        (names, [[0, 1]]),
+    ]
+    assert by_rank[3][3]["experts"] == (names, [[2, 3]])
+    assert by_rank[3][0]["axes"]["dp_shard"] == [0, 1, 2, 3]
+
+
+def test_megatron_mesh_has_three_axes_and_one_across_two_with_context_parallelism(run_ranks: RunRanks) -> None:
+    by_rank = run_ranks(4, describe_meshes, MEGATRON, [{"tp_size": 2}, {"cp_size": 2}])
+    tensor, context = by_rank[1]
+    assert tensor["names"] == context["names"] == ("dp", "cp", "tp")
+    assert tensor["axes"] == {"dp": [1, 3], "cp": [1], "tp": [0, 1]}
+    assert context["axes"] == {"dp": [1, 3], "cp": [0, 1], "tp": [1], "dp_cp": [0, 1, 2, 3]}
+
+
+def test_ranks_of_one_data_part_read_the_same(run_ranks: RunRanks) -> None:
+    cases = [{"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}, {"ep_size": 2}]
+    by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
+    assert [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)] == [
+        [0, 0, 1, 1],
+        [0, 0, 1, 1],
+        [0, 1, 2, 3],
+        [0, 1, 0, 1],
+        [0, 1, 2, 3],
+    ]
+    by_rank = run_ranks(4, describe_meshes, MEGATRON, cases[:2])
+    assert [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)] == [[0, 0, 1, 1]] * 2
+    assert [found[0]["data_rank"] for found in run_ranks(4, describe_meshes, DDP, [{}])] == [0, 1, 2, 3]
+
+
+def axes_to_average_over() -> list[Any]:
+    found: list[Any] = []
+    for config in (MEGATRON, FSDP2):
+        for sizes in ({}, {"cp_size": 2}):
+            with groups_destroyed():
+                context = build_mesh_context(config, **sizes)
+                mesh = context.device_mesh
+                assert mesh is not None
+                axis = get_megatron_dp_axis(mesh) if config is MEGATRON else None
+                found.append((axis, ranks_of(context.gradient_axis())))
+    return found
+
+
+def test_context_parallel_ranks_are_among_those_that_gradients_are_averaged_over(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, axes_to_average_over):
+        assert found == [("dp", [0, 1]), ("dp_cp", [0, 1]), (None, [0, 1]), (None, [0, 1])]
+
+
+def test_mesh_of_one_rank_has_all_axes_too(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(1, describe_meshes, FSDP2, [{}])
+    assert (found[0]["names"], found[0]["shape"]) == (FSDP2_AXES, (1, 1, 1, 1, 1))
+    (found,) = run_ranks(1, describe_meshes, MEGATRON, [{}])
+    assert (found[0]["names"], found[0]["shape"]) == (("dp", "cp", "tp"), (1, 1, 1))
+
+
+def messages_of_refused_sizes() -> list[str]:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    messages = []
+    cases: list[tuple[Any, dict[str, int]]] = [
+        (FSDP2, {"dp_size": 1}),
+        (FSDP2, {"tp_size": 3}),
+        (MEGATRON, {"pp_size": 2}),
+        (DDP, {"dp_size": 1}),
+        (DDP, {"tp_size": 2}),
+    ]
+    for make in (build_mesh_context, create_device_mesh):
+        for config, sizes in cases:
+            with pytest.raises(ParallelSizeError) as caught:
+                make(config, **sizes)
+            messages.append(str(caught.value))
+    with pytest.raises(ConfigurationError, match=r"^world_size=3, but there are 2 ranks"):
+        create_device_mesh(FSDP2, world_size=3)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    return messages
+
+
+def test_sizes_that_leave_ranks_out_or_do_not_fit_are_refused_alike_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, messages_of_refused_sizes)
+    assert first == second
+    assert first[0].startswith("dp_size x tp_size x pp_size x cp_size = 1 x 1 x 1 x 1 = 1, but world_size is 2")
+
+
+def look_up_axes() -> None:
+    with groups_destroyed():
+        mesh, experts = create_device_mesh(FSDP2, world_size=2)
+        assert mesh is not None
+        assert experts is None
+        assert get_flat_mesh(mesh["dp_shard"], "dp_shard").size() == 2
+        assert get_flat_mesh(mesh["tp"], "dp_cp").size() == 2  # from the root of a part
+        assert get_submesh(mesh, ("dp_shard", "tp")).mesh_dim_names == ("dp_shard", "tp")
+        with pytest.raises(ConfigurationError, match=r"^the mesh has no axis 'ep'; it has pp, .*, tp, dp, dp_shard_cp"):
+            get_flat_mesh(mesh, "ep")
+        with pytest.raises(ConfigurationError, match=r"no axis 'ep'"):
+            get_submesh(mesh, ("dp_shard", "ep"))
+        assert create_device_mesh(DDP) == (None, None)
+        context = build_mesh_context(DDP)
+        assert context.device_mesh is None
+        with pytest.raises(ConfigurationError, match=r"there is no mesh, so no axis 'dp'"):
+            context.axis("dp")
+        with pytest.raises(ConfigurationError, match=r"there is no mesh"):
+            context.gradient_axis()
+
+
+def test_axes_are_looked_up_by_name(run_ranks: RunRanks) -> None:
+    run_ranks(2, look_up_axes)
+
+
+SHARDED_OVER = {
+    "plain": ({}, ("dp_shard",), [0, 1, 2, 3]),
+    "copies": ({"dp_replicate_size": 2}, ("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
+    "context": ({"cp_size": 2}, ("dp_shard_cp",), [0, 1, 2, 3]),
+}
+"""sizes on four ranks, and what `get_fsdp_dp_mesh` gives."""
+
+
+def train_sharded_over(cases: dict[str, Any]) -> None:
+    truth = reference("llama", steps=1)
+    batch = batch_of()
+    row = dist.get_rank()
+    for sizes, names, ranks in cases.values():
+        with groups_destroyed():
+            mesh, _ = create_device_mesh(FSDP2, **sizes)
+            assert mesh is not None
+            shards = get_fsdp_dp_mesh(mesh)
+            assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)
+            model = build("llama")
+            shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
+            own = batch["labels"][row : row + 1]
+            logits = model(input_ids=batch["input_ids"][row : row + 1], use_cache=False).logits
+            (token_loss_sum(logits, own) * 4 / label_count(batch["labels"])).backward()
+            found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+            assert_equal_tensors(found, truth.gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does(run_ranks: RunRanks) -> None:
+    run_ranks(4, train_sharded_over, SHARDED_OVER)
+
+
+def shard_over_copies_and_context() -> None:
+    """Two copies of two context-parallel ranks need at least eight ranks by `resolve_sizes`, so by hand with four."""
+    truth, batch, row = reference("llama", steps=1), batch_of(), dist.get_rank()
+    with groups_destroyed():
+        mesh = dist.init_device_mesh("cpu", (1, 2, 1, 2, 1), mesh_dim_names=FSDP2_AXES)
+        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        shards = get_fsdp_dp_mesh(mesh)
+        assert shards.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+        assert shards.mesh.tolist() == [[0, 1], [2, 3]]
+        model = build("llama")
+        shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        logits = model(input_ids=batch["input_ids"][row : row + 1], use_cache=False).logits
+        (token_loss_sum(logits, batch["labels"][row : row + 1]) * 4 / label_count(batch["labels"])).backward()
+        found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        assert_equal_tensors(found, truth.gradients[0], rtol=1e-4, atol=1e-6)
+        optimizer.step()
+        stepped = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+        assert_equal_tensors(stepped, truth.parameters[0], rtol=1e-4, atol=2e-5)
+
+
+def test_fsdp2_trains_over_copies_whose_shards_lie_on_context_parallel_ranks(run_ranks: RunRanks) -> None:
+    run_ranks(4, shard_over_copies_and_context)
+
+
+def fall_back_to_cpus() -> None:
+    with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator.*backend='gloo'") as caught:
+        assert set_up_ranks("nccl") == torch.device("cpu")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set_up_ranks("gloo") == torch.device("cpu")
+    with groups_destroyed(), pytest.warns(UserWarning, match=r"no accelerator"):
+        mesh, _ = create_device_mesh(FSDP2Config())
+    assert mesh is not None
+    assert mesh.device_type == "cpu"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_nccl_without_accelerator_warns_and_falls_back(run_ranks: RunRanks) -> None:
+    run_ranks(1, fall_back_to_cpus)
+
+
+ALONE = """
+import torch.distributed as dist
+from megatron_fsdp.automodel import FSDP2Config, build_mesh_context, create_device_mesh
+context = build_mesh_context(FSDP2Config(backend="gloo"))
+assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+assert tuple(context.device_mesh.shape) == (1, 1, 1, 1, 1) and context.device.type == "cpu"
+try:
+    create_device_mesh(FSDP2Config(backend="gloo"), tp_size=2)
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def run_alone(**environment: str) -> str:
+    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    base["PYTHONPATH"] = str(Path(__file__).parent.parent.parent / "src")
+    command = [sys.executable, "-W", "error", "-c", ALONE]
+    done = subprocess.run(command, env=base | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_program_without_torchrun_gets_a_group_of_one_rank() -> None:
+    assert run_alone().startswith("world_size=1 cannot be divided by tp_size x pp_size x cp_size = 2 x 1 x 1 = 2")
