@@ -22,6 +22,7 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.automodel.training import assert_close, optimizer_of, plain_name, strategy, whole
 from tests.conftest import RunRanks
@@ -117,17 +118,21 @@ def assert_like_one_process(
 
 def train_adapters(cases: Sequence[tuple[str, str, Any, dict[str, Any], torch.dtype]], out: str) -> None:
     """Each case (strategy, folder, config, fields of the strategy, dtype) against one process, then files."""
-    for index, (name, folder, config, fields, dtype) in enumerate(cases):
-        expected = one_process(folder, config, dtype)
-        with _Quiet():
-            torch.manual_seed(SEED)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, distributed_config=strategy(name, **fields), dtype=dtype, peft_config=config
-            )
-        assert_like_one_process(model, expected, dtype)
-        target = f"{out}/{index}-{dist.get_world_size()}"
-        model.save_pretrained(target)
-        assert_files_give_the_same(model, folder, target, dtype)
+    for index, case in enumerate(cases):
+        with groups_destroyed():
+            _train_case(*case, f"{out}/{index}-{dist.get_world_size()}")
+
+
+def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dtype: torch.dtype, target: str) -> None:
+    expected = one_process(folder, config, dtype)
+    with _Quiet():
+        torch.manual_seed(SEED)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=strategy(name, **fields), dtype=dtype, peft_config=config
+        )
+    assert_like_one_process(model, expected, dtype)
+    model.save_pretrained(target)
+    assert_files_give_the_same(model, folder, target, dtype)
 
 
 def assert_files_give_the_same(model: Any, folder: str, target: str, dtype: torch.dtype) -> None:
@@ -247,11 +252,12 @@ def refuse(folder: str) -> None:
 
 
 def rest(folder: str, out: str) -> None:
-    classify(folder, STRATEGIES)
-    draw_all("gemma3", "fsdp2")
-    draw_all("llama", "megatron_fsdp")
-    train_by_manager(folder, lora(use_dora=True), out)
-    refuse(folder)
+    with groups_destroyed():
+        classify(folder, STRATEGIES)
+        draw_all("gemma3", "fsdp2")
+        draw_all("llama", "megatron_fsdp")
+        train_by_manager(folder, lora(use_dora=True), out)
+        refuse(folder)
 
 
 def test_heads_managers_drawn_bases_and_refusals(run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import VOCABULARY, build
 from tests.automodel.training import assert_close, plain_name, strategy, whole
 from tests.conftest import RunRanks
@@ -165,7 +166,7 @@ def _train_resume_and_save(folder: str, names: Sequence[str]) -> None:
 
 def under_torchrun(worker: Callable[..., None], *args: Any) -> None:
     """Run a worker in the environment that torchrun makes."""
-    with started(True):
+    with groups_destroyed(), started(True):
         worker(*args)
 
 
