@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-_NOT_THE_USER = (__name__.partition(".")[0], "dataclasses")
-"""Top-level modules that call us on behalf of somebody else; the second one does in `dataclasses.replace`."""
+_NOT_THE_USER = (__name__.partition(".")[0], "dataclasses", "contextlib")
+"""Top-level modules that call us on behalf of somebody else: in `dataclasses.replace`, at the start of a `with`."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

@@ -1,29 +1,45 @@
-"""Adapters of peft on a model that has no memory yet."""
+"""Adapters of peft on a model that has no memory yet.
+
+Adapters are added before the model is made parallel, so that they are cut and sharded with the layers that they belong
+to; at that time no weight has a value. Once the base has its values, the adapters' are drawn in a copy of the model on
+the meta device, in which they alone have memory, and every rank keeps what it holds of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, live_tensors, unwrap
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.random_state import same_random_numbers
 
+_COPY, _ORIGINAL = ".modules_to_save.", ".original_module."
+
 
 def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """Put adapters on a model and freeze the rest; the adapters exist, with values that are the same on every rank.
+    """Put adapters on a model and freeze the rest; random generators stay as they are.
 
     Args:
         model: On the meta device.
-        peft_config: Such as `peft.LoraConfig`.
+        peft_config: Such as `peft.LoraConfig`; stays as it is.
 
     Returns:
-        The `PeftModel` around it; its adapters have the dtype of the model.
+        The `PeftModel` around it. What peft drew for the adapters is not what `fill_adapters` gives them; they have the
+        dtype that peft gives them: float32 where the model has less.
 
     Raises:
-        ConfigurationError: peft is not installed, or does not take the configuration for this model.
+        ConfigurationError: peft is not installed, does not take the configuration for this model, or computes the
+            adapters' first values from weights.
     """
     try:
         import peft
@@ -31,12 +47,126 @@ def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
         raise ConfigurationError("peft_config is given and peft is not installed; pip install peft") from error
     if not isinstance(peft_config, peft.PeftConfig):
         raise ConfigurationError(f"peft_config is a {type(peft_config).__name__}; give a configuration of peft")
-    groups = [dist.group.WORLD] if dist.group.WORLD is not None else []
-    with same_random_numbers(groups, torch.device("cpu")):
-        try:
-            made: nn.Module = peft.get_peft_model(model, peft_config, autocast_adapter_dtype=False)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"peft does not take this configuration: {' '.join(str(error).split())}"
-            ) from error
+    if peft_config.is_prompt_learning:
+        raise ConfigurationError(
+            f"peft_config is a {type(peft_config).__name__}, which trains a prompt; give one that adds weights to "
+            "layers, such as LoraConfig"
+        )
+    with torch.random.fork_rng(devices=[]):
+        made = _with_adapters(model, peft_config)
+    from_weights = [
+        name for name, param in made.named_parameters() if param.requires_grad and param.is_meta and _COPY not in name
+    ]
+    if from_weights:
+        raise ConfigurationError(_needs_weights(peft_config, f"{from_weights[0]} has no value without them"))
     return made
+
+
+def _with_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
+    """A peft model whose adapters alone have memory and values."""
+    import peft
+
+    try:
+        with _KeepValues():
+            made: nn.Module = peft.get_peft_model(model, copy.deepcopy(peft_config))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigurationError(_needs_weights(peft_config, " ".join(str(error).split()))) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"peft does not take this configuration: {' '.join(str(error).split())}") from error
+    return made
+
+
+def _needs_weights(peft_config: Any, reason: str) -> str:
+    return (
+        f"this {type(peft_config).__name__} computes first values of adapters from the base model's weights, which are "
+        f"read after sharding ({reason[:200]}); call peft.get_peft_model on a model of transformers that has its "
+        "weights, and give that to a manager"
+    )
+
+
+class _KeepValues(TorchFunctionMode):
+    """Leaves tensors that have values where they are: peft moves adapters to the device of their layer, here meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to and not args[0].is_meta:
+            here = args[0].device
+            args = [here if _is_meta_device(value) else value for value in args]
+            kwargs = {name: here if _is_meta_device(value) else value for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _is_meta_device(value: Any) -> bool:
+    return value == "meta" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "meta"
+
+
+@contextlib.contextmanager
+def without_copies(*models: nn.Module) -> Iterator[None]:
+    """Within the block peft models show the modules that they copied for training (`modules_to_save`) in their places.
+
+    So they look like their bases for loading; afterwards the wrappers with the copies are back.
+    """
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    for module in map(unwrap, models):
+        if getattr(module, "peft_config", None):
+            from peft.utils import ModulesToSaveWrapper
+
+            for parent in list(module.modules()):
+                for name, child in parent._modules.items():
+                    if isinstance(child, ModulesToSaveWrapper):
+                        swapped.append((parent, name, child))
+                        parent._modules[name] = child.get_submodule("original_module")
+    try:
+        yield
+    finally:
+        for parent, name, child in swapped:
+            parent._modules[name] = child
+
+
+def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: torch.device) -> None:
+    """Give adapters their first values, those that peft draws on one process; collective over all ranks.
+
+    Args:
+        model: The live model, or what of it this rank holds; its base has values.
+        twin: The base on the meta device, as it was before adapters were added; used up.
+        peft_config: As of `add_adapters`.
+        device: Where random states travel; values are drawn on the CPU.
+    """
+    groups = [dist.group.WORLD] if dist.group.WORLD is not None else []
+    with same_random_numbers(groups, device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told already, when the adapters were added
+        drawn = _with_adapters(twin, peft_config)
+    module = unwrap(model)
+    values = {name: param.detach() for name, param in drawn.named_parameters() if not param.is_meta}
+    buffers = {name: buffer for name, buffer in drawn.named_buffers() if not buffer.is_meta}
+    tensors = [live for live in live_tensors(module) if live.is_parameter]
+    by_name = {alias: live for live in tensors for alias in live.aliases}
+    filled = []
+    with torch.no_grad():
+        for live in tensors:
+            value = next((values[alias] for alias in live.aliases if alias in values), None)
+            if value is None and (original := _original_of(live, by_name)) is not None:
+                value = original.tensor.detach()
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+            if value is not None:
+                _store(live, value)
+                filled.append(live)
+        for name, buffer in module.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+    install_weights(model, filled)
+
+
+def _original_of(live: LiveTensor, by_name: dict[str, LiveTensor]) -> LiveTensor | None:
+    """What a trained copy of a module's weight was copied from."""
+    for alias in live.aliases:
+        before, found, after = alias.partition(_COPY)
+        if found:
+            return by_name.get(before + _ORIGINAL + after.partition(".")[2])
+    return None
+
+
+def _store(live: LiveTensor, full: torch.Tensor) -> None:
+    for box, view in live.pieces():
+        view.copy_(full[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.automodel.adapters import add_adapters
+from megatron_fsdp.automodel.adapters import add_adapters, fill_adapters, without_copies
 from megatron_fsdp.automodel.blueprints import refuse_quantised
 from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
@@ -68,11 +68,15 @@ def ready_model(
     whole = merge_stages(stages) if isinstance(model, Pipeline) else model
     copies = set(model.tied_copies) if isinstance(model, Pipeline) else set()
     filled = set(copies)
-    if folder is not None:
-        report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
-        _check(replace(report, missing=_without(report.missing, copies)), folder, twin, strict, new_head)
-        filled.update(report.loaded)
-    drawn = draw_missing(twin, whole, stages, filled, context.device)
+    base_twin = copy.deepcopy(twin) if peft_config is not None else None
+    with without_copies(whole, *stages):
+        if folder is not None:
+            report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
+            _check(replace(report, missing=_without(report.missing, copies)), folder, twin, strict, new_head)
+            filled.update(report.loaded)
+        drawn = draw_missing(twin, whole, stages, filled, context.device)
+    if base_twin is not None:
+        fill_adapters(whole, base_twin, peft_config, context.device)
     if isinstance(model, Pipeline):
         model.equalize_tied()
         kept: Any = whole
@@ -84,6 +88,7 @@ def ready_model(
     let_save(model, whole if isinstance(model, Pipeline) else model, saved_config, folder)
     settable: Any = model
     settable.mesh_context = context
+    settable.distributed_config = config
     return model
 
 

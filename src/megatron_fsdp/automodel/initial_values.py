@@ -23,7 +23,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.blank import blank_tensor
 from megatron_fsdp.runtime.blueprint import draw_blueprint
 from megatron_fsdp.runtime.materialise import draw_values
-from megatron_fsdp.runtime.random_state import same_random_numbers
+from megatron_fsdp.runtime.random_state import random_state, same_random_numbers, set_random_state
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -93,8 +93,12 @@ def draw_missing(
     store: dict[str, Callable[[torch.Tensor], None]] = {
         name: partial(_store, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
     }
-    with same_random_numbers([dist.group.WORLD] if dist.group.WORLD is not None else [], device):
+    before = random_state(device)
+    groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []
+    with same_random_numbers(groups, device):
         draw_values(twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device)
+    if not everywhere:  # the walk for buffers may have drawn; what is drawn next is as after transformers' loading
+        set_random_state(device, before)
     for stage in stages:
         _fill_buffers(base_tensors(unwrap(stage))[0], twin, filled)
     install_weights(model, [live for live in wanted.values() if live.is_parameter])

@@ -1,0 +1,264 @@
+"""Adapters of peft under each strategy: first values, gradients and updates of one process, frozen weights, files."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DDPManager,
+    FSDP2Manager,
+    MegatronFSDPManager,
+    build_mesh_context,
+)
+from megatron_fsdp.checkpoint.hf import save_adapter
+from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
+from tests.automodel.training import assert_close, optimizer_of, plain_name, strategy, whole
+from tests.conftest import RunRanks
+
+peft = pytest.importorskip("peft")
+
+STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
+LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+ROWS, STEPS, RATE, SEED = 4, 3, 1e-2, 5
+
+
+def lora(**changes: Any) -> Any:
+    return peft.LoraConfig(**{**copy.deepcopy(LORA), **changes})
+
+
+class _Quiet(warnings.catch_warnings):
+    """Ignores what peft has to say about transformers: names of checkpointing, tied weights."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+
+
+def save(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
+    path = folder / f"{kind}-{dtype}".replace(".", "-")
+    build(kind).to(dtype).save_pretrained(path)
+    return str(path)
+
+
+def with_adapters(base: nn.Module, config: Any) -> Any:
+    with _Quiet():
+        torch.manual_seed(SEED)
+        return peft.get_peft_model(base, config)
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> list[dict[str, Any]]:
+    """Loss of own rows, gradients and trained parameters of each step, whole."""
+    found = []
+    for step in range(STEPS):
+        batch = batch_of(ROWS, seed=1 + step)
+        own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
+        logits = model(input_ids=own["input_ids"], use_cache=False).logits
+        loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        named = [(plain_name(name), param) for name, param in model.named_parameters()]
+        gradients = {name: whole(param.grad) for name, param in named if param.grad is not None}
+        optimizer.step()
+        named = [(plain_name(name), param) for name, param in model.named_parameters()]
+        trained = {name: whole(param) for name, param in named if param.requires_grad}
+        found.append({"loss": loss.item(), "gradients": gradients, "trained": trained})
+    return found
+
+
+def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor], list[Any]]:
+    """What peft and transformers do: the model, logits of the start, first values and steps."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    model = with_adapters(base, config)
+    with torch.no_grad():
+        logits = model(input_ids=batch_of(ROWS)["input_ids"], use_cache=False).logits
+    first = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    return model, logits, first, steps_of(model, optimizer, 0, 1)
+
+
+def assert_like_one_process(
+    model: Any, expected: tuple[Any, Tensor, dict[str, Tensor], list[Any]], dtype: torch.dtype
+) -> None:
+    _, logits, first, steps = expected
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (0.05, 0.02)  # bfloat16 has 8 bits
+    started = {plain_name(name): whole(param) for name, param in model.named_parameters()}
+    assert_close(started, first, 0, 0, "first values")
+    with torch.no_grad():
+        found = model(input_ids=batch_of(ROWS)["input_ids"].chunk(ranks)[rank], use_cache=False).logits
+    torch.testing.assert_close(found, logits.chunk(ranks)[rank], rtol=max(rtol, 1e-5), atol=max(atol, 1e-5))
+    optimizer = optimizer_of(model, RATE)
+    for step, (own, alone) in enumerate(zip(steps_of(model, optimizer, rank, ranks), steps, strict=True)):
+        total = torch.tensor(own["loss"])
+        dist.all_reduce(total)
+        torch.testing.assert_close(total.item() / ranks, alone["loss"], rtol=rtol, atol=atol)
+        assert_close(own["gradients"], alone["gradients"], rtol, max(atol, 1e-6), f"gradients of step {step}")
+        # AdamW's first steps follow signs of gradients: where one is as small as rounding, an element may differ.
+        assert_close(own["trained"], alone["trained"], rtol, 2e-5 if atol < 1e-3 else 3 * RATE, f"after step {step}")
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            assert param.grad is None, name
+            assert torch.equal(whole(param), first[plain_name(name)]), f"{name} has changed"
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    assert {id(param) for param in optimizer.state} <= trained
+
+
+def train_adapters(cases: Sequence[tuple[str, str, Any, dict[str, Any], torch.dtype]], out: str) -> None:
+    """Each case (strategy, folder, config, fields of the strategy, dtype) against one process, then files."""
+    for index, case in enumerate(cases):
+        with groups_destroyed():
+            _train_case(*case, f"{out}/{index}-{dist.get_world_size()}")
+
+
+def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dtype: torch.dtype, target: str) -> None:
+    expected = one_process(folder, config, dtype)
+    with _Quiet():
+        torch.manual_seed(SEED)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=strategy(name, **fields), dtype=dtype, peft_config=config
+        )
+    assert_like_one_process(model, expected, dtype)
+    model.save_pretrained(target)
+    assert_files_give_the_same(model, folder, target, dtype)
+
+
+def assert_files_give_the_same(model: Any, folder: str, target: str, dtype: torch.dtype) -> None:
+    """Plain peft reads the files, and computes what the model does."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with _Quiet():
+        again = peft.PeftModel.from_pretrained(base, target).train()
+    tokens = batch_of(ROWS)["input_ids"].chunk(dist.get_world_size())[dist.get_rank()]
+    with torch.no_grad():
+        expected = again(input_ids=tokens, use_cache=False).logits
+        found = model(input_ids=tokens, use_cache=False).logits
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    dist.barrier()
+
+
+def cases_of(name: str, folders: dict[str, str]) -> list[tuple[str, str, Any, dict[str, Any], torch.dtype]]:
+    recompute = {"activation_checkpointing": True}
+    head = lora(modules_to_save=["lm_head"])
+    return [
+        (name, folders["llama"], lora(), recompute, torch.float32),
+        (name, folders["llama"], head, {}, torch.float32),
+        (name, folders["llama_tied"], lora(target_modules="all-linear"), {}, torch.float32),
+        (name, folders["gemma3"], lora(bias="none"), {}, torch.float32),
+        (name, folders["bfloat16"], lora(), {}, torch.bfloat16),
+    ]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    found = {kind: save(kind, tmp_path) for kind in ("llama", "llama_tied", "gemma3")}
+    return {**found, "bfloat16": save("llama", tmp_path, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_adapters_train_as_in_one_process_and_peft_reads_them(
+    run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str], name: str
+) -> None:
+    run_ranks(2, train_adapters, cases_of(name, folders), str(tmp_path / "out"), timeout_s=300.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_adapters_do_not_depend_on_the_number_of_ranks(
+    run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str], ranks: int
+) -> None:
+    cases = [cases_of(name, folders)[1] for name in STRATEGIES]
+    run_ranks(ranks, train_adapters, cases, str(tmp_path / "out"), timeout_s=300.0)
+
+
+def classify(folder: str, names: Sequence[str]) -> None:
+    """A head that the files lack, with adapters that train a copy of it: as transformers and peft draw both."""
+    config = lora(task_type="SEQ_CLS")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            torch.manual_seed(SEED)
+            model: Any = AutoModelForSequenceClassification.from_pretrained(
+                folder, distributed_config=strategy(name), dtype=torch.float32, peft_config=config, num_labels=3
+            )
+            found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+            (original,) = [key for key in found if key.endswith("score.original_module.weight")]
+            assert found[original].abs().sum() > 0
+            assert torch.equal(found[original], found[original.replace("original_module", "modules_to_save.default")])
+            logits = model(input_ids=batch_of(2)["input_ids"]).logits
+            assert logits.shape == (2, 3)
+            logits.sum().backward()
+            trained = {plain_name(key) for key, param in model.named_parameters() if param.grad is not None}
+            assert trained == {key for key in found if "lora_" in key or "modules_to_save" in key}
+
+
+def draw_all(kind: str, name: str) -> None:
+    """`from_config` with adapters: the base is drawn first, as without them."""
+    with _Quiet():
+        torch.manual_seed(SEED)
+        base = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
+        expected = dict(peft.get_peft_model(base, lora()).named_parameters())
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(
+            config_of(kind), distributed_config=strategy(name), dtype=torch.float32, peft_config=lora()
+        )
+    found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+    assert_close(found, expected, 0, 0, "drawn")
+
+
+def train_by_manager(folder: str, config: Any, out: str) -> None:
+    """A whole model with adapters that need its weights (DoRA), given to each manager."""
+    expected = one_process(folder, config, torch.float32)
+    for name in STRATEGIES:
+        own = strategy(name)
+        context = build_mesh_context(own)
+        whole_model = with_adapters(
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(), config
+        )
+        if name == "ddp":
+            model: Any = DDPManager(own).parallelize(whole_model)
+        elif name == "fsdp2":
+            model = FSDP2Manager(own, context.device_mesh).parallelize(whole_model)
+        else:
+            model, _ = MegatronFSDPManager(own, context.device_mesh).parallelize(whole_model)
+        assert_like_one_process(model, expected, torch.float32)
+        save_adapter(model, f"{out}/{name}")
+        assert_files_give_the_same(model, folder, f"{out}/{name}", torch.float32)
+
+
+def refuse(folder: str) -> None:
+    for config, words in [
+        (lora(use_dora=True), "manager"),
+        (lora(init_lora_weights="pissa"), "manager"),
+        (lora(target_modules=["nothing"]), "nothing"),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "LoraConfig"),
+        ({"r": 2}, "dict"),
+    ]:
+        with _Quiet(), pytest.raises(ConfigurationError, match=words):
+            AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=strategy("fsdp2"), dtype=torch.float32, peft_config=config
+            )
+
+
+def rest(folder: str, out: str) -> None:
+    with groups_destroyed():
+        classify(folder, STRATEGIES)
+        draw_all("gemma3", "fsdp2")
+        draw_all("llama", "megatron_fsdp")
+        train_by_manager(folder, lora(use_dora=True), out)
+        refuse(folder)
+
+
+def test_heads_managers_drawn_bases_and_refusals(run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str]) -> None:
+    run_ranks(2, rest, folders["llama"], str(tmp_path / "dora"), timeout_s=300.0)
