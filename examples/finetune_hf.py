@@ -41,6 +41,8 @@ def main() -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **section.arguments())
         context = model.mesh_context
         optimizer = connect_optimizer(model, torch.optim.AdamW(model.parameters(), lr=float(training["learning_rate"])))
+        if training["batch"] % context.sizes.dp:  # else ranks would have different numbers of rows to average over
+            raise SystemExit(f"training.batch={training['batch']} is no multiple of {context.sizes.dp} ranks")
         tokens = read_tokens(Path(training["text"]))
 
         generator = torch.Generator().manual_seed(0)  # the same on every rank: together they read one batch

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from megatron_fsdp.automodel.blueprints import build_on_meta, config_of, find_folder, resolve_dtype
-from megatron_fsdp.automodel.config import DistributedConfig, FSDP2Config, check_config
+from megatron_fsdp.automodel.agreed import agree_on
+from megatron_fsdp.automodel.blueprints import (
+    adopt_generation_config,
+    build_on_meta,
+    config_of,
+    find_folder,
+    resolve_dtype,
+)
+from megatron_fsdp.automodel.config import DistributedConfig
 from megatron_fsdp.automodel.filling import ready_model
-from megatron_fsdp.automodel.meshes import build_mesh_context
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
+from megatron_fsdp.automodel.sizes import SIZE_NAMES
 
 
 class _AutoModel:
@@ -42,6 +51,7 @@ class _AutoModel:
         config: Any = None,
         key_mapping: Any = None,
         strict: bool = True,
+        prepare_model: Callable[[nn.Module], object] | None = None,
         **config_overrides: Any,
     ) -> Any:
         """Build a model without memory, make it parallel, and read its weights straight into the shards; collective.
@@ -66,6 +76,7 @@ class _AutoModel:
             config: A config of transformers in place of the folder's.
             key_mapping: As of `load_hf`.
             strict: Refuse files that lack a weight or have more. False: draw what is missing, and warn.
+            prepare_model: Called with the model before it is made parallel, on the meta device: to freeze parameters.
             config_overrides: Fields of the config.
 
         Returns:
@@ -77,21 +88,24 @@ class _AutoModel:
             CheckpointError: The files cannot be read or do not fit; names the weights.
             ConfigurationError: Another argument cannot be honoured.
         """
-        strategy = check_config(distributed_config if distributed_config is not None else FSDP2Config())
-        context = build_mesh_context(
-            strategy,
-            dp_size=dp_size,
-            dp_replicate_size=dp_replicate_size,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            cp_size=cp_size,
-            ep_size=ep_size,
+        name = pretrained_model_name_or_path
+        strategy, context, folder, model_config = agree_on(
+            distributed_config,
+            _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
+            lambda: (found := find_folder(name), config_of(found, config, config_overrides)),
+            {
+                "pipeline_config": pipeline_config,
+                "peft_config": peft_config,
+                "dtype": dtype,
+                "attn_implementation": attn_implementation,
+                "strict": strict,
+            },
         )
-        folder = find_folder(pretrained_model_name_or_path)
-        model_config = config_of(folder, config, config_overrides)
+        assert folder is not None
         twin = build_on_meta(
             cls._transformers_class, model_config, resolve_dtype(dtype, model_config, folder), attn_implementation
         )
+        adopt_generation_config(twin, folder)
         return ready_model(
             twin,
             strategy,
@@ -102,6 +116,7 @@ class _AutoModel:
             key_mapping=key_mapping,
             strict=strict,
             new_head=cls._new_head,
+            prepare_model=prepare_model,
         )
 
     @classmethod
@@ -120,6 +135,7 @@ class _AutoModel:
         peft_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
         attn_implementation: str | None = None,
+        prepare_model: Callable[[nn.Module], object] | None = None,
     ) -> Any:
         """Build a model without memory, make it parallel, and draw its weights straight into the shards; collective.
 
@@ -139,6 +155,7 @@ class _AutoModel:
             peft_config: See there.
             dtype: See there; "auto" or None: what the config says, else torch's default.
             attn_implementation: See there.
+            prepare_model: See there.
 
         Returns:
             See there.
@@ -147,22 +164,43 @@ class _AutoModel:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.
             ConfigurationError: Another argument cannot be honoured.
         """
-        strategy = check_config(distributed_config if distributed_config is not None else FSDP2Config())
-        context = build_mesh_context(
-            strategy,
-            dp_size=dp_size,
-            dp_replicate_size=dp_replicate_size,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            cp_size=cp_size,
-            ep_size=ep_size,
+        from_folder = isinstance(config, str | Path)
+        strategy, context, _, model_config = agree_on(
+            distributed_config,
+            _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
+            lambda: (
+                None,
+                config_of(find_folder(config) if from_folder else None, None if from_folder else config, {}),
+            ),
+            {
+                "pipeline_config": pipeline_config,
+                "peft_config": peft_config,
+                "dtype": dtype,
+                "attn_implementation": attn_implementation,
+            },
         )
-        folder = find_folder(config) if isinstance(config, str | Path) else None
-        model_config = config_of(folder, None if folder is not None else config, {})
         twin = build_on_meta(
             cls._transformers_class, model_config, resolve_dtype(dtype, model_config, None), attn_implementation
         )
-        return ready_model(twin, strategy, context, pipeline_config=pipeline_config, peft_config=peft_config)
+        return ready_model(
+            twin,
+            strategy,
+            context,
+            pipeline_config=pipeline_config,
+            peft_config=peft_config,
+            prepare_model=prepare_model,
+        )
+
+
+def _sizes(
+    dp_size: int | None,
+    dp_replicate_size: int | None,
+    tp_size: int | None,
+    pp_size: int | None,
+    cp_size: int | None,
+    ep_size: int | None,
+) -> dict[str, int | None]:
+    return dict(zip(SIZE_NAMES, (dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size), strict=True))
 
 
 class AutoModelForCausalLM(_AutoModel):

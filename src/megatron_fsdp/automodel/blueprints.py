@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ def find_folder(name_or_path: str | Path) -> Path:
     Raises:
         ConfigurationError: It is neither.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise ConfigurationError(f"the model is given as {name_or_path!r}; give a local folder, or a name in the cache")
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -47,16 +50,17 @@ def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> 
             raise ConfigurationError(f"config is a {type(given).__name__}; give a config of transformers or its folder")
         config: Any = copy.deepcopy(given)
     else:
-        assert folder is not None  # there is a config or a folder
+        if folder is None:
+            raise ConfigurationError("config is None; give a config of transformers, or a folder that has one")
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(
                 f"{folder} has no config that transformers {transformers.__version__} reads: {reason}"
             ) from error
     for name, value in overrides.items():
-        if not hasattr(config, name):
+        if not hasattr(config, name) or callable(getattr(type(config), name, None)):
             raise ConfigurationError(
                 f"{name!r} is neither an argument nor a field of {type(config).__name__}; check its spelling"
             )
@@ -68,7 +72,8 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | N
     """The dtype of the weights.
 
     Args:
-        dtype: A dtype or its name; "auto" or None: what the config says, else the first weight in the files.
+        dtype: A dtype or its name; "auto" or None: what the config says, else what most
+            elements of the files have.
         config: Of the model.
         folder: Of the files; None: there are none, and torch's default is taken.
 
@@ -77,13 +82,16 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | N
     """
     if dtype in (None, "auto"):
         said = getattr(config, "dtype", None)
-        if isinstance(said, torch.dtype):
-            return said
+        if said not in (None, "auto"):
+            return resolve_dtype(said, config, folder)
         if folder is None:
             return torch.get_default_dtype()
         stored = decided_by_first(lambda: open_folder(folder), f"opening {folder}")
-        found = [tensor.dtype for tensor in stored.tensors.values() if tensor.dtype.is_floating_point]
-        return found[0] if found else torch.get_default_dtype()
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in stored.tensors.values():
+            if tensor.dtype.is_floating_point:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        return max(sizes, key=lambda found: sizes[found]) if sizes else torch.get_default_dtype()
     resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ConfigurationError(f"dtype={dtype!r}; give a floating-point torch.dtype, its name, or 'auto'")
@@ -103,7 +111,7 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model: Any = auto_class.from_config(config, dtype=dtype, **options)
-    except (ValueError, ImportError) as error:
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(
             f"transformers {transformers.__version__} builds no {transformers_class} from {type(config).__name__}: "
@@ -115,6 +123,20 @@ def build_on_meta(
             if pattern in name and param.dtype != kept:
                 param.data = param.data.to(kept)
     return model.train()
+
+
+def adopt_generation_config(model: Any, folder: Path) -> None:
+    """Let a model generate as the folder says, where it does.
+
+    Raises:
+        ConfigurationError: The file cannot be read.
+    """
+    if not (folder / "generation_config.json").is_file() or not model.can_generate():
+        return
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ConfigurationError(f"{folder}: generation_config.json cannot be read: {error}") from error
 
 
 def refuse_quantised(model: nn.Module) -> None:

@@ -71,6 +71,10 @@ class FSDP2Config:
         _check_type(self, "mp_policy", MixedPrecisionPolicy)
         _check_type(self, "offload_policy", CPUOffloadPolicy)
         _check_type(self, "autocast_dtype", torch.dtype)
+        if self.autocast_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ConfigurationError(
+                f"FSDP2Config.autocast_dtype={self.autocast_dtype} has no effect; give torch.bfloat16 or torch.float16"
+            )
         if self.tp_plan is not None and not isinstance(self.tp_plan, dict | str):
             raise ConfigurationError(
                 f"FSDP2Config.tp_plan is a {type(self.tp_plan).__name__}; give a dict from module names to styles, the "

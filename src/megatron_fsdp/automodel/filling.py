@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def ready_model(
     key_mapping: Any = None,
     strict: bool = True,
     new_head: bool = False,
+    prepare_model: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module | Pipeline:
     """Make a model parallel and give it its weights; collective.
 
@@ -51,6 +52,7 @@ def ready_model(
         key_mapping: As of `load_hf`.
         strict: Whether the files must fit.
         new_head: Whether a head may be missing in the files, and another be there.
+        prepare_model: Called with the model before anything is done to it.
 
     Raises:
         CheckpointError: The files do not fit.
@@ -58,9 +60,13 @@ def ready_model(
     """
     if pipeline_config is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
+    if peft_config is not None and context.sizes.pp > 1:
+        raise ConfigurationError("peft_config with pp_size > 1: stages take no adapters; use another size than pp_size")
     refuse_quantised(twin)
     live: nn.Module = copy.deepcopy(twin)
     saved_config = copy.deepcopy(getattr(twin, "config", None))
+    if prepare_model is not None:
+        prepare_model(live)
     if peft_config is not None:
         live = add_adapters(live, peft_config)
     model = _parallel(live, config, context, pipeline_config)
@@ -84,7 +90,7 @@ def ready_model(
     if folder is not None and drawn:
         warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
     if isinstance(config, DDPConfig):
-        model = DDPManager(config).parallelize(live)
+        model = DDPManager(config).parallelize(live, sends_weights=False)
     let_save(model, whole if isinstance(model, Pipeline) else model, saved_config, folder)
     settable: Any = model
     settable.mesh_context = context

@@ -45,6 +45,7 @@ def shard_by_layers(
             reshards = not (stays_gathered or is_next_in_backward)
             fully_shard(layer, mp_policy=layer_policy or mp_policy, reshard_after_forward=reshards, **options)
     fully_shard(model, mp_policy=mp_policy, reshard_after_forward=False, **options)
+    model.register_forward_pre_hook(_make_room_outside_of_inference_mode, prepend=True)
     model.register_forward_hook(_shard_again_without_backward)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
 
@@ -60,6 +61,19 @@ def policy_between_layers(mp_policy: MixedPrecisionPolicy, has_autocast: bool) -
     if has_autocast or mp_policy.output_dtype is None:
         return mp_policy
     return dataclasses.replace(mp_policy, output_dtype=mp_policy.param_dtype)
+
+
+def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
+    """Let the first forward under `torch.inference_mode` not make memory that training cannot write to afterwards."""
+    if not torch.is_inference_mode_enabled() or getattr(model, "_has_room", False):
+        return
+    with torch.inference_mode(mode=False):
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
+    settable: Any = model
+    settable._has_room = True
 
 
 def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:

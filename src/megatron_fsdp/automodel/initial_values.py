@@ -96,7 +96,9 @@ def draw_missing(
     before = random_state(device)
     groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []
     with same_random_numbers(groups, device):
-        draw_values(twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device)
+        draw_values(
+            twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device, may_leave_buffers=True
+        )
     if not everywhere:  # the walk for buffers may have drawn; what is drawn next is as after transformers' loading
         set_random_state(device, before)
     for stage in stages:

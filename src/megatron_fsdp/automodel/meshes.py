@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config
+from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, check_config
 from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
@@ -102,7 +102,7 @@ def build_mesh_context(
     Raises:
         ParallelSizeError: See `resolve_sizes`.
     """
-    device = set_up_ranks(config.backend)
+    device = set_up_ranks(check_config(config).backend)
     sizes = resolve_sizes(
         config,
         dist.get_world_size(),
@@ -143,7 +143,7 @@ def create_device_mesh(
         ParallelSizeError: See `resolve_sizes`.
         ConfigurationError: `world_size` is not the number of ranks.
     """
-    device = set_up_ranks(config.backend)
+    device = set_up_ranks(check_config(config).backend)
     ranks = dist.get_world_size()
     if world_size not in (None, ranks):
         raise ConfigurationError(f"world_size={world_size}, but there are {ranks} ranks; leave it out")

@@ -93,6 +93,8 @@ def resolve_sizes(
     """
     check_config(config)
     allowed = next(names for kind, names in _ALLOWED.items() if isinstance(config, kind))
+    if world_size < 1:
+        raise ParallelSizeError(f"world_size={world_size}; give the number of ranks, 1 or more")
     given = {
         "dp_size": None if type(dp_size) is int and dp_size in (0, -1) else dp_size,
         "dp_replicate_size": dp_replicate_size,

@@ -86,6 +86,8 @@ def draw_values(
     unit_tops: Iterable[nn.Module],
     store: Mapping[str, Callable[[torch.Tensor], None]],
     device: torch.device,
+    *,
+    may_leave_buffers: bool = False,
 ) -> None:
     """Draw what the constructors and the initialisation of a model on the meta device would, a unit at a time.
 
@@ -98,12 +100,13 @@ def draw_values(
         store: For each parameter that is to be initialised, by canonical name, what takes its values: full, or this
             rank's part where it is tensor-parallel.
         device: Where values are drawn.
+        may_leave_buffers: Whether buffers may stay without values, which the caller has from elsewhere.
 
     Raises:
         ConfigurationError: A method left something without a value, or wrote where it cannot be let.
     """
     with torch.no_grad(), torch.device(device):
-        _Walk(root, blueprint, unit_tops, store, device).run()
+        _Walk(root, blueprint, unit_tops, store, device, may_leave_buffers).run()
 
 
 class _Walk:
@@ -116,7 +119,9 @@ class _Walk:
         unit_tops: Iterable[nn.Module],
         store: Mapping[str, Callable[[torch.Tensor], None]],
         device: torch.device,
+        may_leave_buffers: bool,
     ) -> None:
+        self._may_leave_buffers = may_leave_buffers
         self._root = root
         self._blueprint = blueprint
         self._device = device
@@ -308,7 +313,7 @@ class _Walk:
         unset += [
             f"buffer {attribute} of {self._blueprint.label(module)}"
             for module, attribute, blank in scope.buffers
-            if module._buffers.get(attribute) is blank.tensor and blank.is_unset
+            if not self._may_leave_buffers and module._buffers.get(attribute) is blank.tensor and blank.is_unset
         ]
         if unset:
             raise ConfigurationError(

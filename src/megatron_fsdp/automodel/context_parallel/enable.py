@@ -19,6 +19,7 @@ from megatron_fsdp.automodel.context_parallel.attention import (
 )
 from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout
 from megatron_fsdp.automodel.context_parallel.rotary import show_whole_length
+from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.errors import ConfigurationError
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
@@ -64,6 +65,20 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balan
                 setattr(part, ATTRIBUTE, shared)
     show_whole_length(inner, layout.ranks)
     model.register_forward_pre_hook(partial(_before_forward, shared), with_kwargs=True)
+    model.__dict__[ATTRIBUTE] = shared
+
+
+def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """What a forward of the model would refuse, ahead of it; nothing where it is not context parallel. Collective.
+
+    For pipelines: there a forward that raises leaves the other stages waiting.
+
+    Raises:
+        ConfigurationError: The arguments are not those of `shard_batch`; on all ranks that share the sequences.
+    """
+    shared = model.__dict__.get(ATTRIBUTE)
+    if shared is not None:
+        _before_forward(shared, model, (), arguments)
 
 
 def _check_mesh(cp_mesh: DeviceMesh) -> DeviceMesh:
@@ -96,6 +111,8 @@ def _unfit(model: Any) -> str | None:
         "its attention is not causal": not getattr(config, "is_causal", True)
         or bool(getattr(config, "use_bidirectional_attention", False)),
         "it attends inside chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
+        "its head looks at one token of the sequence, which one rank has": "Classification"
+        in own_class(model).__name__,
         f"it has layers of the kinds {sorted(kinds)}": bool(kinds),
         f"its layers mix tokens by {sorted(convolutions)}": bool(convolutions),
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +14,21 @@ from megatron_fsdp.automodel.config import DDPConfig
 from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import set_up_ranks
 from megatron_fsdp.errors import ConfigurationError
+
+
+class _Replica(nn.parallel.DistributedDataParallel):
+    """DDP that looks for parameters without a gradient, and does not complain where there are none.
+
+    Without the search, a parameter that a batch does not use (a tower of images that skips its last layer) leaves its
+    bucket unreduced: ranks step with different gradients, and the next forward fails.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of DDP."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            output: Any = nn.parallel.DistributedDataParallel.forward(self, *args, **kwargs)
+            return output
 
 
 class DDPManager:
@@ -41,15 +59,26 @@ class DDPManager:
                 "leave device_mesh out"
             )
 
-    def parallelize(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    def parallelize(self, model: nn.Module, *, sends_weights: bool = True) -> nn.parallel.DistributedDataParallel:
         """Move a model to this rank's device and wrap it; the first rank's weights are given to all.
 
+        Args:
+            model: With memory.
+            sends_weights: False: ranks have the same weights already, and the memory to send them is spared.
+
         Raises:
-            ConfigurationError: The model is parallel already, or `activation_checkpointing` is on and it has no layers.
+            ConfigurationError: The model is parallel already, on the meta device or wholly frozen, or
+                `activation_checkpointing` is on and it has no layers.
         """
         refuse_parallel_model(model)
+        if any(param.is_meta for param in model.parameters()):
+            raise ConfigurationError(
+                "the model is on the meta device; give DDP one with weights, or use from_pretrained"
+            )
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ConfigurationError("no parameter of the model requires a gradient; DDP has nothing to average")
         if self.config.activation_checkpointing:
             checkpoint_layers(model)
         on_device = model.to(self.device)
         ids = None if self.device.type == "cpu" else [self.device]
-        return nn.parallel.DistributedDataParallel(on_device, device_ids=ids)
+        return _Replica(on_device, device_ids=ids, find_unused_parameters=True, init_sync=sends_weights)

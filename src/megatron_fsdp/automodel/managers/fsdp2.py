@@ -18,7 +18,7 @@ from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import FSDP2_AXES, get_fsdp_dp_mesh
 from megatron_fsdp.automodel.packed_sequence import assume_no_packed_sequences
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.notices import warn_caller
 
 _OF_TENSORS = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
@@ -67,7 +67,17 @@ class FSDP2Manager:
             ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         config, mesh = self.config, self.device_mesh
+        if self.moe_mesh is not None and mesh["tp"].size() > 1:
+            raise ParallelSizeError(
+                f"ep_size={self.moe_mesh['ep'].size()} with tp_size={mesh['tp'].size()}: tensor-parallel ranks share "
+                "the experts out by themselves, so give one of the two"
+            )
         refuse_parallel_model(model)
+        if config.offload_policy is not None and config.offload_policy.pin_memory and mesh.device_type == "cpu":
+            raise ConfigurationError(
+                "offload_policy pins memory, for which there is no accelerator here; give "
+                "CPUOffloadPolicy(pin_memory=False)"
+            )
         find_layers(model)
         if config.patch_is_packed_sequence:
             assume_no_packed_sequences(model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.context_parallel import check_call
 from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.inputs import StepInputs, agreed_inputs
 from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
@@ -223,7 +224,10 @@ class Pipeline:
     def _take(
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
     ) -> StepInputs:
-        return agreed_inputs(input_ids, labels, per_token, call, self._group, self._device)
+        vocabulary = getattr(text_config(self.parts[0]), "vocab_size", None)
+        inputs = agreed_inputs(input_ids, labels, per_token, call, self._group, self._device, vocabulary)
+        check_call(self.parts[0], inputs.per_token)
+        return inputs
 
     def _factor(self, labels: Tensor, num_label_tokens: int | None, dp_size: int) -> Tensor | float:
         if self.config.scale_grads_in_schedule:

@@ -1,0 +1,230 @@
+"""What users do by mistake: each is right, or one sentence on every rank."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PipelineConfig,
+    connect_optimizer,
+)
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from tests.automodel.small_models import batch_of, build, config_of, reference
+from tests.automodel.test_auto_model import STRATEGIES, save
+from tests.automodel.test_auto_model_files import image_batch, small_llava
+from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole
+from tests.conftest import RunRanks
+
+
+def refusal_of_sizes(kind: str, sizes: dict[str, int], auto_class: str = "AutoModelForCausalLM") -> str:
+    classes: Any = {
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "AutoModelForSequenceClassification": AutoModelForSequenceClassification,
+    }
+    try:
+        classes[auto_class].from_config(config_of(kind), distributed_config=strategy("fsdp2"), **sizes)
+    except MegatronFSDPError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_experts_are_not_divided_twice(run_ranks: RunRanks) -> None:
+    for told in run_ranks(2, refusal_of_sizes, "mixtral", {"tp_size": 2, "ep_size": 2}):
+        assert told.startswith("ep_size=2 with tp_size=2: tensor-parallel ranks share the experts out")
+
+
+def test_a_classifier_is_not_cut_along_the_sequence(run_ranks: RunRanks) -> None:
+    for told in run_ranks(2, refusal_of_sizes, "llama", {"cp_size": 2}, "AutoModelForSequenceClassification"):
+        assert "its head looks at one token of the sequence" in told
+
+
+def other_arguments(folder: str, what: str) -> str:
+    rank = dist.get_rank()
+    given: dict[str, Any] = {"distributed_config": strategy("fsdp2")}
+    if what == "strategy":
+        given["distributed_config"] = strategy(STRATEGIES[rank])
+    elif what == "tp_size":
+        given["tp_size"] = 1 + rank
+    elif what == "dtype":
+        given["dtype"] = (torch.float32, torch.bfloat16)[rank]
+    elif what == "field":
+        given["rms_norm_eps"] = (1e-6, 1e-5)[rank]
+    else:
+        folder = folder if rank == 0 else folder + "-absent"
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, **given)
+    except MegatronFSDPError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("strategy", "distributed_config is FSDP2Config("),
+        ("tp_size", "tp_size is 1 on rank 0, 2 on rank 1"),
+        ("dtype", "dtype is torch.float32 on rank 0, torch.bfloat16 on rank 1"),
+        ("field", "config is"),
+        ("folder", "neither a local folder nor in the local cache"),
+    ],
+)
+def test_ranks_with_other_arguments_are_told_and_do_not_wait(
+    run_ranks: RunRanks, tmp_path: Path, what: str, told: str
+) -> None:
+    first, second = run_ranks(2, other_arguments, save("llama", tmp_path), what)
+    assert told in first
+    assert first == second
+
+
+def unused_parameters(folder: str) -> tuple[dict[str, Tensor], bool]:
+    """Gradients of the second of two backwards of a model whose tower of images has an unused norm."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, distributed_config=strategy("ddp"))
+    batch = image_batch(model.module)
+    own = {key: value.chunk(2)[dist.get_rank()] for key, value in batch.items()}
+    for _ in range(2):
+        model.zero_grad()
+        model(**own, use_cache=False).logits.square().mean().backward()
+    found = {plain_name(key): p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return found, any(param.grad is None for param in model.parameters())
+
+
+def test_replicas_average_beside_parameters_that_nobody_uses(run_ranks: RunRanks, tmp_path: Path) -> None:
+    plain = small_llava()
+    plain.save_pretrained(tmp_path)
+    plain(**image_batch(plain), use_cache=False).logits.square().mean().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    for found, has_unused in run_ranks(2, unused_parameters, str(tmp_path)):
+        assert has_unused
+        assert_close({name: found[name] for name in expected}, expected, 1e-4, 1e-6, "gradients")
+
+
+def optimizer_too_late(folder: str) -> str:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy("fsdp2"))
+    model(input_ids=batch_of()["input_ids"], use_cache=False)
+    with pytest.raises(ConfigurationError, match="connect_optimizer was given a int and a"):
+        connect_optimizer(3, model)
+    late = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        ConfigurationError, match="of the 39 parameters of the optimizer are not the model's sharded"
+    ) as e:
+        connect_optimizer(model, late)
+    assert connect_optimizer(model, torch.optim.AdamW(model.parameters())).param_groups
+    return str(e.value)
+
+
+def test_an_optimizer_of_gathered_weights_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, optimizer_too_late, save("llama", tmp_path))
+    assert first == second
+
+
+def evaluate_first(folder: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy("fsdp2"))
+    with torch.inference_mode():
+        model(input_ids=batch_of()["input_ids"], use_cache=False)
+    assert_trained_alike(train(model), reference("llama"))
+
+
+def test_evaluation_in_inference_mode_may_come_first(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, evaluate_first, save("llama", tmp_path))
+
+
+def save_copies(folder: str, out: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy("ddp"))
+    kept = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in kept.parameters():
+            param.zero_()
+    kept.save_pretrained(f"{out}/zeros")
+    model.save_pretrained(f"{out}/weights")
+
+
+def test_a_deep_copy_saves_its_own_weights(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, save_copies, save("llama", tmp_path), str(tmp_path))
+    zeros = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "zeros", dtype=torch.float32)
+    assert all(not param.any() for param in zeros.parameters())
+    same = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    assert_close(dict(same.named_parameters()), dict(build("llama").named_parameters()), 0, 0, "weights")
+
+
+def adapters_after_a_forward(folder: str, out: str) -> dict[str, Tensor]:
+    import peft
+
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=strategy("fsdp2"), dtype=torch.float32, peft_config=adapters
+    )
+    model(input_ids=batch_of()["input_ids"], use_cache=False)
+    model.save_pretrained(out)
+    return {name: whole(param) for name, param in model.named_parameters() if param.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_saved_after_a_forward_that_has_no_backward(run_ranks: RunRanks, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    found, _ = run_ranks(2, adapters_after_a_forward, save("llama", tmp_path), str(tmp_path / "out"))
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(stored) == len(found)
+    assert torch.equal(stored["base_model.model.lm_head.weight"], build("llama").lm_head.weight)
+
+
+def what_folders_say(folder: str) -> tuple[Any, torch.dtype]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=strategy("fsdp2"), torch_dtype="bfloat16"
+    )
+    return model.generation_config.eos_token_id, next(model.parameters()).dtype
+
+
+def test_generation_config_and_dtypes_by_name_are_taken(run_ranks: RunRanks, tmp_path: Path) -> None:
+    model = build("llama")
+    model.generation_config.eos_token_id = [1, 5]
+    model.save_pretrained(tmp_path)
+    assert run_ranks(1, what_folders_say, str(tmp_path)) == [([1, 5], torch.bfloat16)]
+
+
+def frozen(folder: str, name: str) -> set[str]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        distributed_config=strategy(name),
+        prepare_model=lambda whole_model: whole_model.model.embed_tokens.requires_grad_(False),
+    )
+    return {plain_name(key) for key, param in model.named_parameters() if not param.requires_grad}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_parameters_are_frozen_before_sharding(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+    assert run_ranks(2, frozen, save("llama", tmp_path), name) == [{"model.embed_tokens.weight"}] * 2
+
+
+def pipeline_refusals(folder: str) -> list[str]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=strategy("fsdp2"), pp_size=2, pipeline_config=PipelineConfig("1f1b")
+    )
+    own = batch_of(4)
+    other = batch_of(4, seed=1 + dist.get_rank())
+    bad = {**own, "input_ids": own["input_ids"] + 90}
+    told = []
+    for batch, options in ((own, {"use_cache": True}), (other, {}), (bad, {})):
+        try:
+            model.step(**batch, **options)
+        except ConfigurationError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_pipeline_refuses_what_has_no_effect_and_other_batches(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, pipeline_refusals, save("llama", tmp_path))
+    assert first == second
+    option, batch, tokens = first
+    assert "use_cache=True has no effect in a pipeline" in option
+    assert "were given different steps (checksum of tokens" in batch
+    assert "and the model knows 0 to 95" in tokens
