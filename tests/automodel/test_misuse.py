@@ -16,6 +16,7 @@ from megatron_fsdp.automodel import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PipelineConfig,
+    accumulation_context,
     connect_optimizer,
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
@@ -230,3 +231,15 @@ def test_a_pipeline_refuses_what_has_no_effect_and_other_batches(run_ranks: RunR
     assert "use_cache=True has no effect in a pipeline" in option
     assert "were given different steps (checksum of tokens" in batch
     assert "and the model knows 0 to 95" in tokens
+
+
+def accumulate_in_a_pipeline(folder: str) -> str:
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy("fsdp2"), pp_size=2)
+    with pytest.raises(ConfigurationError) as caught, accumulation_context(model, True):
+        pass
+    return str(caught.value)
+
+
+def test_a_pipeline_is_not_driven_by_microbatches(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for told in run_ranks(2, accumulate_in_a_pipeline, save("llama", tmp_path)):
+        assert told.startswith("a Pipeline has all microbatches of a step inside; call model.step(")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
@@ -21,7 +22,7 @@ def remember_deferral(model: nn.Module, defers: bool) -> None:
 
 @contextlib.contextmanager
 def accumulation_context(
-    model: nn.Module, is_last_microbatch: bool, *, defer_grad_sync: bool | None = None
+    model: nn.Module | Pipeline, is_last_microbatch: bool, *, defer_grad_sync: bool | None = None
 ) -> Iterator[None]:
     """Run forward and backward of one microbatch; gradients are reduced over ranks after the last one.
 
@@ -35,6 +36,11 @@ def accumulation_context(
     Raises:
         ConfigurationError: The model is of none of the strategies.
     """
+    if isinstance(model, Pipeline):
+        raise ConfigurationError(
+            "a Pipeline has all microbatches of a step inside; call model.step(input_ids, labels) once for each "
+            "optimizer step"
+        )
     defers = getattr(model, _DEFERS, True) if defer_grad_sync is None else defer_grad_sync
     reduces = is_last_microbatch or not defers
     if isinstance(model, FSDPModule):
