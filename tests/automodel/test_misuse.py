@@ -243,3 +243,26 @@ def accumulate_in_a_pipeline(folder: str) -> str:
 def test_a_pipeline_is_not_driven_by_microbatches(run_ranks: RunRanks, tmp_path: Path) -> None:
     for told in run_ranks(2, accumulate_in_a_pipeline, save("llama", tmp_path)):
         assert told.startswith("a Pipeline has all microbatches of a step inside; call model.step(")
+
+
+def different_batches(name: str, dropout: float) -> str:
+    model: Any = AutoModelForCausalLM.from_config(
+        config_of("phi", resid_pdrop=dropout), distributed_config=strategy(name), tp_size=2
+    )
+    rank = dist.get_rank()
+    torch.manual_seed(100 + rank)
+    try:
+        model(input_ids=batch_of(4, seed=1 if dropout else rank)["input_ids"], use_cache=False)
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "megatron_fsdp"])
+@pytest.mark.parametrize(("dropout", "told"), [(0.0, "were given different batches"), (0.3, "different random states")])
+def test_ranks_of_one_model_have_the_same_rows_and_dropout(
+    run_ranks: RunRanks, name: str, dropout: float, told: str
+) -> None:
+    first, second = run_ranks(2, different_batches, name, dropout)
+    assert told in first
+    assert first == second

@@ -17,6 +17,7 @@ from megatron_fsdp.automodel.tensor_parallel.layouts import not_a_view
 from megatron_fsdp.automodel.tensor_parallel.local_parameters import place, undivided_units, use_plain_tensors
 from megatron_fsdp.automodel.tensor_parallel.lora import is_adapted, styles_of_adapted
 from megatron_fsdp.automodel.tensor_parallel.plans import MatchedPlan, Plan, choose_plan, match_plan
+from megatron_fsdp.automodel.tensor_parallel.same_inputs import compare_first_forward
 from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
 from megatron_fsdp.automodel.tensor_parallel.sizes import check_heads, check_module, check_parameter, in_attention
 from megatron_fsdp.automodel.tensor_parallel.styles import LocalParts
@@ -96,6 +97,7 @@ def parallelize_tensors(
     _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
     ties.restore(base)
     _restore_attributes(model, attributes)
+    compare_first_forward(model, tp_mesh)
     if chosen.is_given:
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
