@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 from megatron_fsdp.checkpoint.hf.index import open_folder
@@ -106,6 +107,8 @@ def build_on_meta(
     Raises:
         ConfigurationError: transformers has no model of this kind for the config, or refuses to build it.
     """
+    if Version(transformers.__version__).major < 5:
+        raise ConfigurationError(f"transformers {transformers.__version__} is installed, and 5 or later is needed")
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     auto_class: Any = getattr(transformers, transformers_class)
     try:
