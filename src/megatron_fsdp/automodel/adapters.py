@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, live_tensors, unwrap
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_pieces, live_tensors, unwrap
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.random_state import same_random_numbers
 
@@ -150,7 +150,7 @@ def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: t
                 value = original.tensor.detach()
                 value = value.full_tensor() if isinstance(value, DTensor) else value
             if value is not None:
-                _store(live, value)
+                keep_pieces(live.pieces(), value)
                 filled.append(live)
         for name, buffer in module.named_buffers():
             if name in buffers:
@@ -165,8 +165,3 @@ def _original_of(live: LiveTensor, by_name: dict[str, LiveTensor]) -> LiveTensor
         if found:
             return by_name.get(before + _ORIGINAL + after.partition(".")[2])
     return None
-
-
-def _store(live: LiveTensor, full: torch.Tensor) -> None:
-    for box, view in live.pieces():
-        view.copy_(full[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))])

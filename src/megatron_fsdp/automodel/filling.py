@@ -91,7 +91,7 @@ def ready_model(
         warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
     if isinstance(config, DDPConfig):
         model = DDPManager(config).parallelize(live, sends_weights=False)
-    let_save(model, whole if isinstance(model, Pipeline) else model, saved_config, folder)
+    let_save(model, whole, saved_config, folder)
     settable: Any = model
     settable.mesh_context = context
     settable.distributed_config = config

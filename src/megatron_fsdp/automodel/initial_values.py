@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_pieces, unwrap
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.blank import blank_tensor
 from megatron_fsdp.runtime.blueprint import draw_blueprint
@@ -82,16 +82,14 @@ def draw_missing(
     empty = [live for live in tensors if live.name not in filled]
     by_name = {alias: live for live in empty for alias in live.aliases}
     held = {live.name: live.pieces() for live in empty}
-    canonical = [name for name, _ in twin.named_parameters(remove_duplicate=True)]
-    aliases = _aliases(twin)
     wanted: dict[str, LiveTensor] = {}
-    for name in canonical:
-        live = next((by_name[alias] for alias in aliases[name] if alias in by_name), None)
+    for name, aliases in _aliases(twin).items():
+        live = next((by_name[alias] for alias in aliases if alias in by_name), None)
         if live is not None and live.is_parameter:
             wanted[name] = live
     everywhere = _on_any_rank(sorted(wanted))
     store: dict[str, Callable[[torch.Tensor], None]] = {
-        name: partial(_store, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
+        name: partial(keep_pieces, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
     }
     before = random_state(device)
     groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []
@@ -103,14 +101,15 @@ def draw_missing(
         set_random_state(device, before)
     for stage in stages:
         _fill_buffers(base_tensors(unwrap(stage))[0], twin, filled)
-    install_weights(model, [live for live in wanted.values() if live.is_parameter])
-    left = [live.name for live in empty if live.is_parameter and live not in wanted.values()]
+    install_weights(model, list(wanted.values()))
+    drawn = tuple(live.name for live in wanted.values())
+    left = sorted({live.name for live in empty if live.is_parameter}.difference(drawn))
     if left:
         raise ConfigurationError(
             f"{len(left)} parameters have no value and are not in the model that transformers builds: "
             f"{', '.join(left[:8])}; give them values and put them in after loading"
         )
-    return tuple(live.name for live in wanted.values())
+    return drawn
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
@@ -127,12 +126,6 @@ def _on_any_rank(names: list[str]) -> list[str]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, names)
     return sorted({name for theirs in found for name in theirs})
-
-
-def _store(pieces: Sequence[Piece], full: torch.Tensor) -> None:
-    for box, view in pieces:
-        index = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))
-        view.copy_(full[index])
 
 
 def _drop(_: torch.Tensor) -> None:

@@ -143,13 +143,12 @@ def create_device_mesh(
         ParallelSizeError: See `resolve_sizes`.
         ConfigurationError: `world_size` is not the number of ranks.
     """
-    device = set_up_ranks(check_config(config).backend)
+    set_up_ranks(check_config(config).backend)
     ranks = dist.get_world_size()
     if world_size not in (None, ranks):
         raise ConfigurationError(f"world_size={world_size}, but there are {ranks} ranks; leave it out")
-    sizes = resolve_sizes(
+    context = build_mesh_context(
         config,
-        ranks,
         dp_size=dp_size,
         dp_replicate_size=dp_replicate_size,
         tp_size=tp_size,
@@ -157,7 +156,7 @@ def create_device_mesh(
         cp_size=cp_size,
         ep_size=ep_size,
     )
-    return _meshes(config, sizes, device.type)
+    return context.device_mesh, context.moe_mesh
 
 
 def set_up_ranks(backend: str) -> torch.device:

@@ -24,7 +24,7 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
 
     Args:
         model: What the user has.
-        whole: What is saved.
+        whole: What is saved of a `Pipeline`: the stages of this rank as one model.
         config: Written as config.json, as it was before the model was made parallel.
         folder: Where the weights came from; tokenizer and templates are carried along. None: from nowhere.
     """

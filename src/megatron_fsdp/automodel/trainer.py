@@ -13,7 +13,6 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from megatron_fsdp.automodel.accumulation import accumulation_context
-from megatron_fsdp.automodel.config import FSDP2Config
 from megatron_fsdp.automodel.gradient_clipping import clip_grad_norm_
 from megatron_fsdp.automodel.optimizers import connect_optimizer
 from megatron_fsdp.automodel.trainer_checks import check_arguments, check_model
@@ -86,9 +85,7 @@ class ShardedTrainer(transformers.Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one microbatch; gradients are reduced over ranks after the last one of a step."""
-        config = self._parallel.distributed_config
-        deferred = not isinstance(config, FSDP2Config) or config.defer_fsdp_grad_sync
-        with accumulation_context(self._parallel, self.accelerator.sync_gradients, defer_grad_sync=deferred):
+        with accumulation_context(self._parallel, self.accelerator.sync_gradients):
             loss: torch.Tensor = super().training_step(*args, **kwargs)
             return loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,17 @@ class LiveTensor:
                 found.append((box, flat[first : first + box.numel].view(box.lengths)))
             first += box.numel
         return found
+
+
+def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
+    """Write into what this rank holds of a tensor.
+
+    Args:
+        pieces: As `LiveTensor.pieces` gives them.
+        full: The whole tensor.
+    """
+    for box, view in pieces:
+        view.copy_(full[tuple(slice(first, first + n) for first, n in zip(box.offsets, box.lengths, strict=True))])
 
 
 def unwrap(model: nn.Module) -> nn.Module:
