@@ -266,3 +266,31 @@ def test_ranks_of_one_model_have_the_same_rows_and_dropout(
     first, second = run_ranks(2, different_batches, name, dropout)
     assert told in first
     assert first == second
+
+
+def unsupported_calls() -> list[str]:
+    sequence_to_sequence = transformers.T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8)
+    told = []
+    for config, name, sizes in (
+        (sequence_to_sequence, "megatron_fsdp", {}),
+        (config_of("llama"), "ddp", {"tp_size": 2}),
+        (config_of("llama"), "megatron_fsdp", {"pp_size": 2}),
+        (config_of("llama"), "fsdp2", {"dp_size": 1}),
+    ):
+        try:
+            AutoModelForCausalLM.from_config(config, distributed_config=strategy(name), **sizes)
+        except MegatronFSDPError as error:
+            told.append(str(error))
+    return told
+
+
+def test_models_and_sizes_that_a_strategy_cannot_do_are_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, unsupported_calls)
+    assert first == second
+    family, of_ddp, of_engine, left_out = first
+    assert "builds no AutoModelForCausalLM from T5Config" in family
+    assert of_ddp.startswith(
+        "tp_size=2 is only supported with FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size"
+    )
+    assert of_engine.startswith("pp_size=2 is only supported with FSDP2Config")
+    assert "= 1 x 1 x 1 x 1 = 1, but world_size is 2" in left_out
