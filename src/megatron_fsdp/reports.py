@@ -12,6 +12,7 @@ from megatron_fsdp.runtime.assemble import Assembly
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.footprint import MemoryUse, footprints_of, memory_of
 from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
+from megatron_fsdp.runtime.observer import Observer
 from megatron_fsdp.unit.grad_slot import GRAD
 from megatron_fsdp.unit.param_group import ParameterGroup
 
@@ -68,6 +69,16 @@ class Reports:
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
         return full_gradients(self._engine)
+
+    # ---- watching ----------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer) -> None:
+        """Tell somebody of every phase and every collective of this model on this rank, until `stop_observing`."""
+        self._engine.observers.add(observer)
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Tell them no longer."""
+        self._engine.observers.remove(observer)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ buffer may be handed to a lane straight after it was last used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,6 +24,32 @@ import torch.distributed as dist
 
 Launch = Callable[[], "dist.Work | None"]
 Finish = Callable[[], None]
+Tell = Callable[..., None]
+"""`LaneWatch.communicates` of one collective of one lane."""
+
+
+class Moment(Enum):
+    """How far a collective is. On CUDA all but the waits are points on the lane's stream, reached later."""
+
+    LAUNCHES = "launches"  # about to be started
+    LAUNCHED = "launched"  # handed to the back end
+    ARRIVED = "arrived"  # what was sent is here
+    FINISHED = "finished"  # and so is the local work on it
+    WAITS = "waits"  # the compute side begins to wait for it
+    WAITED = "waited"  # and goes on
+
+
+class LaneWatch(Protocol):
+    """Is told of the collectives of all lanes; does nothing where it is false."""
+
+    def __bool__(self) -> bool:
+        """Whether anybody listens."""
+
+    def number(self) -> int:
+        """A number for a new collective."""
+
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
+        """One has come to a moment of its life."""
 
 
 class Ticket(Protocol):
@@ -50,51 +78,117 @@ class HostTicket:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
+        self._arrived()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
+    def _arrived(self) -> None:
+        """The collective is done."""
+
+
+class WatchedHostTicket(HostTicket):
+    """The same, whose moments are told."""
+
+    def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell) -> None:
+        super().__init__(work, finish)
+        self._tell: Tell | None = tell
+
+    def wait(self) -> None:
+        """As above."""
+        if self._tell is None:
+            return
+        self._tell(Moment.WAITS)
+        super().wait()
+        self._tell(Moment.FINISHED)
+        tell, self._tell = self._tell, None
+        tell(Moment.WAITED)
+
+    def _arrived(self) -> None:
+        assert self._tell is not None
+        self._tell(Moment.ARRIVED)
+
 
 class HostLane:
-    """Communication by asynchronous work handles (gloo and other CPU back ends)."""
+    """Communication by asynchronous work handles (gloo and other CPU back ends).
+
+    Args:
+        name: For whoever watches.
+        watch: Who does.
+    """
+
+    def __init__(self, name: str = "", watch: LaneWatch | None = None) -> None:
+        self._name = name
+        self._watch = watch
 
     def submit(self, launch: Launch, finish: Finish | None = None) -> HostTicket:
         """Start the collective at once; its finish runs when the ticket is waited on."""
-        return HostTicket(launch(), finish)
+        if not self._watch:
+            return HostTicket(launch(), finish)
+        tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
+        tell(Moment.LAUNCHES)
+        work = launch()
+        tell(Moment.LAUNCHED, work=work)
+        return WatchedHostTicket(work, finish, tell)
 
 
 class StreamTicket:
     """An event recorded on a lane's stream."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, tell: Tell | None = None) -> None:
         self._event = event
+        self._tell = tell
 
     def wait(self) -> None:
         """Queue a wait for the event on the current stream."""
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(Moment.WAITS)
         torch.cuda.current_stream().wait_event(self._event)
+        if tell is not None:
+            tell(Moment.WAITED)
 
 
 class StreamLane:
-    """Communication on a CUDA side stream."""
+    """Communication on a CUDA side stream.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where the stream is.
+        name: For whoever watches.
+        watch: Who does.
+    """
+
+    def __init__(self, device: torch.device, name: str = "", watch: LaneWatch | None = None) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._name = name
+        self._watch = watch
 
     def submit(self, launch: Launch, finish: Finish | None = None) -> StreamTicket:
         """Queue collective and finish behind what the compute stream holds now."""
         self._stream.wait_stream(torch.cuda.current_stream())
+        tell = None
+        if self._watch:
+            tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
         with torch.cuda.stream(self._stream):
+            if tell is not None:
+                tell(Moment.LAUNCHES)
             work = launch()
+            if tell is not None:
+                tell(Moment.LAUNCHED, work=work)
             if work is not None:
                 work.wait()  # a stream-level wait: the side stream waits for the back end's own stream
+            if tell is not None:
+                tell(Moment.ARRIVED)
             if finish is not None:
                 finish()
-            return StreamTicket(self._stream.record_event())
+            if tell is not None:
+                tell(Moment.FINISHED)
+            return StreamTicket(self._stream.record_event(), tell)
 
 
-def make_lane(device: torch.device) -> Lane:
+def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:
     """The lane for a device: a side stream on CUDA, work handles elsewhere."""
-    return StreamLane(device) if device.type == "cuda" else HostLane()
+    return StreamLane(device, name, watch) if device.type == "cuda" else HostLane(name, watch)
 
 
 def default_device() -> torch.device:

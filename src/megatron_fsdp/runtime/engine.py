@@ -23,9 +23,10 @@ from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
+from megatron_fsdp.runtime.observer import Phase
 from megatron_fsdp.runtime.on_request import OnRequest
 from megatron_fsdp.runtime.recovery import match_deferred_sums
-from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
+from megatron_fsdp.runtime.schedule import ROOT, Action, Operation, Scheduler
 from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.unseen_gradients import UnseenGradients
@@ -115,11 +116,15 @@ class Engine(OnRequest):
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].install_full()
+        if self.observers:
+            self.observers.begins(Phase.FORWARD, index)
 
     def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
         if not self.scheduler.forward_depth(index):
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
+        if self.observers:
+            self.observers.ends(Phase.FORWARD, index)
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
@@ -150,8 +155,9 @@ class Engine(OnRequest):
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; what was gathered is out of date."""
         self.executor.run(self.scheduler.weights_changed())
-        for unit in self.units:
-            unit.install_main_weights()
+        with self.observers.during(Phase.INSTALL, ROOT):
+            for unit in self.units:
+                unit.install_main_weights()
         self.stepped = False
 
     # ---- backward -----------------------------------------------------------------------------------------------
@@ -162,6 +168,7 @@ class Engine(OnRequest):
         if call.last_backward == self._backward_id:
             return
         call.last_backward = self._backward_id
+        self.observers.backward_pauses()
         if torch.is_grad_enabled() and self.units[call.unit].lives_in_slots:  # autograd's create_graph=True
             raise ScheduleError(
                 f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), "
@@ -171,6 +178,8 @@ class Engine(OnRequest):
         self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
         self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
         self._installed.add(call.unit)
+        if self.observers:
+            self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """Autograd has the whole gradient of a parameter: move it into its bucket."""
@@ -196,7 +205,11 @@ class Engine(OnRequest):
             self.executor.begin_filling(unit, position, self.reach)
         for check in self._checks:
             check.look_at(unit.groups[position].names[parameter], grad)
+        if self.observers:
+            self.observers.begins(Phase.COPY, index)
         gradients.add(parameter, grad)
+        if self.observers:
+            self.observers.ends(Phase.COPY, index)
 
     @property
     def traffic(self) -> Traffic:
@@ -240,6 +253,7 @@ class Engine(OnRequest):
 
     def _end_backward(self) -> None:
         self._callback_queued = False
+        self.observers.backward_pauses()
         self._install_sharded()
         self._ending = True
         try:

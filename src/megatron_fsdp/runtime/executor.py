@@ -14,6 +14,7 @@ from megatron_fsdp.buffer.pools import Block, BucketPool
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
+from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
@@ -49,6 +50,7 @@ class Executor:
     Attributes:
         weight_memory: The memory of gathered weights.
         bucket_count: As given, or as set since.
+        observers: Who is told of phases and collectives.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Executor:
     ) -> None:
         self._units = units
         self._finalise = finalise
-        self._gather_lane = make_lane(device)
-        self._reduce_lane = make_lane(device)
-        self._outer_lane = make_lane(device)
+        self.observers = Observers()
+        self._gather_lane = make_lane(device, "gather", self.observers)
+        self._reduce_lane = make_lane(device, "reduce", self.observers)
+        self._outer_lane = make_lane(device, "outer", self.observers)
         self._device = device
         self.weight_memory = WeightMemory(weights, device)
         self.bucket_count = buckets
@@ -114,7 +117,11 @@ class Executor:
             try:
                 if self.verifier is not None:
                     self._verify(self.verifier, action, unit, reach)
+                if self.observers:
+                    self.observers.begins(PHASE_OF[action], index)
                 self._carry_out(action, unit, slot, reach)
+                if self.observers:
+                    self.observers.ends(PHASE_OF[action], index)
                 self.is_broken = before
             except MegatronFSDPError:
                 raise
@@ -171,7 +178,9 @@ class Executor:
     def gather_across(self) -> None:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
         for unit in self._units:
-            unit.gather_across(self._outer_lane)
+            if unit.has_to_cross:
+                with self.observers.during(Phase.GATHER_ACROSS, unit.index):
+                    unit.gather_across(self._outer_lane)
 
     def finish_across(self) -> None:
         """Wait for that, also for units that the forward did not use: their weights may be changed after it."""
@@ -214,13 +223,14 @@ class Executor:
             return
         while len(self._crossing) >= UNITS_CROSSING:
             self._finish_crossing()
-        self._crossing.append(
-            [
-                group.gradients.reduce_across(self._outer_lane, group.sharded)
-                for group in unit.groups
-                if group.gradients is not None and group.gradients.has_pending
-            ]
-        )
+        with self.observers.during(Phase.REDUCE_ACROSS, unit.index):
+            self._crossing.append(
+                [
+                    group.gradients.reduce_across(self._outer_lane, group.sharded)
+                    for group in unit.groups
+                    if group.gradients is not None and group.gradients.has_pending
+                ]
+            )
 
     def _finish_crossing(self) -> None:
         for ticket, _memory in self._crossing.popleft():
@@ -248,8 +258,9 @@ class Executor:
         if not self._in_flight:
             return False
         reduction = self._in_flight.popleft()
-        for ticket in reduction.tickets:
-            ticket.wait()
+        with self.observers.during(Phase.RETIRE, reduction.unit.index):
+            for ticket in reduction.tickets:
+                ticket.wait()
         reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
             self._scratch.give_back(reduction.scratch)
@@ -268,6 +279,7 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop gradients on their way and take all borrowed memory back."""
+        self.observers.forget()
         self.is_broken = False
         self.fingerprint = 0  # ranks may have been stopped at different points
         self.retire_all()

@@ -11,6 +11,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.runtime.observer import Observers
 from megatron_fsdp.runtime.schedule import Scheduler
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -25,6 +26,11 @@ class OnRequest:
     scheduler: Scheduler
     executor: Executor
     memory: MemoryPlan
+
+    @property
+    def observers(self) -> Observers:
+        """Who is told of phases and collectives."""
+        return self.executor.observers
 
     @property
     def reach(self) -> Reach:

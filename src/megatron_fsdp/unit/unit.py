@@ -74,6 +74,11 @@ class Unit:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
+    @property
+    def has_to_cross(self) -> bool:
+        """Whether outer ranks have a part of the last update that is missing here."""
+        return self._is_behind and any(group.weights.gathers_across for group in self.groups)
+
     def gather_across(self, lane: Lane) -> None:
         """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
 
