@@ -32,6 +32,7 @@ class Notes(Observer):
         self._open.remove((phase, unit))
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
+        assert work is None or moment is Moment.LAUNCHED
         self.moments.setdefault(number, [lane]).append(moment.value)
 
     @property
