@@ -149,7 +149,7 @@ def assemble(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
     reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
-    memory = plan_memory(switches.memory, reduces_early, units)
+    memory = plan_memory(switches.memory, reduces_early, [unit.group_plans for unit in units])
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
     engine.own_groups = own_groups
     if sharding.experts is not None and index.expt_device_mesh is not None:

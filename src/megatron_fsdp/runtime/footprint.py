@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fsdp.accounting import GroupFootprint
-from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.engine import Engine
 
 
@@ -48,20 +47,4 @@ def memory_of(engine: Engine) -> MemoryUse:
 
 def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
     """What the formulas of `megatron_fsdp.accounting` take, one entry per parameter group."""
-    return tuple(
-        GroupFootprint(
-            unit=unit.index,
-            numel=group.plan.layout.numel,
-            num_shards=group.plan.axis.num_ranks,
-            compute=group.plan.precision.compute,
-            main_params=group.plan.precision.main_params,
-            main_grads=group.plan.precision.main_grads,
-            grad_comm=group.plan.precision.grad_comm,
-            requires_grad=group.gradients is not None,
-            is_whole=group.plan.spec.key.is_scalar,
-            outer_ranks=group.plan.axes[0].num_ranks if len(group.plan.axes) > 1 else 1,
-            outer_shares=len(group.plan.axes) > 1 and group.plan.placements.main_weight[0] is Placement.SHARD,
-        )
-        for unit in engine.units
-        for group in unit.groups
-    )
+    return tuple(group.plan.footprint(unit.index) for unit in engine.units for group in unit.groups)

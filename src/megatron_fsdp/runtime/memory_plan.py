@@ -1,14 +1,18 @@
-"""From the caller's options and the finished units to what scheduler and executor are told."""
+"""From the caller's options and the groups of all units to what scheduler and executor are told. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_fsdp.buffer.pools import pack_bytes
 from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.runtime.schedule import ROOT, ScheduleConfig
-from megatron_fsdp.unit.unit import Unit
+from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.weight_plan import Place, UnitWeights, WeightAllocator, WeightPlan, plan_weights, prefetch_depth
+
+GroupPlans = Sequence[GroupPlan]
+"""The groups of one unit."""
 
 _BUCKETS = 2  # one fills while the other is being reduced
 
@@ -32,13 +36,13 @@ class MemoryPlan:
     may_grow: bool
 
 
-def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Unit]) -> MemoryPlan:
+def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
     """Settle what depends on the model.
 
     Args:
         options: The caller's.
         reduces_early: Whether units are reduced during backward.
-        units: All units, root first.
+        units: The groups of each unit, root first.
     """
     forward, backward, slots, buckets = options.forward_depth, options.backward_depth, options.slots, _BUCKETS
     if options.communication_unit_numel is not None:
@@ -49,11 +53,11 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Uni
         forward = backward = min(depth, slots - 1)
         buckets = bucket_count(options.communication_unit_numel, units)
     weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots)
-    groups = [group for unit in units for group in unit.groups]
+    groups = [group for unit in units for group in unit]
     resized = frozenset(weights.units_in(Place.RESIZED))
     schedule = ScheduleConfig(
-        trainable=tuple(unit.trainable for unit in units),
-        gathers=any(group.is_gathered or group.weights.gathers_across for group in groups),
+        trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
+        gathers=any(group.is_gathered or group.gathers_across for group in groups),
         shares_slots=any(group.weights_in_slots for group in groups),
         slots=slots,
         prefetch_forward=forward,
@@ -66,20 +70,21 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Uni
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow)
 
 
-def unit_numels(units: Sequence[Unit]) -> list[int]:
+def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
     """Elements of each unit besides the root, padding included."""
-    return [sum(group.plan.layout.numel for group in unit.groups) for unit in units if unit.index != ROOT]
+    return [sum(group.layout.numel for group in unit) for unit in units[ROOT + 1 :]]
 
 
-def bucket_count(numel: int, units: Sequence[Unit]) -> int:
+def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
     """How many buckets, each for the largest unit, fit into a number of elements: at least 1, at most one per unit."""
     largest = max(unit_numels(units), default=0)
-    trainable = sum(unit.trainable for unit in units if unit.index != ROOT)
+    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT + 1 :])
     return max(1, min(numel // max(1, largest), trainable))
 
 
-def _weights_of(unit: Unit) -> UnitWeights:
-    shape = tuple(
-        (group.plan.layout.numel, group.plan.precision.compute) for group in unit.groups if group.weights_in_slots
+def _weights_of(unit: GroupPlans) -> UnitWeights:
+    in_slots = [group for group in unit if group.weights_in_slots]
+    return UnitWeights(
+        pack_bytes([group.gathered_bytes for group in unit])[1],
+        tuple((group.layout.numel, group.precision.compute) for group in in_slots),
     )
-    return UnitWeights(unit.gathered_bytes, shape)

@@ -70,7 +70,9 @@ class OnRequest:
 
     def set_prefetch(self, numel: int) -> None:
         """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
-        self.scheduler.look_ahead(prefetch_depth(numel, unit_numels(self.units)), self.memory.may_grow)
+        self.scheduler.look_ahead(
+            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
+        )
 
     def set_reduce_capacity(self, numel: int) -> None:
         """Have as many buckets as fit into `numel` elements; see `bucket_count`.
@@ -83,7 +85,7 @@ class OnRequest:
                 f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
                 "wait for the end of backward; leave it alone or turn the overlap on"
             )
-        self.executor.set_bucket_count(bucket_count(numel, self.units))
+        self.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in self.units]))
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""

@@ -19,7 +19,7 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecisio
 from megatron_fsdp.placement import Placements, ShardingStrategy, placements_for
 from megatron_fsdp.region import shard_count
 from megatron_fsdp.runtime.domain import Domain
-from megatron_fsdp.unit.param_group import GroupPlan
+from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, part_of
 
 _ALIGNMENT_BYTES = 16

@@ -4,106 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.flat_buffer import piece_view
 from megatron_fsdp.dtensor.chunks import describe_chunks
-from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.gradient_scaling import GradientReduction
-from megatron_fsdp.grouping import ParameterGroupSpec
-from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
-from megatron_fsdp.placement import Placement, Placements
-from megatron_fsdp.region import shard_count
-from megatron_fsdp.shard_description import BufferCut, MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
-from megatron_fsdp.unit.tensor_parallel import TensorParallelPart, local_part
+from megatron_fsdp.unit.group_plan import GroupPlan
+from megatron_fsdp.unit.tensor_parallel import local_part
 from megatron_fsdp.unit.weights import WeightBuffers
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """Everything that was decided for one group before any memory was taken.
-
-    Attributes:
-        spec: The parameters, by name, and what they share.
-        layout: Where they lie.
-        precision: The dtype of each buffer.
-        reduction: The factor and operation of their gradients.
-        placements: Where each buffer lies, by strategy.
-        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
-        mesh: The mesh that the sharded parameters are described on: the axes, and the tensor-parallel one last where
-            there is one.
-        device: Where the buffers live.
-        parts: For each parameter how tensor parallelism cut it before; None where it did not.
-        layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
-        foreign_groups: For experts, groups of ranks that hold other experts.
-    """
-
-    spec: ParameterGroupSpec
-    layout: Layout
-    precision: ResolvedPrecision
-    reduction: GradientReduction
-    placements: Placements
-    axes: tuple[Axis, ...]
-    mesh: DeviceMesh
-    device: torch.device
-    parts: tuple[TensorParallelPart | None, ...]
-    layouts_by_part: tuple[Layout, ...] = ()
-    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
-
-    @property
-    def axis(self) -> Axis:
-        """The sharding axis."""
-        return self.axes[-1]
-
-    @property
-    def num_shards(self) -> int:
-        """Into how many parts main weights are cut."""
-        return shard_count(self.placements.main_weight, self.axes)
-
-    def frame(self, index: int) -> ShardFrame:
-        """Which elements of tensor `index` every rank holds, for DTensors of its main weight, gradient and state."""
-        part, layouts = self.parts[index], self.layouts_by_part
-        is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
-        use = MeshUse(
-            sizes=tuple(self.mesh.mesh.shape),
-            shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
-            tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
-        )
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        coordinate = (*(axis.rank for axis in self.axes), *place[len(self.axes) :])
-        tensor_cut = None
-        if part is not None and isinstance(part.placement, Shard):
-            dim = part.placement.dim
-            tensor_cut = TensorParallelCut.by_chunk(part.shape[dim], use.num_parts, dim)
-        return ShardFrame(
-            self.mesh,
-            ShardDescription(
-                shape=self.layout.shapes[index] if part is None else tuple(part.shape),
-                use=use,
-                coordinate=coordinate,
-                cut=_cut(self.layout, index),
-                tensor_cut=tensor_cut,
-                other_cuts=tuple(_cut(layout, index) for layout in layouts),
-            ),
-            self.foreign_groups,
-        )
-
-
-def _cut(layout: Layout, index: int) -> BufferCut:
-    return BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))
 
 
 class ParameterGroup:
@@ -195,12 +111,12 @@ class ParameterGroup:
     @property
     def is_gathered(self) -> bool:
         """Whether full weights have to be put together from the parts of the inner ranks."""
-        return self.weights.gathers_inside
+        return self.plan.is_gathered
 
     @property
     def weights_in_slots(self) -> bool:
         """Whether full weights exist only while gathered."""
-        return not self.weights.compute.is_whole
+        return self.plan.weights_in_slots
 
     @property
     def grads_sharded(self) -> bool:
@@ -236,14 +152,12 @@ class ParameterGroup:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the full compute weights where they exist only while gathered, else 0."""
-        if not self.weights_in_slots:
-            return 0
-        return self.plan.layout.numel * self.plan.precision.compute.itemsize
+        return self.plan.gathered_bytes
 
     @property
     def bucket_bytes(self) -> int:
         """Bytes of the full gradients on the wire; 0 for a frozen group."""
-        return 0 if self.gradients is None else self.plan.layout.numel * self.plan.precision.grad_comm.itemsize
+        return self.plan.bucket_bytes
 
     def change_precision(self, precision: ResolvedPrecision) -> None:
         """Use another communication dtype from now on; the other dtypes must be the same."""

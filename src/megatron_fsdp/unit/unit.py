@@ -11,6 +11,7 @@ from torch import nn
 from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.buffer.pools import Block, pack_bytes
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 ParameterSites = tuple[tuple[nn.Module, str], ...]
@@ -54,6 +55,11 @@ class Unit:
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
 
     @property
+    def group_plans(self) -> list[GroupPlan]:
+        """What was decided for each group."""
+        return [group.plan for group in self.groups]
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
         return any(group.gradients is not None for group in self.groups)
@@ -77,7 +83,7 @@ class Unit:
     @property
     def has_to_cross(self) -> bool:
         """Whether outer ranks have a part of the last update that is missing here."""
-        return self._is_behind and any(group.weights.gathers_across for group in self.groups)
+        return self._is_behind and any(group.plan.gathers_across for group in self.groups)
 
     def gather_across(self, lane: Lane) -> None:
         """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
@@ -87,7 +93,7 @@ class Unit:
         if self._is_behind:
             self._is_behind = False
             self._outer_tickets += [
-                lane.submit(group.weights.gather_across) for group in self.groups if group.weights.gathers_across
+                lane.submit(group.weights.gather_across) for group in self.groups if group.plan.gathers_across
             ]
 
     def finish_across(self) -> None:

@@ -53,16 +53,6 @@ class WeightBuffers:
         self._inner_region = held_region(layout.numel, inner_only, axes)
         self._seen_version = -1
 
-    @property
-    def gathers_inside(self) -> bool:
-        """Whether full compute weights are put together from the parts of the inner ranks."""
-        return self._inner_region.numel < self.compute.layout.numel
-
-    @property
-    def gathers_across(self) -> bool:
-        """Whether an inner rank's part is put together from the parts of the outer ranks, after an update."""
-        return self.main.region.numel < self._inner_region.numel
-
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Take the initial value of tensor `index`, full and in any dtype, into both buffers."""
         self.compute.store(index, tensor)
