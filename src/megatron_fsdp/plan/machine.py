@@ -1,0 +1,165 @@
+"""What a machine can do, in numbers that anybody may change. Pure.
+
+The presets are the makers' figures for dense 16-bit matrix products, memory and links per direction; what a run reaches
+of them is in the fields called efficiency, which are assumptions and stand in every report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from megatron_fsdp.errors import ConfigurationError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of node, and the network between nodes.
+
+    Attributes:
+        name: For people.
+        devices_per_node: Accelerators that share the fast link.
+        memory_bytes: Of one device.
+        reserved_bytes: What the context, communication libraries and fragmentation take of it.
+        flops: Dense 16-bit floating point operations per second of one device, at best.
+        flops_efficiency: Part of it that matrix products reach.
+        memory_bytes_per_s: Bandwidth of one device's memory.
+        memory_efficiency: Part of it that elementwise operators reach.
+        link_bytes_per_s: What one device sends over the fast link, per direction.
+        network_bytes_per_s: What one device sends over the network: that of its own adapter.
+        network_efficiency: Part of link and network that collectives reach.
+        link_latency_s: For one hop inside of a node.
+        network_latency_s: For one hop between nodes.
+        operator_s: Time to start one operator, below which none is done.
+    """
+
+    name: str
+    devices_per_node: int
+    memory_bytes: int
+    reserved_bytes: int
+    flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    flops_efficiency: float = 0.65
+    memory_efficiency: float = 0.8
+    network_efficiency: float = 0.8
+    link_latency_s: float = 2e-6
+    network_latency_s: float = 8e-6
+    operator_s: float = 4e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("reserved_bytes", "link_latency_s", "network_latency_s", "operator_s") else None
+            if isinstance(value, str) or (value >= 0 if least == 0 else value > 0):
+                continue
+            raise ConfigurationError(f"{field.name}={value} of machine {self.name!r} cannot be; give a positive number")
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of one device that a model can have."""
+        return self.memory_bytes - self.reserved_bytes
+
+    @property
+    def reached_flops(self) -> float:
+        """Floating point operations per second in matrix products."""
+        return self.flops * self.flops_efficiency
+
+    def compute_s(self, flops: float, moved_bytes: float, operators: int = 0) -> float:
+        """Time of some operators one after another: matrix products, then what only moves memory.
+
+        A roofline per kind of work (Williams, Waterman and Patterson, 2009), with a floor for starting operators.
+        """
+        work = flops / self.reached_flops + moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
+        return max(work, operators * self.operator_s)
+
+    def bytes_per_s(self, ranks: int, stride: int = 1) -> float:
+        """What each rank of a group sends per second in a ring or pairwise algorithm.
+
+        Ranks of one node share a link; a group over several nodes is held up by the network, where the adapters of all
+        its members in a node carry one ring each.
+
+        Args:
+            ranks: Of the group.
+            stride: Distance of its neighbours in the numbering of all ranks, which goes node by node.
+        """
+        if (ranks - 1) * stride < self.devices_per_node:
+            return self.link_bytes_per_s * self.network_efficiency
+        members = max(1, self.devices_per_node // stride)
+        across = self.network_bytes_per_s * min(members, ranks)
+        return min(across, self.link_bytes_per_s if members > 1 else across) * self.network_efficiency
+
+    def latency_s(self, ranks: int, stride: int = 1) -> float:
+        """Latency of a collective: a hop for every doubling of the group, inside of nodes and between them."""
+        nodes = max(1, ranks * stride // self.devices_per_node) if stride < self.devices_per_node else ranks
+        inside = max(1, ranks // nodes)
+        return self.link_latency_s * _doublings(inside) + self.network_latency_s * _doublings(nodes)
+
+    def collective_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of a collective in which every rank sends some bytes.
+
+        Args:
+            sent_bytes: By one rank.
+            ranks: Of the group; one rank sends nothing and takes no time.
+            stride: As for `bytes_per_s`.
+        """
+        if ranks == 1:
+            return 0.0
+        return sent_bytes / self.bytes_per_s(ranks, stride) + self.latency_s(ranks, stride)
+
+    def but(self, changes: Mapping[str, float]) -> Machine:
+        """The same with other figures.
+
+        Raises:
+            ConfigurationError: There is no such figure, or it cannot be.
+        """
+        known = {field.name for field in fields(self)} - {"name"}
+        for name in changes:
+            if name not in known:
+                raise ConfigurationError(f"a machine has no {name!r}; it has {', '.join(sorted(known))}")
+        whole = {name: int(value) if name.endswith(("_bytes", "_node")) else value for name, value in changes.items()}
+        return replace(self, **whole)  # type: ignore[arg-type]
+
+
+def _doublings(count: int) -> int:
+    return math.ceil(math.log2(count)) if count > 1 else 0
+
+
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine("a100", 8, 80 * GIB, 4 * GIB, 312e12, 2.0e12, 300e9, 25e9),
+        Machine("h100", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 450e9, 50e9),
+        Machine("h200", 8, 141 * 10**9, 5 * GIB, 989e12, 4.8e12, 450e9, 50e9),
+        Machine("b200", 8, 180 * 10**9, 6 * GIB, 2250e12, 8.0e12, 900e9, 50e9),
+    )
+}
+"""Nodes of eight accelerators with one 400 Gb/s adapter each (a100: 200 Gb/s)."""
+
+
+def find_machine(name: str) -> Machine:
+    """A preset.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    if name not in MACHINES:
+        raise ConfigurationError(f"machine {name!r} is not known; give one of {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
+def tokens_to_hide(flops_per_s: float, bytes_per_s: float) -> float:
+    """Tokens per rank and microbatch from which communication of full sharding can hide behind compute.
+
+    A rank computes 6 P T operations on T tokens and sends about 6 P bytes (two gathers and a reduction of P 16-bit
+    values), so T = F / B, whatever the model.
+
+    Args:
+        flops_per_s: Reached by one rank.
+        bytes_per_s: Sent by one rank.
+    """
+    return flops_per_s / bytes_per_s

@@ -1,0 +1,108 @@
+"""What one rank holds over a step, to the byte where the engine is concerned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_fsdp.accounting import persistent_bytes
+from megatron_fsdp.plan.planned_model import PlannedModel
+from megatron_fsdp.plan.replay import Moment, ReplayedStep
+
+_COUNTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What is there between steps.
+
+    Attributes:
+        compute_weights: Weights that forward and backward use.
+        main_weights: Weights that the optimizer updates, where they are memory of their own.
+        main_gradients: Accumulated gradients.
+        optimizer: Optimizer state, counters of steps included.
+        module_buffers: Buffers of modules, which every rank holds.
+    """
+
+    compute_weights: int
+    main_weights: int
+    main_gradients: int
+    optimizer: int
+    module_buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank over a step.
+
+    Attributes:
+        held: At all times.
+        input_bytes: Of a microbatch.
+        peak: The moment at which most is borrowed on top.
+        saving_bytes: Host memory that a checkpoint in the background copies the state to.
+    """
+
+    held: HeldBytes
+    input_bytes: int
+    peak: Moment
+    saving_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is there at a time."""
+        return self.held.total + self.input_bytes + self.peak.total_bytes
+
+
+def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0) -> HeldBytes:
+    """Count what is there between steps.
+
+    Args:
+        model: Its layouts are those of the engine, so that the bytes are too.
+        module_buffer_bytes: Of buffers.
+    """
+    setup = model.setup
+    found = persistent_bytes(model.footprints, setup.strategy, setup.optimizer.states_per_param)
+    return HeldBytes(
+        found.compute_weight,
+        found.main_weight,
+        found.main_grad,
+        optimizer_bytes(model),
+        module_buffer_bytes,
+    )
+
+
+def optimizer_bytes(model: PlannedModel) -> int:
+    """State of the optimizer on this rank."""
+    kind = model.setup.optimizer
+    total = 0
+    for group in model.optimizer_elements():
+        total += kind.states_per_param * group.elements * group.itemsize
+        total += _COUNTER_BYTES * group.parameters if kind.counts_steps else 0
+    return total
+
+
+def step_bytes(model: PlannedModel) -> int:
+    """What the optimizer's step borrows."""
+    kind = model.setup.optimizer
+    groups = model.optimizer_elements()
+    if kind.one_by_one:
+        return kind.temporaries * max((group.largest * group.itemsize for group in groups), default=0)
+    return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
+
+
+def memory_of(model: PlannedModel, step: ReplayedStep, input_bytes: int, module_buffer_bytes: int = 0) -> RankMemory:
+    """Put a rank's memory together.
+
+    Args:
+        model: The planned model.
+        step: Its replayed step.
+        input_bytes: Of a microbatch.
+        module_buffer_bytes: Of buffers.
+    """
+    held = held_bytes(model, module_buffer_bytes)
+    weights = held.main_weights or held.compute_weights
+    return RankMemory(held, input_bytes, step.peak, saving_bytes=weights + held.optimizer)

@@ -1,0 +1,228 @@
+"""A model as the engine would shard it: units and groups with their layouts, made by the engine's own planning.
+
+Only process groups are missing: an axis is a number of ranks and a place on it. Nothing here takes memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.fine_grained import refine_units
+from megatron_fsdp.grouping import ParameterGroupSpec, ParameterInfo, cut_groups, group_parameters
+from megatron_fsdp.plan.setup import Setup
+from megatron_fsdp.runtime.build import parameter_info
+from megatron_fsdp.runtime.domain import Domain
+from megatron_fsdp.runtime.memory_plan import MemoryPlan, plan_memory
+from megatron_fsdp.runtime.sharding import Sharding
+from megatron_fsdp.unit.group_plan import GroupPlan
+from megatron_fsdp.units import UnitPlan, find_units
+
+UnitModules = Sequence[type[nn.Module] | str] | str | None
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit.
+
+    Attributes:
+        name: Of its module; empty for the root.
+        class_name: Of the module's class.
+        groups: What was decided for each of its parameter groups.
+    """
+
+    name: str
+    class_name: str
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters on this rank's tensor- and expert-parallel place, without padding."""
+        return sum(group.layout.payload_numel for group in self.groups)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no parameter."""
+        return sum(group.layout.padding_numel for group in self.groups)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """All units, the root first.
+
+    Attributes:
+        setup: What it was planned for.
+        units: In the order of the engine.
+        source: How the units were found, in words.
+        memory: What scheduler and executor are told.
+    """
+
+    setup: Setup
+    units: tuple[PlannedUnit, ...]
+    source: str
+    memory: MemoryPlan
+
+    @property
+    def groups(self) -> tuple[GroupPlan, ...]:
+        """All groups, in unit order."""
+        return tuple(group for unit in self.units for group in unit.groups)
+
+    @cached_property
+    def footprints(self) -> tuple[GroupFootprint, ...]:
+        """What the formulas of `megatron_fsdp.accounting` take."""
+        return tuple(group.footprint(index) for index, unit in enumerate(self.units) for group in unit.groups)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters on this rank's tensor- and expert-parallel place."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding of all buffers over what is in them."""
+        return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
+
+    def optimizer_elements(self) -> tuple[OptimizerElements, ...]:
+        """What the optimizer steps on, for each trained group; padding is nobody's parameter and left out."""
+        return tuple(_optimizer_elements(group) for group in self.groups if group.requires_grad)
+
+
+@dataclass(frozen=True)
+class OptimizerElements:
+    """The part of one group that the optimizer of this rank updates.
+
+    Attributes:
+        elements: Without padding.
+        parameters: How many it knows, those without an element here included.
+        largest: Elements of the largest piece of one parameter.
+        itemsize: Bytes of an element of the main weights.
+        compute_itemsize: Bytes of an element of the compute weights.
+    """
+
+    elements: int
+    parameters: int
+    largest: int
+    itemsize: int
+    compute_itemsize: int
+
+
+def _optimizer_elements(group: GroupPlan) -> OptimizerElements:
+    ranges = [group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes))]
+    owned = [stop - start for start, stop in ranges]
+    return OptimizerElements(
+        sum(owned),
+        len(owned),
+        max(owned, default=0),
+        group.precision.main_params.itemsize,
+        group.precision.compute.itemsize,
+    )
+
+
+def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
+    """Shard a model on paper.
+
+    Args:
+        module: On the meta device or not; it is only read. Its parameters are what one tensor-parallel rank of one
+            pipeline stage holds, experts those of all expert-parallel ranks.
+        setup: Ranks, strategy and options.
+        fsdp_unit_modules: As for `fully_shard`.
+
+    Returns:
+        The units with their layouts.
+
+    Raises:
+        ConfigurationError: As `fully_shard` would for the model and these options.
+        ParallelSizeError: Experts cannot be divided over the expert-parallel ranks.
+    """
+    found = _find_units(module, setup, fsdp_unit_modules)
+    params = dict(module.named_parameters())
+    if not params:
+        raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
+    sharding = _sharding(setup)
+    layouts = _Layouts(sharding)
+    cut_numel = setup.memory.bucket_numel_on(setup.ranks.inner * setup.ranks.dp_outer)
+    units = []
+    for index, spec in enumerate(found.units):
+        infos = [_info(name, params[name], sharding, setup) for name in spec.parameters]
+        specs = group_parameters(infos)
+        groups = tuple(layouts.plan(group) for group in (specs if index else cut_groups(specs, cut_numel)))
+        units.append(PlannedUnit(spec.name, spec.class_name, groups))
+    memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
+    return PlannedModel(setup, tuple(units), found.source, memory)
+
+
+def _find_units(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules) -> UnitPlan:
+    given: Any = fsdp_unit_modules
+    plan = find_units(module, given)
+    setup.memory.check_plan(len(plan.units) - 1)
+    return refine_units(module, plan, setup.memory.whole_types) if setup.memory.fine_grained else plan
+
+
+def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> ParameterInfo:
+    info = parameter_info(name, param, sharding)
+    if not info.is_expert or setup.ranks.ep == 1:
+        return info
+    rows, *rest = info.shape
+    if rows % setup.ranks.ep:
+        raise ParallelSizeError(
+            f"{name} has {rows} experts, which ep={setup.ranks.ep} does not divide; give a divisor of their number"
+        )
+    return ParameterInfo(
+        name, (rows // setup.ranks.ep, *rest), info.dtype, info.requires_grad, True, info.sums_in_fp32, info.granularity
+    )
+
+
+class _Layouts:
+    """Plans groups, those of equal shapes once: a model of 126 equal layers has one layout."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._known: dict[object, GroupPlan] = {}
+
+    def plan(self, spec: ParameterGroupSpec) -> GroupPlan:
+        """Everything about one group."""
+        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters))
+        if alike not in self._known:
+            originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in spec.parameters]
+            self._known[alike] = self._sharding.plan_group(spec, originals)
+        known = self._known[alike]
+        return GroupPlan(**{**_fields(known), "spec": spec})
+
+
+def _fields(plan: GroupPlan) -> Mapping[str, Any]:
+    return {name: getattr(plan, name) for name in GroupPlan.__dataclass_fields__}
+
+
+def _sharding(setup: Setup) -> Sharding:
+    """What the engine would be told, with axes that lead nowhere."""
+    ranks = setup.ranks
+    has_experts = ranks.ep > 1
+    return Sharding(
+        setup.strategy,
+        setup.outer,
+        setup.policy,
+        _domain(setup, ranks.inner),
+        _domain(setup, ranks.inner // ranks.ep) if has_experts else None,
+        _META,
+    )
+
+
+def _domain(setup: Setup, inner: int) -> Domain:
+    outer = setup.ranks.dp_outer
+    position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
+    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner)]
+    names = ["dp_shard"]
+    if outer > 1:
+        axes.insert(0, Axis(None, position_outer, outer))
+        names.insert(0, "dp_outer")
+    nowhere: Any = None
+    return Domain(tuple(axes), tuple(names), None, None, nowhere)

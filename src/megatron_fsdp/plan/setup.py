@@ -1,0 +1,176 @@
+"""What is planned besides the model: ranks, strategy, dtypes, batch and optimizer. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.memory_options import MemoryOptions
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.placement import ShardingStrategy, placements_for
+
+
+class Backend(Enum):
+    """What carries collectives. gloo reduces by an exchange and a local sum, which needs memory for what comes in."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+class Recompute(Enum):
+    """Which forwards are repeated in backward in place of keeping their activations."""
+
+    NONE = "none"
+    FULL = "full"  # those of all units
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What an optimizer keeps and borrows.
+
+    Attributes:
+        name: For people.
+        states_per_param: Values that it keeps per parameter, in the dtype of the main weights.
+        counts_steps: Whether it keeps a counter of 4 bytes per parameter that has elements on the rank.
+        temporaries: Values per parameter that its step borrows.
+        one_by_one: Whether it borrows for one parameter after another, else for all at a time.
+        passes_per_param: Values per parameter that a step reads and writes, its state included.
+    """
+
+    name: str
+    states_per_param: int
+    counts_steps: bool
+    temporaries: int
+    one_by_one: bool
+    passes_per_param: int
+
+
+OPTIMIZERS = {
+    kind.name: kind
+    for kind in (
+        OptimizerKind("adamw", 2, True, 1, False, 7),
+        OptimizerKind("adamw-fused", 2, True, 0, False, 7),
+        OptimizerKind("adamw-loop", 2, True, 2, True, 7),
+        OptimizerKind("momentum", 1, False, 0, False, 5),
+        OptimizerKind("sgd", 0, False, 0, False, 3),
+    )
+}
+"""By name. Torch's AdamW on lists of tensors (foreach, its default on CUDA) borrows one value per parameter for the
+denominator, its loop over parameters (the default on CPU) two for one parameter at a time; fused kernels nothing."""
+
+
+@dataclass(frozen=True)
+class ParallelRanks:
+    """Ranks along each axis. Context-parallel ranks share parameters and so belong to the sharding axis.
+
+    Attributes:
+        dp_shard: Ranks of the sharding axis without context parallelism.
+        dp_outer: Ranks of the outer axis of hybrid sharding; 1: there is none.
+        tp: Tensor-parallel ranks.
+        cp: Context-parallel ranks.
+        pp: Pipeline stages.
+        ep: Expert-parallel ranks, which are some of the ranks of the sharding axis.
+
+    Raises:
+        ParallelSizeError: A size is below 1, or `ep` does not divide the ranks of the sharding axis.
+    """
+
+    dp_shard: int
+    dp_outer: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = vars(self)
+        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
+        if wrong:
+            raise ParallelSizeError(f"{', '.join(wrong)} cannot be; give whole numbers, 1 or more")
+        if self.inner % self.ep:
+            raise ParallelSizeError(
+                f"ep={self.ep} does not divide the {self.inner} ranks that share parameters (dp_shard={self.dp_shard} "
+                f"x cp={self.cp}); experts are divided over some of these ranks"
+            )
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.dp_outer * self.inner * self.tp * self.pp
+
+    @property
+    def inner(self) -> int:
+        """Ranks of the sharding axis, context-parallel ones included."""
+        return self.dp_shard * self.cp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_shard * self.dp_outer
+
+
+def _is_count(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is chosen for a run.
+
+    Attributes:
+        ranks: Along each axis.
+        strategy: On the sharding axis.
+        outer_strategy: On the outer axis; without effect where it has one rank.
+        policy: Dtypes.
+        memory: How gathered weights borrow memory and how far to gather ahead.
+        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
+        microbatches: Pairs of forward and backward per optimizer step.
+        deferred: Whether reductions inside are put off to the last microbatch (`no_sync`).
+        optimizer: Which.
+        recompute: Which forwards are repeated.
+        backend: What carries collectives.
+        device_rank: Which of the data-parallel ranks is looked at, outer axis first; they differ in padding only.
+
+    Raises:
+        ConfigurationError: Something is not possible, alone or with the rest.
+    """
+
+    ranks: ParallelRanks
+    strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
+    outer_strategy: ShardingStrategy = ShardingStrategy.no_shard
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    overlap_grad_reduce: bool = True
+    microbatches: int = 1
+    deferred: bool = False
+    optimizer: OptimizerKind = OPTIMIZERS["adamw"]
+    recompute: Recompute = Recompute.NONE
+    backend: Backend = Backend.NCCL
+    device_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ConfigurationError(f"microbatches={self.microbatches} cannot be; give 1 or more")
+        data_ranks = self.ranks.dp_outer * self.ranks.inner
+        if not 0 <= self.device_rank < data_ranks:
+            raise ConfigurationError(f"rank {self.device_rank} does not exist; there are ranks 0 to {data_ranks - 1}")
+        if self.ranks.dp_outer == 1 and self.outer_strategy is not ShardingStrategy.no_shard:
+            raise ConfigurationError(
+                f'outer strategy "{self.outer_strategy.name}" needs an outer axis; give it 2 ranks or more, or "no_shard"'
+            )
+        placements_for(self.strategy, self.outer)
+
+    @property
+    def outer(self) -> ShardingStrategy | None:
+        """On the outer axis; None where there is none."""
+        return self.outer_strategy if self.ranks.dp_outer > 1 else None
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients are reduced during backward."""
+        return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
+
+    def but(self, **changes: object) -> Setup:
+        """The same with other values; checked anew."""
+        return replace(self, **changes)  # type: ignore[arg-type]
