@@ -1,0 +1,124 @@
+"""What one rank's compute needs over one forward and backward, as plain data.
+
+A step of the compute is a row of events: a unit's forward begins (`F1>`), ends (`F1<`), its backward begins (`B1`), and
+the backward is over (`E`). What happens between two of them is a segment. The scheduler is driven by the same events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Event(Enum):
+    """What begins a segment."""
+
+    STEP_BEGINS = "S"  # only where something is computed before the model's forward
+    FORWARD_BEGINS = "F>"  # also of a recomputation, where the unit's own hooks see it
+    FORWARD_ENDS = "F<"
+    BACKWARD_BEGINS = "B"  # the gradient of an output of the unit is known
+    BACKWARD_ENDS = "E"  # autograd has nothing left to do
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What happens from one event to the next.
+
+    Activation bytes are all tensors that the step has made and that are still alive: saved for backward, temporary
+    results of operators, gradients of activations, and gradients of parameters for the moment that they exist before
+    they are copied into a bucket. Neither parameters nor the inputs of the step are among them.
+
+    Attributes:
+        event: What begins it.
+        unit: The unit of that event; 0 is the root, also of STEP_BEGINS and BACKWARD_ENDS.
+        computing: The unit whose operators run in it: in forward the innermost unit called, in backward the one whose
+            backward (or recomputation) began last.
+        begin_bytes: Activation bytes alive when it begins.
+        peak_bytes: The most alive in it, looked up after each operator; at least `begin_bytes`.
+        end_bytes: Alive when it ends.
+        flops: Floating point operations of matrix products, attention and convolutions (a multiply-add is two).
+        recomputed_flops: Those among `flops` that repeat a forward.
+        moved_bytes: Operands read and results written by all operators, as if none was fused or found in a cache.
+        operators: How many operators ran, views not counted.
+        gradients: Names of the parameters whose gradients arrived in it, in order of arrival.
+        gradient_peak_bytes: The most that was alive when a gradient arrived, the gradient included; 0 where none did.
+    """
+
+    event: Event
+    unit: int
+    computing: int
+    begin_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    flops: int = 0
+    recomputed_flops: int = 0
+    moved_bytes: int = 0
+    operators: int = 0
+    gradients: tuple[str, ...] = ()
+    gradient_peak_bytes: int = 0
+
+    def __str__(self) -> str:
+        """Compact form of the event for tests and traces, such as `F3>`, `F3<`, `B3` or `E`."""
+        if self.event in (Event.STEP_BEGINS, Event.BACKWARD_ENDS):
+            return self.event.value
+        kind = self.event.value
+        return f"{kind[0]}{self.unit}{kind[1:]}"
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """One forward, loss and backward of one rank.
+
+    Attributes:
+        unit_names: Name of each unit's module; the first is "", the root.
+        segments: In order of time; the last begins with BACKWARD_ENDS and computes nothing.
+        input_bytes: Size of the inputs, which the segments do not count.
+    """
+
+    unit_names: tuple[str, ...]
+    segments: tuple[Segment, ...]
+    input_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most activation bytes that were alive at a time."""
+        return max(segment.peak_bytes for segment in self.segments)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Alive when backward begins: what autograd has saved, and results that somebody holds."""
+        return self.segments[self.backward_start].begin_bytes
+
+    @property
+    def backward_start(self) -> int:
+        """Position of the first segment of backward."""
+        return next(
+            position
+            for position, segment in enumerate(self.segments)
+            if segment.event in (Event.BACKWARD_BEGINS, Event.BACKWARD_ENDS)
+        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Of forward and loss, each once."""
+        return sum(segment.flops for segment in self.segments[: self.backward_start])
+
+    @property
+    def backward_flops(self) -> int:
+        """Of backward, without what is recomputed."""
+        return sum(segment.flops - segment.recomputed_flops for segment in self.segments[self.backward_start :])
+
+    @property
+    def recomputed_flops(self) -> int:
+        """Of forwards that backward repeats."""
+        return sum(segment.recomputed_flops for segment in self.segments)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all segments."""
+        return sum(segment.moved_bytes for segment in self.segments)
+
+    @property
+    def events(self) -> str:
+        """All events in compact form, such as `F0> F1> F1< F0< B0 B1 E`."""
+        return " ".join(str(segment) for segment in self.segments)
