@@ -1,0 +1,167 @@
+"""Which kernels a device would choose, where that decides what is saved for backward.
+
+On the meta device torch takes composite functions apart as no real device does: attention becomes a product, a softmax
+and a product, which saves the square of the sequence length. Inside `KernelsOf` such functions call the operators that
+the named device would run; these know their results' shapes on the meta device as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Kernels = Literal["cuda", "cpu", "math"]
+"""Of a CUDA device, of a CPU, or those of a CPU with attention by products, which saves all scores."""
+
+_ATEN = torch.ops.aten
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_HEAD_DIM = 256
+
+
+class KernelsOf(TorchFunctionMode):
+    """Inside of it, attention, dropout and root mean square norms use the operators of a device.
+
+    Args:
+        kernels: Whose. Attention on "cuda": flash attention for half precision without a mask and heads of one size up
+            to 256, else memory-efficient attention (its own scores are never kept either), which keeps queries, keys,
+            values, results and one fp32 per query and head. On "cpu": its flash attention, which keeps the same,
+            where nothing is dropped, heads have one size and the mask takes no gradient; else products.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._table = _TABLES[kernels]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the function where the device has its own way."""
+        replacement = self._table.get(func, func)
+        return replacement(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One call of scaled dot product attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool
+
+    def by_torch(self) -> Tensor:
+        """As torch chooses, which on the meta device is by products."""
+        return F.scaled_dot_product_attention(
+            self.query,
+            self.key,
+            self.value,
+            attn_mask=self.mask,
+            dropout_p=self.dropout,
+            is_causal=self.causal,
+            scale=self.scale,
+            enable_gqa=self.grouped,
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Four dimensions, and something in each."""
+        tensors = (self.query, self.key, self.value)
+        return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
+
+    @property
+    def one_head_size(self) -> bool:
+        """Queries, keys and values have the same number of features."""
+        return self.query.shape[-1] == self.key.shape[-1] == self.value.shape[-1]
+
+    def additive_mask(self) -> Tensor | None:
+        """The mask as a summand of the scores."""
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return self.mask
+        kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))
+        return torch.where(self.mask, kept, masked)
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> _Attention:
+    return _Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attention_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+    call = _call(*args, **kwargs)
+    learned_mask = call.mask is not None and call.mask.requires_grad
+    if call.dropout or learned_mask or not (call.plain and call.one_head_size and call.query.is_meta):
+        return call.by_torch()
+    result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        call.query, call.key, call.value, call.dropout, call.causal, attn_mask=call.additive_mask(), scale=call.scale
+    )[0]
+    return result
+
+
+def _attention_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
+    call = _call(*args, **kwargs)
+    if not (call.plain and call.query.is_meta):
+        return call.by_torch()
+    small = call.one_head_size and call.query.shape[-1] <= _FLASH_HEAD_DIM
+    if small and call.mask is None and call.query.dtype in _FLASH_DTYPES:
+        result: Tensor = _ATEN._scaled_dot_product_flash_attention(
+            call.query, call.key, call.value, call.dropout, call.causal, False, scale=call.scale
+        )[0]
+        return result
+    if call.query.shape[1] != call.key.shape[1] or call.query.dtype == torch.float64:
+        return call.by_torch()
+    return _efficient(call)
+
+
+def _efficient(call: _Attention) -> Tensor:
+    mask = call.additive_mask()
+    if mask is not None:
+        mask = mask.expand(*call.query.shape[:3], call.key.shape[2])
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
+    result: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+        call.query, call.key, call.value, mask, needs_grad, call.dropout, call.causal, scale=call.scale
+    )[0]
+    return result
+
+
+def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA keeps a mask of one byte per element, others one of the input's dtype."""
+    if not training or inplace or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    result: Tensor = torch.native_dropout(input, p, True)[0]
+    return result
+
+
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """CUDA has one kernel for it, which keeps the input and one number per row."""
+    result: Tensor = _ATEN._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return result
+
+
+_TABLES: dict[Kernels, dict[Any, Callable[..., Any]]] = {
+    "cuda": {
+        F.scaled_dot_product_attention: _attention_on_cuda,
+        F.dropout: _fused_dropout,
+        F.rms_norm: _fused_rms_norm,
+        torch.rms_norm: _fused_rms_norm,
+    },
+    "cpu": {F.scaled_dot_product_attention: _attention_on_cpu},
+    "math": {},
+}
