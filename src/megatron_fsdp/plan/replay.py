@@ -186,7 +186,7 @@ class _Replay:
         self._cast_bytes = 0
         for microbatch in range(self._setup.microbatches):
             is_last = microbatch == self._setup.microbatches - 1
-            self._mode = SyncMode(auto_sync=is_last, defer_all=self._setup.deferred and not is_last)
+            self._mode = self._setup.mode(is_last)
             self._operations.clear()
             self._microbatch(profile)
         self._passing.take(self._costs.optimizer_bytes)

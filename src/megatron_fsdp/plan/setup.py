@@ -9,6 +9,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, placements_for
+from megatron_fsdp.runtime.sync import SyncMode
 
 
 class Backend(Enum):
@@ -16,6 +17,14 @@ class Backend(Enum):
 
     GLOO = "gloo"
     NCCL = "nccl"
+
+
+class Accumulation(Enum):
+    """When gradients of several microbatches are reduced."""
+
+    EVERY = "every microbatch"  # everywhere, as a plain loop does
+    OUTER = "outer axis at the last"  # inside of each, over the outer axis once: set_model_auto_sync(False) until then
+    LAST = "all at the last"  # no_sync until then: a whole gradient is kept
 
 
 class Recompute(Enum):
@@ -126,7 +135,7 @@ class Setup:
         memory: How gathered weights borrow memory and how far to gather ahead.
         overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
         microbatches: Pairs of forward and backward per optimizer step.
-        deferred: Whether reductions inside are put off to the last microbatch (`no_sync`).
+        accumulation: When gradients of several microbatches are reduced.
         optimizer: Which.
         recompute: Which forwards are repeated.
         backend: What carries collectives.
@@ -143,7 +152,7 @@ class Setup:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     overlap_grad_reduce: bool = True
     microbatches: int = 1
-    deferred: bool = False
+    accumulation: Accumulation = Accumulation.EVERY
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
     recompute: Recompute = Recompute.NONE
     backend: Backend = Backend.NCCL
@@ -157,7 +166,7 @@ class Setup:
             raise ConfigurationError(f"rank {self.device_rank} does not exist; there are ranks 0 to {data_ranks - 1}")
         if self.ranks.dp_outer == 1 and self.outer_strategy is not ShardingStrategy.no_shard:
             raise ConfigurationError(
-                f'outer strategy "{self.outer_strategy.name}" needs an outer axis; give it 2 ranks or more, or "no_shard"'
+                f'outer strategy "{self.outer_strategy.name}" needs an outer axis of 2 ranks or more; leave it out'
             )
         placements_for(self.strategy, self.outer)
 
@@ -165,6 +174,17 @@ class Setup:
     def outer(self) -> ShardingStrategy | None:
         """On the outer axis; None where there is none."""
         return self.outer_strategy if self.ranks.dp_outer > 1 else None
+
+    def mode(self, is_last: bool) -> SyncMode:
+        """The engine's switches for a microbatch.
+
+        Args:
+            is_last: Whether the optimizer steps after it.
+        """
+        every = self.accumulation is Accumulation.EVERY
+        return SyncMode(
+            auto_sync=is_last or every, defer_all=not is_last and self.accumulation is Accumulation.LAST
+        )
 
     @property
     def reduces_early(self) -> bool:

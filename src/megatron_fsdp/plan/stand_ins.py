@@ -1,7 +1,7 @@
 """Units that take no memory and communicate with nobody, for the engine's own executor to drive.
 
-What the executor asks of a unit is answered here with the layouts of the planned groups and a simulated wire: starting a
-collective notes when it will be done, and waiting moves the clock. Orders, memory for gathered weights, buckets and
+What the executor asks of a unit is answered here with the layouts of the planned groups and a simulated wire: starting
+a collective notes when it will be done, and waiting moves the clock. Orders, memory for gathered weights, buckets and
 scratch are the executor's and the scheduler's own.
 """
 

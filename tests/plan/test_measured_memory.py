@@ -1,0 +1,233 @@
+"""The planner's bytes against what real ranks hold: persistent memory exactly, peaks of a step within 3 %."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.accounting import passing_bytes
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.plan.activations import profile_compute
+from megatron_fsdp.plan.memory import RankMemory, memory_of, step_bytes
+from megatron_fsdp.plan.planned_model import plan_model
+from megatron_fsdp.plan.replay import StepCosts, replay_step
+from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
+from tests.conftest import RunRanks
+from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.tower import FEATURES, Floor, Tower
+from tests.support.transformer import Block, TinyTransformer
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PLAIN = MixedPrecisionPolicy()
+WIDE = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)
+
+
+def tower(dtype: torch.dtype) -> nn.Module:
+    return Tower(hidden=(48, 32, 40, 32, 32, 56)).to(dtype)
+
+
+def transformer(dtype: torch.dtype) -> nn.Module:
+    return TinyTransformer(layers=5).to(dtype)
+
+
+def llama(dtype: torch.dtype) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=160,
+        hidden_size=48,
+        intermediate_size=112,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def _square(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def _next_token(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits[..., 0].numel(), dtype=torch.long).to(logits.device))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, its inputs and its loss."""
+
+    build: Callable[[torch.dtype], nn.Module]
+    inputs: Callable[[torch.dtype], Any]
+    loss: Callable[[Any], Tensor] | None
+    units: Any
+
+
+def _llama_inputs(_dtype: torch.dtype) -> dict[str, Tensor]:
+    tokens = torch.arange(3 * 40).view(3, 40) % 160
+    return {"input_ids": tokens, "labels": tokens}
+
+
+MODELS = {
+    "tower": Model(tower, lambda dtype: torch.ones(50, FEATURES, dtype=dtype), _square, [Floor]),
+    "transformer": Model(transformer, lambda _: torch.ones(6, 8, dtype=torch.long), _next_token, [Block]),
+    "llama": Model(llama, _llama_inputs, None, None),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One arrangement."""
+
+    model: str
+    strategy: int
+    ranks: tuple[int, int] = (1, 2)
+    outer: int = 0
+    dtype: torch.dtype = FP32
+    policy: MixedPrecisionPolicy = PLAIN
+    microbatches: int = 1
+    accumulation: Accumulation = Accumulation.EVERY
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        wide = "-wide" if self.policy is WIDE else ""
+        return (
+            f"{self.model}-{self.strategy}{self.outer}-{self.ranks[0]}x{self.ranks[1]}-{dtype}{wide}"
+            f"-{self.microbatches}{self.accumulation.name}"
+        )
+
+    @property
+    def world(self) -> int:
+        return self.ranks[0] * self.ranks[1]
+
+
+CASES = [
+    *(Case("tower", strategy, dtype=BF16, policy=policy) for strategy in range(4) for policy in (PLAIN, WIDE)),
+    *(Case(model, strategy) for model in ("transformer", "llama") for strategy in (0, 2, 3)),
+    Case("llama", 3, dtype=BF16),
+    Case("llama", 1, dtype=BF16, policy=WIDE),
+    Case("tower", 3, ranks=(1, 1)),
+    Case("transformer", 3, ranks=(1, 4), dtype=BF16),
+    Case("transformer", 1, ranks=(1, 3)),
+    Case("llama", 3, ranks=(2, 2), dtype=BF16),
+    Case("llama", 3, ranks=(2, 2), outer=1, dtype=BF16),
+    Case("tower", 2, ranks=(2, 2), outer=1, dtype=BF16, microbatches=2, accumulation=Accumulation.OUTER),
+    Case("tower", 3, dtype=BF16, microbatches=2, accumulation=Accumulation.LAST),
+    Case("tower", 1, dtype=BF16, microbatches=3),
+]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank held."""
+
+    between_bytes: int
+    peak_bytes: int
+    buffers: tuple[int, int, int]
+    state_bytes: int
+    transient_bytes: int
+
+
+def _measure(case: Case) -> Measured:
+    names = ("dp_outer", "dp_shard")[2 - (2 if case.ranks[0] > 1 else 1) :]
+    sizes = case.ranks if case.ranks[0] > 1 else case.ranks[1:]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    flat = None
+    if case.ranks[0] > 1:
+        flat = mesh[names]._flatten("all")
+    spec = MODELS[case.model]
+    torch.manual_seed(0)
+    before = held_bytes()
+    module = spec.build(case.dtype)
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters()),
+        mesh,
+        "dp_shard",
+        dp_outer_dim="dp_outer" if case.ranks[0] > 1 else None,
+        hybrid_fsdp_group=None if flat is None else flat.get_group(),
+        zero_dp_strategy=case.strategy,
+        outer_dp_sharding_strategy=case.outer,
+        fsdp_unit_modules=spec.units,
+        mixed_precision_policy=case.policy,
+    )
+    inputs = spec.inputs(case.dtype)
+    for _ in range(2):
+        _step(case, model, optimizer, inputs)
+    between = held_bytes() - before
+    with LiveBytes() as live:
+        _step(case, model, optimizer, inputs)
+    memory = model.memory()
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    return Measured(
+        between,
+        between + live.peak_bytes,
+        (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes),
+        sum(getattr(value, "_local_tensor", value).nbytes for value in states),
+        memory.transient_peak_bytes,
+    )
+
+
+def _step(case: Case, model: Any, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+    spec = MODELS[case.model]
+    for microbatch in range(case.microbatches):
+        is_last = microbatch == case.microbatches - 1
+        model.set_model_auto_sync(is_last or case.accumulation is Accumulation.EVERY)
+        with model.no_sync() if case.accumulation is Accumulation.LAST and not is_last else nullcontext():
+            output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            loss = spec.loss(output) if spec.loss is not None else output.loss
+            del output
+            loss.backward()
+            del loss
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def planned(case: Case, rank: int) -> RankMemory:
+    spec = MODELS[case.model]
+    with torch.device("meta"):
+        module = spec.build(case.dtype)
+        inputs = spec.inputs(case.dtype)
+    setup = Setup(
+        ParallelRanks(case.ranks[1], case.ranks[0]),
+        ShardingStrategy(case.strategy),
+        ShardingStrategy(case.outer),
+        case.policy,
+        backend=Backend.GLOO,
+        microbatches=case.microbatches,
+        accumulation=case.accumulation,
+        optimizer=OPTIMIZERS["adamw-loop"],
+        device_rank=rank,
+    )
+    model = plan_model(module, setup, spec.units)
+    names = [unit.name for unit in model.units]
+    profile = profile_compute(module, inputs, unit_names=names, loss_fn=spec.loss, kernels="cpu")
+    costs = StepCosts(
+        lambda _wire, _bytes, _expert: 0.0,
+        lambda _segment: 0.0,
+        cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
+        optimizer_bytes=step_bytes(model),
+    )
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    return memory_of(model, replay_step(model, profile, costs), profile.input_bytes, buffers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
+    for rank, measured in enumerate(run_ranks(case.world, _measure, case)):
+        plan = planned(case, rank)
+        held = plan.held
+        assert measured.buffers == (held.compute_weights, held.main_weights, held.main_gradients)
+        assert measured.state_bytes == held.optimizer
+        assert measured.transient_bytes == plan.peak.gathered_bytes + plan.peak.bucket_bytes
+        kept = held.total + plan.input_bytes + measured.transient_bytes
+        assert measured.between_bytes == kept, (measured.between_bytes - kept, plan)
+        assert measured.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03), plan
