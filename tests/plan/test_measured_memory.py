@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +57,9 @@ def _square(output: Tensor) -> Tensor:
 
 
 def _next_token(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits[..., 0].numel(), dtype=torch.long).to(logits.device))
+    return F.cross_entropy(
+        logits.flatten(0, 1), torch.zeros(logits[..., 0].numel(), dtype=torch.long).to(logits.device)
+    )
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,7 @@ class Setup:
             is_last: Whether the optimizer steps after it.
         """
         every = self.accumulation is Accumulation.EVERY
-        return SyncMode(
-            auto_sync=is_last or every, defer_all=not is_last and self.accumulation is Accumulation.LAST
-        )
+        return SyncMode(auto_sync=is_last or every, defer_all=not is_last and self.accumulation is Accumulation.LAST)
 
     @property
     def reduces_early(self) -> bool:

@@ -1,0 +1,145 @@
+"""From a machine's figures to the durations that a replay needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_fsdp.accounting import passing_bytes
+from megatron_fsdp.placement import Placement
+from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
+from megatron_fsdp.plan.machine import Machine
+from megatron_fsdp.plan.memory import step_bytes
+from megatron_fsdp.plan.planned_model import PlannedModel
+from megatron_fsdp.plan.replay import StepCosts
+from megatron_fsdp.plan.setup import ParallelRanks
+from megatron_fsdp.plan.wires import Cost, Wire
+from megatron_fsdp.plan.workload import Exchange, Workload
+from megatron_fsdp.unit.group_plan import GroupPlan
+
+Group = tuple[int, int]
+"""(ranks of a group, distance of its neighbours in the numbering of all ranks)."""
+
+
+def groups_of(ranks: ParallelRanks) -> Mapping[str, Group]:
+    """How the ranks of each axis lie: neighbours along tp, then along cp and dp_shard, dp_outer, pp.
+
+    Experts are divided over neighbours of the sharding axis ("ep"), and what divides the parameters of one expert are
+    ranks that are so much further apart ("experts").
+    """
+    stride = ranks.tp
+    outer = stride * ranks.inner
+    return {
+        "tp": (ranks.tp, 1),
+        "cp": (ranks.cp, stride),
+        "ep": (ranks.ep, stride),
+        "experts": (ranks.inner // ranks.ep, stride * ranks.ep),
+        "inner": (ranks.inner, stride),
+        "outer": (ranks.dp_outer, outer),
+        "pp": (2 if ranks.pp > 1 else 1, outer * ranks.dp_outer),
+    }
+
+
+def step_costs(
+    model: PlannedModel, profile: ComputeProfile, workload: Workload, machine: Machine, *, compute_scale: float = 1.0
+) -> StepCosts:
+    """The durations of one rank on a machine.
+
+    Args:
+        model: Its units.
+        profile: Its compute.
+        workload: Its exchanges.
+        machine: What it runs on.
+        compute_scale: Multiplies the time of compute, as more tokens would.
+    """
+    groups = groups_of(model.setup.ranks)
+
+    def transfer(wire: Wire, sent_bytes: int, is_expert: bool) -> float:
+        name = "outer" if wire is Wire.OUTER else "experts" if is_expert else "inner"
+        return machine.collective_s(sent_bytes, *groups[name])
+
+    waits = _exchange_seconds(workload.exchanges, groups, machine)
+    extra_s = machine.compute_s(workload.extra_flops, 0) / max(1, len(profile.unit_names) - 1)
+
+    def compute(segment: Segment) -> float:
+        own = machine.compute_s(segment.flops, segment.moved_bytes, segment.operators)
+        unit = profile.unit_names[segment.unit]
+        if segment.event is Event.FORWARD_BEGINS and segment.unit:
+            own += extra_s + waits.get((unit, False), 0.0)
+        elif segment.event is Event.BACKWARD_BEGINS and segment.unit:
+            own += 2 * extra_s + waits.get((unit, True), 0.0)
+        return own * compute_scale
+
+    setup = model.setup
+    elements = model.optimizer_elements()
+    moved = sum(setup.optimizer.passes_per_param * part.elements * part.itemsize for part in elements)
+    moved += sum(part.elements * (part.itemsize + part.compute_itemsize) for part in elements)
+    return StepCosts(
+        transfer,
+        compute,
+        optimizer_s=machine.compute_s(0, moved),
+        cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
+        optimizer_bytes=step_bytes(model),
+        saved_microbatches=min(setup.ranks.pp, setup.microbatches) - 1,
+    )
+
+
+def _exchange_seconds(
+    exchanges: Sequence[Exchange], groups: Mapping[str, Group], machine: Machine
+) -> dict[tuple[str, bool], float]:
+    """Seconds that forward and backward of each unit wait for collectives of model parallelism."""
+    found: dict[tuple[str, bool], float] = {}
+    for exchange in exchanges:
+        key = (exchange.unit, exchange.in_backward)
+        seconds = exchange.count * machine.collective_s(exchange.sent_bytes, *groups[exchange.axis])
+        found[key] = found.get(key, 0.0) + seconds
+    return found
+
+
+def tokens_where_hidden(
+    model: PlannedModel, profile: ComputeProfile, workload: Workload, machine: Machine
+) -> float | None:
+    """Tokens per rank and microbatch from which communication of the sharding axis can hide behind compute.
+
+    From then on each unit computes longer than its neighbours' weights and gradients travel: a forward than the next
+    gather, a backward than a gather and a reduction. The time of compute is taken to be in proportion to the tokens.
+    None where nothing travels.
+    """
+    costs = step_costs(model, profile, workload, machine)
+    sharded = model.setup.strategy == 3
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+    is_backward = False
+    for segment in profile.segments:
+        is_backward |= segment.event is Event.BACKWARD_BEGINS
+        times = backward if is_backward else forward
+        times[segment.computing] = times.get(segment.computing, 0.0) + costs.compute(segment)
+    needed = []
+    for index, unit in enumerate(model.units):
+        if not index:
+            continue
+        gather = sum(_gather_s(group, costs.transfer) for group in unit.groups)
+        reduce = sum(_reduce_s(group, costs.transfer) for group in unit.groups)
+        if forward.get(index):
+            needed.append(gather / forward[index])
+        if backward.get(index):
+            needed.append((gather * sharded + reduce) / backward[index])
+    longest = max(needed, default=0.0)
+    return longest * workload.tokens if longest else None
+
+
+def _gather_s(group: GroupPlan, transfer: Cost) -> float:
+    if not group.is_gathered:
+        return 0.0
+    sent = _sent(group.layout.numel * group.precision.compute.itemsize, group.axis.num_ranks)
+    return transfer(Wire.INNER, sent, group.spec.key.is_expert)
+
+
+def _reduce_s(group: GroupPlan, transfer: Cost) -> float:
+    if not group.requires_grad or group.axis.num_ranks == 1:
+        return 0.0
+    times = 1 if group.placements.main_grad[-1] is Placement.SHARD else 2
+    return transfer(Wire.INNER, times * _sent(group.bucket_bytes, group.axis.num_ranks), group.spec.key.is_expert)
+
+
+def _sent(full_bytes: int, ranks: int) -> int:
+    return full_bytes - full_bytes // ranks
