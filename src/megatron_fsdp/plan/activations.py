@@ -7,7 +7,8 @@ step; only what kernels allocate inside themselves and give back is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,10 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.answers import Answers
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
+from megatron_fsdp.plan.experts_stand_in import balanced_experts
 from megatron_fsdp.plan.flops import operator_bytes, operator_flops
-from megatron_fsdp.plan.kernels import Kernels, KernelsOf
+from megatron_fsdp.plan.kernels import Kernels, kernels_of
 from megatron_fsdp.plan.live_storages import LiveStorages, tensors_of
+from megatron_fsdp.plan.recompute import Recompute, recomputing
 from megatron_fsdp.runtime.hooks import tensors_in
 
 ROOT = 0
@@ -34,6 +38,8 @@ def profile_compute(
     unit_names: Sequence[str],
     loss_fn: Callable[[Any], Tensor] | None = None,
     kernels: Kernels = "cuda",
+    recompute: Recompute = "none",
+    expert_ranks: int = 1,
 ) -> ComputeProfile:
     """Run forward, loss and backward once and write down what is alive and what is computed between the units' events.
 
@@ -46,26 +52,25 @@ def profile_compute(
         inputs: On the model's device: a mapping (keyword arguments), a tuple (positional ones) or one tensor.
         unit_names: Name of each unit's module, in the order of units; the first is "", the root.
         loss_fn: Scalar loss of the model's output; None: the output's `loss`, or the output itself.
-        kernels: Whose kernels to assume for attention, dropout and norms; see `KernelsOf`. It is what makes
+        kernels: Whose kernels to assume for attention, dropout and norms; see `kernels_of`. It is what makes
             attention keep queries, keys, values, results and one number per row ("cuda", "cpu"), or all scores
             ("math").
+        recompute: What runs again in backward instead of being kept; see `recomputing`.
+        expert_ranks: How many ranks share the experts of a layer; see `balanced_experts`.
 
     Returns:
         The profile; sizes in bytes.
 
     Raises:
-        ConfigurationError: There is no scalar loss.
+        ConfigurationError: There is no scalar loss, a parameter has a gradient, shapes depend on values, or there is
+            nothing to recompute or to share.
     """
     recorder = _Recorder()
-    handles = _register(recorder, model, unit_names)
-    try:
-        with KernelsOf(kernels), recorder:
+    with balanced_experts(model, expert_ranks), recomputing(model, unit_names, recompute):
+        with _hooked(recorder, model, unit_names), kernels_of(kernels), recorder:
             loss = _loss(_call(model, inputs), loss_fn)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own, without hints
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
-    finally:
-        for handle in handles:
-            handle.remove()
     return ComputeProfile(tuple(unit_names), recorder.finish(), _bytes_of(inputs))
 
 
@@ -119,6 +124,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
         self.in_backward = False
         self._live = LiveStorages()
+        self._answers = Answers()
         self._forwards: list[int] = []
         self._backward_of = ROOT
         self._done: list[Segment] = []
@@ -126,7 +132,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._answers.run(func, args, kwargs)
         operands = [*tensors_of(args), *tensors_of(tuple(kwargs.values()))]
         self._live.note(operands, tensors_of((result,)))
         segment = self._open
@@ -166,7 +172,8 @@ class _Recorder(TorchDispatchMode):
         return tuple(segments if segments[0].operators else segments[1:])
 
 
-def _register(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) -> list[RemovableHandle]:
+@contextmanager
+def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) -> Iterator[None]:
     """Hooks at the places where the engine has its own."""
     handles: list[RemovableHandle] = []
     for unit, name in enumerate(unit_names):
@@ -174,9 +181,15 @@ def _register(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) 
         handles.append(module.register_forward_pre_hook(partial(_before_forward, recorder, unit), prepend=True))
         handles.append(module.register_forward_hook(partial(_after_forward, recorder, unit)))
     for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise ConfigurationError(f"{name} has a gradient already; profile a model before its first backward")
         if param.requires_grad:
             handles.append(param.register_post_accumulate_grad_hook(partial(_take_gradient, recorder, name)))
-    return handles
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _before_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: Any) -> None:

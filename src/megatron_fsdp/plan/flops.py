@@ -79,9 +79,10 @@ def _per_head(tensors: Sequence[Tensor]) -> list[torch.Size]:
 
 
 def _grouped_product(args: Sequence[Any], _: Any) -> int:
-    """Rows times one matrix of a stack each (2D x 3D), or a product for each stretch of rows (2D x 2D)."""
+    """Each row by one matrix of a stack, or each stretch of columns by its stretch of rows: all columns count once."""
     left, right = args[0], args[1]
-    return int(2 * math.prod(left.shape) * right.shape[-1])
+    stacked = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return int(2 * stacked * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
 _OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {

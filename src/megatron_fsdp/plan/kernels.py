@@ -1,20 +1,20 @@
 """Which kernels a device would choose, where that decides what is saved for backward.
 
 On the meta device torch takes composite functions apart as no real device does: attention becomes a product, a softmax
-and a product, which saves the square of the sequence length. Inside `KernelsOf` such functions call the operators that
+and a product, which saves the square of the sequence length. Inside `kernels_of` such functions call the operators that
 the named device would run; these know their results' shapes on the meta device as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.library import _scoped_library
 
 Kernels = Literal["cuda", "cpu", "math"]
 """Of a CUDA device, of a CPU, or those of a CPU with attention by products, which saves all scores."""
@@ -24,24 +24,23 @@ _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 
 
-class KernelsOf(TorchFunctionMode):
-    """Inside of it, attention, dropout and root mean square norms use the operators of a device.
+@contextmanager
+def kernels_of(kernels: Kernels) -> Iterator[None]:
+    """Inside of it, attention, dropout and root mean square norms on the meta device use the operators of a device.
+
+    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so whoever calls them gets
+    the replacement: transformers, `nn.MultiheadAttention`, a recomputed forward.
 
     Args:
         kernels: Whose. Attention on "cuda": flash attention for half precision without a mask and heads of one size up
-            to 256, else memory-efficient attention (its own scores are never kept either), which keeps queries, keys,
-            values, results and one fp32 per query and head. On "cpu": its flash attention, which keeps the same,
-            where nothing is dropped, heads have one size and the mask takes no gradient; else products.
+            to 256, else memory-efficient attention; on "cpu": its flash attention where nothing is dropped, heads have
+            one size and the mask takes no gradient. These keep queries, keys, values, results and one fp32 number per
+            query and head. Else, and for "math", products, which keep all scores.
     """
-
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__()
-        self._table = _TABLES[kernels]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the function where the device has its own way."""
-        replacement = self._table.get(func, func)
-        return replacement(*args, **(kwargs or {}))
+    with _scoped_library("aten", "IMPL") as library:
+        for name, function in _TABLES[kernels].items():
+            library.impl(name, function, "AutogradMeta")
+        yield
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,20 @@ class _Attention:
     scale: float | None
     grouped: bool
 
-    def by_torch(self) -> Tensor:
-        """As torch chooses, which on the meta device is by products."""
-        return F.scaled_dot_product_attention(
+    def by_products(self) -> Tensor:
+        """The scores are a tensor, and saved."""
+        result: Tensor = _ATEN._scaled_dot_product_attention_math(
             self.query,
             self.key,
             self.value,
-            attn_mask=self.mask,
-            dropout_p=self.dropout,
-            is_causal=self.causal,
+            self.additive_mask(),
+            self.dropout,
+            self.causal,
+            None,
             scale=self.scale,
             enable_gqa=self.grouped,
-        )
+        )[0]
+        return result
 
     @property
     def plain(self) -> bool:
@@ -105,8 +106,8 @@ def _call(
 def _attention_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
     call = _call(*args, **kwargs)
     learned_mask = call.mask is not None and call.mask.requires_grad
-    if call.dropout or learned_mask or not (call.plain and call.one_head_size and call.query.is_meta):
-        return call.by_torch()
+    if call.dropout or learned_mask or not (call.plain and call.one_head_size):
+        return call.by_products()
     result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
         call.query, call.key, call.value, call.dropout, call.causal, attn_mask=call.additive_mask(), scale=call.scale
     )[0]
@@ -115,8 +116,8 @@ def _attention_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
 
 def _attention_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
     call = _call(*args, **kwargs)
-    if not (call.plain and call.query.is_meta):
-        return call.by_torch()
+    if not call.plain:
+        return call.by_products()
     small = call.one_head_size and call.query.shape[-1] <= _FLASH_HEAD_DIM
     if small and call.mask is None and call.query.dtype in _FLASH_DTYPES:
         result: Tensor = _ATEN._scaled_dot_product_flash_attention(
@@ -124,7 +125,7 @@ def _attention_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
         )[0]
         return result
     if call.query.shape[1] != call.key.shape[1] or call.query.dtype == torch.float64:
-        return call.by_torch()
+        return call.by_products()
     return _efficient(call)
 
 
@@ -139,29 +140,26 @@ def _efficient(call: _Attention) -> Tensor:
     return result
 
 
-def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
     """CUDA keeps a mask of one byte per element, others one of the input's dtype."""
-    if not training or inplace or not 0 < p < 1:
-        return F.dropout(input, p, training, inplace)
-    result: Tensor = torch.native_dropout(input, p, True)[0]
+    if not train or p == 0 or given.numel() == 0:
+        return given
+    result: Tensor = _ATEN.native_dropout(given, p, True)[0]
     return result
 
 
-def _fused_rms_norm(
-    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+def _fused_rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """CUDA has one kernel for it, which keeps the input and one number per row."""
-    result: Tensor = _ATEN._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    result: Tensor = _ATEN._fused_rms_norm(given, shape, weight, eps)[0]
     return result
 
 
-_TABLES: dict[Kernels, dict[Any, Callable[..., Any]]] = {
+_TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
     "cuda": {
-        F.scaled_dot_product_attention: _attention_on_cuda,
-        F.dropout: _fused_dropout,
-        F.rms_norm: _fused_rms_norm,
-        torch.rms_norm: _fused_rms_norm,
+        "scaled_dot_product_attention": _attention_on_cuda,
+        "dropout": _fused_dropout,
+        "rms_norm": _fused_rms_norm,
     },
-    "cpu": {F.scaled_dot_product_attention: _attention_on_cpu},
+    "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
     "math": {},
 }
