@@ -14,7 +14,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model, simulated_ranks
+from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
 from megatron_fsdp.unit.tensor_parallel import local_part
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelName
@@ -88,20 +88,13 @@ _HYBRID = {"outer": 2, "inner": 2}
 _JOBS = {
     **{f"strategy {n}": Job("transformer", {"dp": 2}, {"zero_dp_strategy": n}) for n in range(4)},
     "four ranks": Job("odd_shapes", {"dp": 4}, adam=False),
-    "tied": Job("tied", {"dp": 4}, {"max_gathered_units": 1}),
     "partly frozen": Job("partly_frozen", {"dp": 4}, {"average_in_collective": True}),
-    "scalars": Job("scalars", {"dp": 2}, {"report_nan_in_param_grad": True}),
     "bf16": Job("bf16_fp32_norm", {"dp": 2}, {"mixed_precision_policy": _BF16_COMPUTE}),
-    "unused": Job("unused", {"dp": 2}, {"find_unused_parameters": True}),
     "resize": Job("transformer", {"dp": 2}, {"weight_allocator": "resize"}),
     "double buffer": Job("transformer", {"dp": 2}, {"fsdp_double_buffer": True}),
-    "max pool": Job("transformer", {"dp": 2}, {"maxpool_double_buffer": True, "fsdp_double_buffer": True}),
     "HSDP": Job("transformer", _HYBRID, {"dp_outer_dim": "outer"}),
     "HFSDP": Job("transformer", _HYBRID, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": 1}),
-    "HFSDP of 2": Job(
-        "transformer", _HYBRID, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2}
-    ),
-    "buckets": Job("transformer", {"dp": 2}, ddp=DistributedDataParallelConfig(overlap_grad_reduce=True)),
+    "buckets": Job("unused", {"dp": 2}, ddp=DistributedDataParallelConfig(overlap_grad_reduce=True)),
     "sharded buckets": Job(
         "transformer",
         {"dp": 4},
@@ -228,6 +221,21 @@ def test_refusals(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told), simulated_model(_Tower, **arguments):
         pass
     assert not dist.is_initialized()
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model[0].bias.mark = "kept"  # type: ignore[attr-defined]
+    return model.bfloat16()
+
+
+def test_building_keeps_ties_attributes_and_casts() -> None:
+    with simulated_ranks(2):
+        model = built_without_memory(_tied)
+        assert model[0].weight is model[1].weight
+        assert {(param.device.type, param.dtype) for param in model.parameters()} == {("cpu", torch.bfloat16)}
+        assert model[0].bias.mark == "kept"
 
 
 def test_batch_of_values_may_come_from_outside() -> None:

@@ -94,7 +94,7 @@ def simulated_model(
     """A model as one rank of many would hold it; inside the block it can be called, differentiated and stepped.
 
     Args:
-        build: () -> the model. It is called where tensors are fake, so it takes no memory and reads no values.
+        build: () -> the model; called as by `built_without_memory`.
         num_ranks: Ranks, or the size of each mesh dimension by its name, outermost first.
         rank: Which one to be.
         backend: As in `simulated_ranks`.
@@ -108,13 +108,45 @@ def simulated_model(
     """
     _refuse(arguments)
     with simulated_ranks(num_ranks, rank=rank, backend=backend) as mesh:
-        model = build()
+        model = built_without_memory(build)
         given = {"device_mesh": mesh, "verify_ranks": False, **_dimensions(mesh, arguments), **arguments}
         if build_optimizer is None:
             yield SimulatedModel(fully_shard_model(model, **given), None, mesh)
         else:
             wrapped, optimizer = fully_shard(model, build_optimizer(model.parameters()), **given)
             yield SimulatedModel(wrapped, optimizer, mesh)
+
+
+def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model inside of `simulated_ranks`, on the meta device, then let its tensors lie on the CPU, fake.
+
+    On the meta device, because models are built there everywhere, while some cannot be with fake tensors (torch refuses
+    to cast their modules). Tensors that are built on another device on purpose stay as they are.
+
+    Args:
+        build: () -> the model.
+
+    Returns:
+        The model.
+    """
+    with real_values(), torch.device("meta"):
+        model = build()
+    moved: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    held[name] = moved.setdefault(id(tensor), _on_cpu(tensor))  # type: ignore[assignment]
+    return model
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor in the place of one on the meta device; what is known of a parameter stays known."""
+    made = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in made.__dict__})
+    return made
 
 
 def _check(shape: Mapping[str, int], rank: int, backend: str) -> None:
