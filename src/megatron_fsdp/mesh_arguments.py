@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.lanes import default_device
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
@@ -75,6 +76,7 @@ def mesh_and_dim(
     return device_mesh, dim
 
 
+@real_values()
 def index_from_mesh(
     mesh: DeviceMesh,
     shard_dim: str,

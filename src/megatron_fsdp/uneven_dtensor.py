@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_fsdp.buffer.real_values import is_simulated
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.foreign import boxes_here, check_dtensor, foreign_full, sharded_dims, single_chunk
 from megatron_fsdp.dtensor.gather import gather_full
@@ -83,7 +84,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     ]
     found = torch.tensor(flags, dtype=torch.int64, device=dtensor._local_tensor.device)
     for group in _groups(dtensor):
-        if dist.get_backend(group) == "fake":
+        if is_simulated(group):
             return
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     out, numel, *borders = found.tolist()

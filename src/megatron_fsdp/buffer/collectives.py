@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.real_values import address_of, backend_of
+
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -78,7 +80,7 @@ class Axis:
         all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us. Other back ends do so
         where `sums_locally` asks for it.
         """
-        return self.group is not None and (self.sums_locally or dist.get_backend(self.group) == "gloo")
+        return self.group is not None and (self.sums_locally or backend_of(self.group) == "gloo")
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
         """Start gathering `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).
@@ -86,7 +88,7 @@ class Axis:
         `shard` may be this rank's own slice of `full`.
         """
         if self.num_ranks == 1:
-            if full.data_ptr() != shard.data_ptr():
+            if address_of(full) != address_of(shard):
                 full.copy_(shard)
             return None
         self.traffic.gathers += 1

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.real_values import is_simulated, real_values
 
 
 class OwnGroups:
@@ -65,11 +66,13 @@ def twin_of(
     return made
 
 
+@real_values()
 def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
     if axis.group is None:
         return axis
-    told = [f"megatron_fsdp_own_{uuid.uuid4().hex}" if axis.rank == 0 else None]
-    dist.broadcast_object_list(told, group=axis.group, group_src=0)
+    told = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
+    if not is_simulated(axis.group):
+        dist.broadcast_object_list(told, group=axis.group, group_src=0)
     timeout = timeout_of(axis.group)
     if _is_split_from_others(axis.group):
         made = dist.split_group(axis.group, [list(range(axis.num_ranks))], timeout=timeout)
@@ -102,7 +105,7 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
     for group in groups:
         if not dist.is_initialized() or group not in distributed_c10d._world.pg_map:
             continue  # taken down already, with everything else
-        if dist.get_backend(group) == dist.Backend.GLOO:
+        if dist.get_backend(group) == dist.Backend.GLOO or is_simulated(group):
             dist.destroy_process_group(group)
         else:
             # NCCL's destroy waits for the ranks of the node; they may wait for this one, in a collective of another

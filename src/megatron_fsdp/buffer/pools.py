@@ -45,8 +45,7 @@ class Block:
         if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
             return False
         try:
-            address = tensor.untyped_storage().data_ptr()
-            return address != 0 and address == self._bytes.untyped_storage().data_ptr()
+            return self.held_bytes != 0 and tensor.untyped_storage()._cdata == self._bytes.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
             return False
 

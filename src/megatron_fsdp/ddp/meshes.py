@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
@@ -12,6 +13,7 @@ INSTANCE_SUFFIX = "_instances"
 SHARD_SUFFIX = "_shard"
 
 
+@real_values()
 def cut_into_instances(
     index: FSDPDistributedIndex, instances: int, outer_strategy: ShardingStrategy
 ) -> FSDPDistributedIndex:

@@ -7,9 +7,11 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 
 
+@real_values()
 def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Sequence[str] = ()) -> None:
     """Compare over the ranks; one small collective.
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.buffer.collectives import Axis, Traffic
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 
 
@@ -45,6 +46,7 @@ class Domain:
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
+@real_values()
 def make_domain(
     index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
 ) -> Domain:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.real_values import has_values
 from megatron_fsdp.errors import NonFiniteGradientError
 from megatron_fsdp.runtime.named_ranks import NamedRanks, first_few
 
@@ -51,7 +52,7 @@ class FiniteCheck:
             NonFiniteGradientError: Some rank saw NaN or infinity; the message names parameters and ranks.
         """
         by_rank = self._ranks.gather(self._flags.to(torch.uint8)).bool().cpu()
-        if bool(by_rank.any()):
+        if has_values(by_rank) and bool(by_rank.any()):
             raise NonFiniteGradientError(self._message(by_rank.tolist()))
 
     def _message(self, by_rank: Sequence[Sequence[bool]]) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.flat_buffer import full_view
+from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.engine import Engine
@@ -82,7 +83,7 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
     full = gather_buffer(group, main)
     if compute_dtype:
         full = full.to(group.plan.precision.compute)
-    if full.data_ptr() == main.local.data_ptr():
+    if address_of(full) == address_of(main.local):
         full = full.clone()
     copies = []
     for index, param in enumerate(group.full):

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.real_values import has_values
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError
 from megatron_fsdp.runtime.named_ranks import NamedRanks, first_few
 
@@ -94,7 +95,7 @@ class LargeGradientCheck:
         self._ranks.largest(values)
         most = (self._largest * self._factor).clamp(max=torch.finfo(torch.float32).max)  # infinity is above any limit
         limits = torch.where(self._count >= self._history, most, torch.inf)
-        if bool((values > limits).any()):
+        if has_values(values) and bool((values > limits).any()):
             raise LargeGradientError(self._message(limits))
         counts = values.isfinite() & (values > 0)
         self._largest = torch.where(counts, torch.maximum(self._largest, values), self._largest)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.buffer.real_values import has_values
 from megatron_fsdp.runtime.fingerprint import fingerprint
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.tensor_parallel import local_part, part_of
@@ -21,7 +22,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
 
     Args:
-        module: The model with its full parameters and buffers; those on the meta device are left out.
+        module: The model with its full parameters and buffers; those without values are left out.
         sharding: Says which ranks share which parameters.
 
     Returns:
@@ -55,7 +56,7 @@ def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ..
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in local.items() if tensor.numel() and not tensor.is_meta}
+    return {name: tensor for name, tensor in local.items() if tensor.numel() and has_values(tensor)}
 
 
 def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.real_values import real_values
+
 _SHOWN = 8
 
 
@@ -31,6 +33,7 @@ class NamedRanks:
         self.everyone = self._meet(dist.get_rank() if self._groups else 0)
         self.most = max(len(of_rank) for _, of_rank in self.everyone)
 
+    @real_values()
     def _meet(self, rank: int) -> list[tuple[int, tuple[str, ...]]]:
         known = [(rank, self.own)]
         for group in self._groups:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.errors import ScheduleError
 
 
@@ -40,6 +41,7 @@ class UsageAgreement:
         self._device = device
         self._all_used = False
 
+    @real_values()
     def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
         """Whether any rank used each parameter.
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, piece_view
 from megatron_fsdp.buffer.lanes import Lane, Ticket
+from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
@@ -130,7 +131,7 @@ class GradientBuffers:
 
     def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's place in a bucket; made once for each memory that is lent."""
-        key = bucket.data_ptr()
+        key = address_of(bucket)
         if key not in self._target_views:
             self._target_views[key] = [full_view(self.layout, bucket, i) for i in range(len(self.layout.shapes))]
         return self._target_views[key]

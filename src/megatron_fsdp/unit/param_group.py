@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.flat_buffer import piece_view
+from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
@@ -53,7 +54,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
-        self._pointers = tuple(local_part(param).data_ptr() for param in self.sharded)
+        self._pointers = tuple(address_of(local_part(param)) for param in self.sharded)
         self._seen_versions = -1
         self.note_installed()
 
@@ -102,7 +103,7 @@ class ParameterGroup:
                     f"{param.requires_grad} now; buffers for gradients are made once, so set requires_grad before "
                     "sharding"
                 )
-            if local_part(param).data_ptr() != self._pointers[index]:
+            if address_of(local_part(param)) != self._pointers[index]:
                 raise ConfigurationError(
                     f"the data of {info.name} was replaced after the model was sharded (by param.data = ..., or by "
                     "moving or casting the inner module); copy into the parameter instead, under torch.no_grad()"

@@ -1,0 +1,244 @@
+"""A simulated rank holds, takes and sends exactly what the same rank of a real job does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard
+from megatron_fsdp.buffer.real_values import real_values
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
+from megatron_fsdp.unit.tensor_parallel import local_part
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES, Batch, ModelName
+from tests.support.parity import fixed_seed
+
+_BF16_COMPUTE = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, on which ranks, how."""
+
+    name: ModelName
+    sizes: Mapping[str, int]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ddp: DistributedDataParallelConfig | None = None
+    adam: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        return int(torch.tensor(list(self.sizes.values())).prod())
+
+
+def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, lr=0.01) if job.adam else torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def _wrap(job: Job, mesh: DeviceMesh) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    case = MODEL_CASES[job.name]
+    with fixed_seed(0):
+        module = case.build()
+    if job.ddp is not None:
+        model = DistributedDataParallel(job.ddp, module, mesh, **job.arguments)
+        return model, _optimizer(job, model)
+    given: dict[str, Any] = {"dp_shard_dim": list(job.sizes)[-1], **job.arguments}
+    if "dp_outer_dim" in given:
+        with real_values():
+            given["hybrid_fsdp_group"] = mesh[tuple(job.sizes)]._flatten("all_of_job").get_group()
+    return fully_shard(module, _optimizer(job, module), mesh, fsdp_unit_modules=list(case.unit_classes), **given)
+
+
+def _facts(job: Job, mesh: DeviceMesh) -> list[Any]:
+    """What a rank holds and has sent after wrapping and after each of two steps, and its optimizer state."""
+    case = MODEL_CASES[job.name]
+    model, optimizer = _wrap(job, mesh)
+    facts: list[Any] = [model.footprints(), model.memory()]
+    with fixed_seed(1):
+        batch = case.make_batch(4, torch.Generator().manual_seed(0))
+    for _ in range(2):
+        case.loss(model, batch).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        facts += [model.memory(), model.traffic(), model.traffic_by_axis()]
+    local = [local_part(param) for group in model.parameter_groups() for param in group.sharded]
+    state = [
+        (key, tuple(value.shape), str(value.dtype))
+        for param in (param for group in optimizer.param_groups for param in group["params"])
+        for key, value in optimizer.state[param].items()
+        if isinstance(value, torch.Tensor)
+    ]
+    return [*facts, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in local], state]
+
+
+def _facts_of_real_rank(job: Job) -> list[Any]:
+    return _facts(job, init_device_mesh("cpu", tuple(job.sizes.values()), mesh_dim_names=tuple(job.sizes)))
+
+
+_HYBRID = {"outer": 2, "inner": 2}
+_JOBS = {
+    **{f"strategy {n}": Job("transformer", {"dp": 2}, {"zero_dp_strategy": n}) for n in range(4)},
+    "four ranks": Job("odd_shapes", {"dp": 4}, adam=False),
+    "partly frozen": Job("partly_frozen", {"dp": 4}, {"average_in_collective": True}),
+    "bf16": Job("bf16_fp32_norm", {"dp": 2}, {"mixed_precision_policy": _BF16_COMPUTE}),
+    "resize": Job("transformer", {"dp": 2}, {"weight_allocator": "resize"}),
+    "double buffer": Job("transformer", {"dp": 2}, {"fsdp_double_buffer": True}),
+    "HSDP": Job("transformer", _HYBRID, {"dp_outer_dim": "outer"}),
+    "HFSDP": Job("transformer", _HYBRID, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": 1}),
+    "buckets": Job("unused", {"dp": 2}, ddp=DistributedDataParallelConfig(overlap_grad_reduce=True)),
+    "sharded buckets": Job(
+        "transformer",
+        {"dp": 4},
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=500
+        ),
+    ),
+    "instances": Job(
+        "transformer",
+        {"dp": 4},
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=True, num_distributed_optimizer_instances=2, check_for_large_grads=True
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("job", _JOBS.values(), ids=_JOBS.keys())
+def test_simulated_rank_equals_a_real_one(job: Job, run_ranks: RunRanks) -> None:
+    for rank, real in enumerate(run_ranks(job.num_ranks, _facts_of_real_rank, job)):
+        if rank in (0, job.num_ranks - 1):
+            with simulated_ranks(job.sizes, rank=rank) as mesh:
+                assert _facts(job, mesh) == real
+
+
+class _Tower(nn.Module):
+    """Eight square layers: 8 * 64 * 64 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _step(simulated: SimulatedModel) -> None:
+    assert simulated.optimizer is not None
+    simulated.model(torch.zeros(2, 64)).sum().backward()
+    simulated.optimizer.step()
+    simulated.optimizer.zero_grad()
+
+
+def test_a_thousand_ranks_by_arithmetic() -> None:
+    """Each layer has 4,096 fp32 elements: 4 on each of 1,024 ranks."""
+    with simulated_model(_Tower, num_ranks=1024, rank=1023, build_optimizer=torch.optim.AdamW) as simulated:
+        _step(simulated)
+        memory, traffic = simulated.model.memory(), simulated.model.traffic()
+        sent = simulated.model.full_parameters()["layers.0.weight"].shape
+    assert memory.compute_weight_bytes == memory.main_grad_bytes == 8 * 4 * 4
+    assert (traffic.reductions, traffic.reduce_bytes) == (8, 8 * 4 * (4096 - 4))
+    assert sent == (64, 64)
+
+
+def test_hybrid_groups_are_made() -> None:
+    with simulated_model(_Tower, num_ranks={"o": 4, "i": 64}, rank=70, dp_outer_dim="o") as simulated:
+        index = simulated.model.dist_index
+        groups = [index.fsdp_group, index.outer_fsdp_group, index.get_dp_group()]
+        assert [dist.get_process_group_ranks(group) for group in groups if group is not None] == [
+            list(range(64, 128)),
+            [6, 70, 134, 198],
+            list(range(256)),
+        ]
+
+
+@pytest.mark.parametrize(("backend", "has_scratch"), [("gloo", True), ("nccl", False)])
+def test_back_end_decides_whether_there_is_scratch(backend: str, has_scratch: bool) -> None:
+    with simulated_model(
+        _Tower, num_ranks=4, backend=backend, build_optimizer=torch.optim.SGD, weight_allocator="resize"
+    ) as simulated:
+        _step(simulated)
+        memory = simulated.model.memory()
+    layer, slots, buckets = 64 * 64 * 4, 2, 2
+    assert memory.transient_peak_bytes == layer * (slots + buckets + has_scratch)
+
+
+def test_everything_is_put_back() -> None:
+    """A real model works after a simulated one, and after one that failed."""
+
+    def fails() -> nn.Module:
+        raise KeyError("no such model")
+
+    with pytest.raises(KeyError, match="no such model"), simulated_model(fails, num_ranks=2):
+        pass
+    with simulated_model(_Tower, num_ranks=2, build_optimizer=torch.optim.AdamW) as simulated:
+        _step(simulated)
+    assert not dist.is_initialized()
+    model = _Tower()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    assert bool(torch.isfinite(model.layers[0].weight).all())
+
+
+def _simulates_inside_a_job() -> str:
+    with pytest.raises(ConfigurationError) as caught, simulated_model(_Tower, num_ranks=2):
+        pass
+    return str(caught.value)
+
+
+def test_refused_where_there_are_process_groups(run_ranks: RunRanks) -> None:
+    assert all("has process groups already" in told for told in run_ranks(2, _simulates_inside_a_job))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"num_ranks": 0}, "at least one rank"),
+        ({"num_ranks": {}}, "at least one rank"),
+        ({"num_ranks": 4, "rank": 4}, "give 0 to 3"),
+        ({"num_ranks": 4, "rank": -1}, "give 0 to 3"),
+        ({"num_ranks": 4, "backend": "mpi"}, "one of gloo, nccl"),
+        ({"num_ranks": 4, "device_mesh": object()}, "give the sizes of its dimensions as num_ranks"),
+        ({"num_ranks": 4, "device": "cpu"}, "no effect on tensors without memory"),
+        ({"num_ranks": 4, "verify_ranks": True}, "there is only one"),
+        ({"num_ranks": {"o": 2}, "dp_outer_dim": "o"}, "leave none to shard over"),
+        ({"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "x"}, "'x' is not one of the dimensions"),
+        ({"num_ranks": 4, "zero_dp_strategy": 7}, "zero_dp_strategy"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told), simulated_model(_Tower, **arguments):
+        pass
+    assert not dist.is_initialized()
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model[0].bias.mark = "kept"  # type: ignore[attr-defined]
+    return model.bfloat16()
+
+
+def test_building_keeps_ties_attributes_and_casts() -> None:
+    with simulated_ranks(2):
+        model = built_without_memory(_tied)
+        assert model[0].weight is model[1].weight
+        assert {(param.device.type, param.dtype) for param in model.parameters()} == {("cpu", torch.bfloat16)}
+        assert model[0].bias.mark == "kept"
+
+
+def test_batch_of_values_may_come_from_outside() -> None:
+    batch = Batch(torch.ones(2, 64), torch.ones(2, 64))
+    with simulated_model(_Tower, num_ranks=2) as simulated:
+        assert simulated.model(batch.inputs).shape == (2, 64)
