@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.memory import RankMemory, memory_of
 from megatron_fsdp.plan.planned_model import PlannedModel, plan_model
 from megatron_fsdp.plan.replay import ReplayedStep, replay_step
-from megatron_fsdp.plan.setup import Recompute, Setup
+from megatron_fsdp.plan.setup import Backend, Setup
 from megatron_fsdp.plan.timing import groups_of, step_costs, tokens_where_hidden
 from megatron_fsdp.plan.wires import Transfer, Wire
 from megatron_fsdp.plan.workload import Exchange, Workload
-
-Profiler = Callable[[Workload, PlannedModel], ComputeProfile]
-"""What runs a workload once without memory, under the setup's recomputation."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +100,21 @@ class Plan:
         return self.step.exposed_s / self.step.seconds if self.step.seconds else 0.0
 
 
-def plan_workload(workload: Workload, setup: Setup, machine: Machine, profiler: Profiler) -> Plan:
+def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
     """Plan a run.
 
     Args:
         workload: What one rank computes.
         setup: Ranks, strategy and options.
         machine: What it runs on.
-        profiler: Runs the workload once.
+        profile: Of this workload under this recomputation, where it is known from an earlier plan; None: find out.
 
     Raises:
         ConfigurationError: As sharding the model with these options would.
     """
     model = plan_model(workload.module, setup, workload.unit_modules)
-    profile = profiler(workload, model)
+    if profile is None:
+        profile = profile_workload(workload, model)
     step = replay_step(model, profile, step_costs(model, profile, workload, machine))
     return Plan(
         workload,
@@ -127,6 +125,20 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profiler: 
         memory_of(model, step, profile.input_bytes, workload.buffer_bytes),
         (*_data_parallel(step.transfers), *_model_parallel(workload.exchanges, setup, machine)),
         tokens_where_hidden(model, profile, workload, machine),
+    )
+
+
+def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
+    """Run a workload once without memory, with the kernels of the back end's devices."""
+    setup = model.setup
+    return profile_compute(
+        workload.module,
+        workload.inputs,
+        unit_names=[unit.name for unit in model.units],
+        loss_fn=workload.loss_fn,
+        kernels="cpu" if setup.backend is Backend.GLOO else "cuda",
+        recompute=setup.recompute,
+        expert_ranks=setup.ranks.ep,
     )
 
 
@@ -154,7 +166,7 @@ def _model_parallel(exchanges: tuple[Exchange, ...], setup: Setup, machine: Mach
     for axis in dict.fromkeys(exchange.axis for exchange in exchanges):
         own = [exchange for exchange in exchanges if exchange.axis == axis]
         repeats = [
-            setup.microbatches * exchange.count * (1 + (setup.recompute is Recompute.FULL and not exchange.in_backward))
+            setup.microbatches * exchange.count * (1 + (setup.recompute == "full" and not exchange.in_backward))
             for exchange in own
         ]
         seconds = [machine.collective_s(exchange.sent_bytes, *groups[axis]) for exchange in own]

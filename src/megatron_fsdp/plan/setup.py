@@ -9,6 +9,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, placements_for
+from megatron_fsdp.plan.recompute import Recompute
 from megatron_fsdp.runtime.sync import SyncMode
 
 
@@ -25,13 +26,6 @@ class Accumulation(Enum):
     EVERY = "every microbatch"  # everywhere, as a plain loop does
     OUTER = "outer axis at the last"  # inside of each, over the outer axis once: set_model_auto_sync(False) until then
     LAST = "all at the last"  # no_sync until then: a whole gradient is kept
-
-
-class Recompute(Enum):
-    """Which forwards are repeated in backward in place of keeping their activations."""
-
-    NONE = "none"
-    FULL = "full"  # those of all units
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ class Setup:
     microbatches: int = 1
     accumulation: Accumulation = Accumulation.EVERY
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
-    recompute: Recompute = Recompute.NONE
+    recompute: Recompute = "none"
     backend: Backend = Backend.NCCL
     device_rank: int = 0
 
