@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.names import nearest_name
 
 GIB = 1 << 30
 
@@ -148,7 +149,7 @@ def find_machine(name: str) -> Machine:
         ConfigurationError: There is none of this name.
     """
     if name not in MACHINES:
-        raise ConfigurationError(f"machine {name!r} is not known; give one of {', '.join(MACHINES)}")
+        raise ConfigurationError(f"machine {name!r} is not known; {nearest_name(name, MACHINES)}")
     return MACHINES[name]
 
 

@@ -1,0 +1,197 @@
+"""A plan for people and for programs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.plan.machine import Machine
+from megatron_fsdp.plan.planned_model import PlannedUnit
+from megatron_fsdp.plan.planning import Plan
+from megatron_fsdp.plan.setup import Setup
+
+GIB = 1 << 30
+Row = tuple[str, str]
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Everything that a plan says, as JSON has it; bytes, seconds and elements."""
+    memory, setup = plan.memory, plan.setup
+    return {
+        "model": {
+            "name": plan.workload.name,
+            "parameters": plan.workload.total_numel,
+            "parameters_of_rank": plan.model.numel,
+            "units": len(plan.model.units) - 1,
+            "units_found_by": plan.model.source,
+            "padding_fraction": plan.model.padding_fraction,
+        },
+        "setup": setup_dict(setup),
+        "machine": asdict(plan.machine),
+        "workload": {"tokens_per_rank_and_microbatch": plan.workload.tokens, "notes": list(plan.workload.notes)},
+        "memory": {
+            "held": {**vars(memory.held), "total": memory.held.total},
+            "inputs": memory.input_bytes,
+            "peak": {**vars(memory.peak), "total": memory.peak_bytes},
+            "activations_kept_for_backward": plan.profile.kept_bytes,
+            "host_bytes_of_a_save_in_the_background": memory.saving_bytes,
+            "usable": plan.machine.usable_bytes,
+            "fits": plan.fits,
+        },
+        "traffic_per_step": [asdict(axis) for axis in plan.traffic],
+        "time": {
+            "step_s": plan.step_s,
+            "exposed_s": plan.step.exposed_s,
+            "exposed_fraction": plan.exposed_fraction,
+            "tokens_per_s": plan.tokens_per_s,
+            "tokens_per_s_per_rank": plan.tokens_per_s / setup.ranks.world,
+            "model_flops_utilisation": plan.utilisation,
+            "communication_hides_from_tokens": plan.hidden_from_tokens,
+        },
+        "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
+    }
+
+
+def setup_dict(setup: Setup) -> dict[str, Any]:
+    """What was chosen, by name."""
+    policy = setup.policy
+    return {
+        "ranks": {**vars(setup.ranks), "world": setup.ranks.world},
+        "strategy": setup.strategy.name,
+        "outer_strategy": setup.outer.name if setup.outer is not None else None,
+        "main_params_dtype": _name(policy.main_params_dtype),
+        "main_grads_dtype": _name(policy.main_grads_dtype),
+        "grad_comm_dtype": _name(policy.grad_comm_dtype),
+        "microbatches": setup.microbatches,
+        "accumulation": setup.accumulation.value,
+        "optimizer": setup.optimizer.name,
+        "recompute": setup.recompute,
+        "backend": setup.backend.value,
+        "allocator": setup.memory.allocator.value,
+    }
+
+
+def _name(dtype: object) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def facts(plan: Plan) -> list[Row]:
+    """What is planned, as names and values."""
+    setup, ranks, work = plan.setup, plan.setup.ranks, plan.workload
+    sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
+    experts = f", experts over {ranks.ep}" if ranks.ep > 1 else ""
+    outer = f", outer {setup.outer.name}" if setup.outer is not None else ""
+    own = "" if plan.model.numel == work.total_numel else f", {plan.model.numel:,} of them on the place of a rank"
+    batches = "1 microbatch" if setup.microbatches == 1 else f"{setup.microbatches} microbatches"
+    return [
+        ("model", f"{work.name}: {work.total_numel:,} parameters{own}"),
+        ("units", f"{len(plan.model.units) - 1} besides the root ({plan.model.source})"),
+        ("ranks", f"{ranks.world:,}: {sizes}{experts}"),
+        ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
+        ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
+        ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
+        *(("note", note) for note in work.notes),
+    ]
+
+
+def memory_rows(plan: Plan) -> list[Row]:
+    """Bytes of a rank at the peak of a step, one row per kind."""
+    memory, peak = plan.memory, plan.memory.peak
+    held = [(name.replace("_", " "), count) for name, count in vars(memory.held).items() if count]
+    rows = [
+        *held,
+        ("inputs", memory.input_bytes),
+        ("gathered weights", peak.gathered_bytes),
+        ("buckets and scratch", peak.bucket_bytes),
+        ("reductions and casts", peak.passing_bytes),
+        (f"activations (peak at {peak.label.removesuffix('+')})", peak.activation_bytes),
+        ("peak", memory.peak_bytes),
+        ("usable", plan.machine.usable_bytes),
+    ]
+    return [(name, in_gib(count)) for name, count in rows]
+
+
+def traffic_rows(plan: Plan) -> list[Sequence[str]]:
+    """Axis, gathers, reductions, bytes sent and time on the wire of a step."""
+    return [
+        (
+            axis.axis,
+            f"{axis.gathers:,}",
+            f"{axis.reductions:,}",
+            in_gib(axis.sent_bytes),
+            f"{1e3 * axis.seconds:,.1f} ms",
+        )
+        for axis in plan.traffic
+    ]
+
+
+def time_rows(plan: Plan) -> list[Row]:
+    """Speed, under the machine's assumptions."""
+    hidden = plan.hidden_from_tokens
+    return [
+        ("step", f"{plan.step_s:.3f} s"),
+        ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
+        ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
+        ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
+        ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
+    ]
+
+
+def machine_words(machine: Machine) -> str:
+    """The assumptions, in one line."""
+    return (
+        f"{machine.name}: {machine.flops / 1e12:,.0f} TFLOP/s x {machine.flops_efficiency:g}, memory "
+        f"{machine.memory_bytes_per_s / 1e12:.2f} TB/s x {machine.memory_efficiency:g}, link "
+        f"{machine.link_bytes_per_s / 1e9:,.0f} GB/s and network {machine.network_bytes_per_s / 1e9:,.0f} GB/s per "
+        f"device x {machine.network_efficiency:g}, {machine.devices_per_node} devices per node"
+    )
+
+
+def unit_rows(units: Sequence[PlannedUnit]) -> list[Sequence[str]]:
+    """Runs of units of the same size: names, count, parameters and padding of each."""
+    rows: list[Sequence[str]] = []
+    for (class_name, numel, padding), run in groupby(units, key=lambda u: (u.class_name, u.numel, u.padding_numel)):
+        names = [unit.name or "(root)" for unit in run]
+        told = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        rows.append((told, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
+    return rows
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one sentence."""
+    left = plan.machine.usable_bytes - plan.memory.peak_bytes
+    if left >= 0:
+        return f"It fits: {in_gib(left)} of {in_gib(plan.machine.usable_bytes)} are left at the peak."
+    return f"It does not fit: {in_gib(-left)} too much at the peak."
+
+
+def flags(setup: Setup) -> list[str]:
+    """What to type for the trainer and in Megatron-LM's scripts."""
+    ranks = setup.ranks
+    found = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", setup.strategy.name]
+    if setup.strategy is not ShardingStrategy.no_shard:
+        found.append("--use-distributed-optimizer")
+    if ranks.dp_outer > 1:
+        found += ["--num-distributed-optimizer-instances", str(ranks.dp_outer)]
+        found += ["--outer-dp-sharding-strategy", setup.outer_strategy.name]
+    for name, flag in (
+        ("tp", "--tensor-model-parallel-size"),
+        ("pp", "--pipeline-model-parallel-size"),
+        ("cp", "--context-parallel-size"),
+        ("ep", "--expert-model-parallel-size"),
+    ):
+        if getattr(ranks, name) > 1:
+            found += [flag, str(getattr(ranks, name))]
+    if setup.recompute == "full":
+        found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    elif setup.recompute != "none":
+        found += ["--recompute-granularity", "selective"]
+    return found
+
+
+def in_gib(count: float) -> str:
+    """Bytes as GiB."""
+    return f"{count / GIB:,.2f} GiB"
