@@ -129,8 +129,8 @@ def make_workload(
     for axis in ("tp", "cp", "pp"):
         if getattr(ranks, axis) > 1:
             raise ConfigurationError(
-                f"{axis}={getattr(ranks, axis)} divides language models of transformers only; with inputs= of your own, "
-                "give the model as one rank of that axis computes it, and leave the axis out"
+                f"{axis}={getattr(ranks, axis)} divides language models of transformers only; with inputs= of your "
+                "own, give the model as one rank of that axis computes it, and leave the axis out"
             )
     return Workload(
         label,

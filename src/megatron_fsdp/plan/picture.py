@@ -58,8 +58,10 @@ def draw_memory(plan: Plan, path: Path) -> None:
         xytext=(6, 6),
     )
     usable = plan.machine.usable_bytes / GIB
-    if usable < 3 * plan.memory.peak_bytes / GIB:
+    top = plan.memory.peak_bytes / GIB
+    if usable < 3 * top:  # else the line would press the rest flat
         axes.axhline(usable, color="#bf616a", linestyle="--", label=f"usable on {plan.machine.name}")
+        top = max(top, usable)
     axes.set_xlim(0, max(times) or 1)
     axes.set_ylim(
         0, 1.12 * max(plan.memory.peak_bytes / GIB, usable if usable < 3 * plan.memory.peak_bytes / GIB else 0)

@@ -55,6 +55,32 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def summary_dict(plan: Plan) -> dict[str, Any]:
+    """What matters for a choice."""
+    return {
+        "setup": setup_dict(plan.setup),
+        "peak_bytes": plan.memory.peak_bytes,
+        "fits": plan.fits,
+        "step_s": plan.step_s,
+        "exposed_fraction": plan.exposed_fraction,
+    }
+
+
+def tried_row(plan: Plan) -> Sequence[str]:
+    """The same as cells: strategy, outer strategy, ranks, recomputation, peak, fits, step, exposed."""
+    setup = plan.setup
+    return (
+        setup.strategy.name,
+        setup.outer.name if setup.outer is not None else "",
+        f"{setup.ranks.dp_outer} x {setup.ranks.inner}" if setup.ranks.dp_outer > 1 else str(setup.ranks.inner),
+        setup.recompute,
+        in_gib(plan.memory.peak_bytes),
+        "yes" if plan.fits else "no",
+        f"{plan.step_s:.3f} s",
+        f"{100 * plan.exposed_fraction:.1f} %",
+    )
+
+
 def setup_dict(setup: Setup) -> dict[str, Any]:
     """What was chosen, by name."""
     policy = setup.policy

@@ -1,0 +1,144 @@
+"""A plan held against the real runtime: the same rank, wrapped and stepped by the engine with fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.plan.planning import Plan
+from megatron_fsdp.plan.setup import Accumulation, Setup
+from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One figure of a plan beside that of the simulated run.
+
+    Attributes:
+        name: Of what.
+        planned: By the plan.
+        simulated: By the engine.
+    """
+
+    name: str
+    planned: int
+    simulated: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they are the same."""
+        return self.planned == self.simulated
+
+
+def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bool = True) -> tuple[Checked, ...]:
+    """Wrap the planned rank with the real engine under a process group that sends nothing, take two steps, and compare.
+
+    Args:
+        plan: Of a run without tensor, context, pipeline and expert parallelism.
+        build: () -> the model, as for the plan.
+        steps: Whether to run steps; else only what wrapping takes is compared. Models whose shapes depend on values
+            (mixtures of experts) cannot be stepped.
+
+    Returns:
+        Bytes of buffers, borrowed memory and the traffic of the second step.
+
+    Raises:
+        ConfigurationError: The plan has other parallelism, recomputation or accumulation, or this process has process
+            groups.
+    """
+    setup = plan.setup
+    _check(setup)
+    with simulated_model(
+        build,
+        num_ranks=_sizes(setup),
+        rank=setup.device_rank,
+        backend=setup.backend.value,
+        build_optimizer=lambda params: torch.optim.AdamW(params, foreach=False),
+        zero_dp_strategy=int(setup.strategy),
+        outer_dp_sharding_strategy=int(setup.outer_strategy),
+        mixed_precision_policy=setup.policy,
+        fsdp_unit_modules=plan.workload.unit_modules,
+        overlap_grad_reduce=setup.overlap_grad_reduce,
+        **({"dp_outer_dim": "dp_outer"} if setup.ranks.dp_outer > 1 else {}),
+    ) as simulated:
+        memory = simulated.model.memory()
+        held = plan.memory.held
+        found = [
+            Checked("compute weights", held.compute_weights, memory.compute_weight_bytes),
+            Checked("main weights", held.main_weights, memory.main_weight_bytes),
+            Checked("main gradients", held.main_gradients, memory.main_grad_bytes),
+        ]
+        if steps:
+            found += _after_steps(plan, simulated)
+    return tuple(found)
+
+
+def _check(setup: Setup) -> None:
+    ranks = setup.ranks
+    other = [name for name in ("tp", "cp", "pp", "ep") if getattr(ranks, name) > 1]
+    other += ["recompute"] if setup.recompute != "none" else []
+    other += ["accumulation"] if setup.accumulation is not Accumulation.EVERY else []
+    other += ["memory options"] if setup.memory != type(setup.memory)() else []
+    if other:
+        raise ConfigurationError(
+            f"a simulation checks data parallelism only, and the plan has {', '.join(other)}; plan without them to "
+            "check"
+        )
+
+
+def _sizes(setup: Setup) -> dict[str, int]:
+    inner = {"dp_shard": setup.ranks.inner}
+    return {"dp_outer": setup.ranks.dp_outer, **inner} if setup.ranks.dp_outer > 1 else inner
+
+
+def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
+    before: dict[str, Traffic] = {}
+    assert simulated.optimizer is not None
+    for _ in range(2):
+        before = simulated.model.traffic_by_axis()
+        for _ in range(plan.setup.microbatches):
+            _backward(plan, simulated.model)
+        simulated.optimizer.step()
+        simulated.optimizer.zero_grad()
+    peak = plan.memory.peak
+    borrowed = simulated.model.memory().transient_peak_bytes
+    found = [
+        Checked("gathered weights, buckets and scratch", peak.gathered_bytes + peak.bucket_bytes, borrowed),
+        Checked("optimizer", plan.memory.held.optimizer, _state_bytes(simulated.optimizer)),
+    ]
+    for axis, traffic in simulated.model.traffic_by_axis().items():
+        sent = traffic.since(before[axis])
+        planned = next((each for each in plan.traffic if each.axis == axis), None)
+        found += [
+            Checked(f"{axis}: gathers", planned.gathers if planned else 0, sent.gathers),
+            Checked(f"{axis}: reductions", planned.reductions if planned else 0, sent.reductions),
+            Checked(f"{axis}: bytes sent", planned.sent_bytes if planned else 0, sent.gather_bytes + sent.reduce_bytes),
+        ]
+    return found
+
+
+def _backward(plan: Plan, model: MegatronFSDP) -> None:
+    inputs = tree_map(_without_values, plan.workload.inputs)
+    if isinstance(inputs, dict):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    loss = plan.workload.loss_fn(output) if plan.workload.loss_fn is not None else getattr(output, "loss", output)
+    loss.backward()
+
+
+def _without_values(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(getattr(value, "_local_tensor", value).nbytes for value in values)
