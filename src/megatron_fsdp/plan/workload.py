@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,8 +69,10 @@ class Workload:
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
 
-def token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, torch.Tensor]:
+def token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
     """Tokens and labels for a causal language model of transformers, without memory.
+
+    Where the model takes `use_cache`, it is told not to keep keys and values for generation, as training does.
 
     Raises:
         ConfigurationError: The model does not say its vocabulary, so it takes something else.
@@ -80,7 +83,8 @@ def token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> M
             "on the meta device) and, where it does not return a loss, loss_fn="
         )
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
-    return {"input_ids": tokens, "labels": tokens}
+    told = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    return {"input_ids": tokens, "labels": tokens, **told}
 
 
 def language_workload(
