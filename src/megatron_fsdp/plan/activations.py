@@ -156,6 +156,8 @@ class _Recorder(TorchDispatchMode):
                 self._backward_of = unit  # what was recomputed last is what backward comes to next
         elif event is Event.BACKWARD_BEGINS:
             self.in_backward, self._backward_of = True, unit
+        elif event is Event.BACKWARD_ENDS:
+            self.in_backward = False
         now = self._live.now_bytes
         self._done.append(self._open.close(now))
         computing = self._forwards[-1] if self._forwards else self._backward_of if self.in_backward else ROOT

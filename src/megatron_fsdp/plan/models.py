@@ -126,8 +126,8 @@ def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
         )
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigurationError(
-            f"transformers {transformers.__version__} knows no model_type {kind!r}; use a version that does, or give an "
-            "import path 'package.module:function' that builds the model"
+            f"transformers {transformers.__version__} knows no model_type {kind!r}; use a version that does, or give "
+            "an import path 'package.module:function' that builds the model"
         )
     rest = {name: value for name, value in fields.items() if name != "model_type"}
     try:
@@ -142,8 +142,8 @@ def _checked(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for name, param in model.named_parameters():
         if not param.is_meta:
             raise ConfigurationError(
-                f"{name} has memory on {param.device}; build the model under torch.device('meta'), and let constructors "
-                "name no device"
+                f"{name} has memory on {param.device}; build the model under torch.device('meta'), and let "
+                "constructors name no device"
             )
     return model
 
