@@ -58,7 +58,8 @@ def build_small(name: str, **options: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields, own = SMALL_MODELS[name]
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), **{**own, **options})
+    factory: Any = AutoModelForCausalLM
+    model: Any = factory.from_config(AutoConfig.for_model(kind, **fields), **{**own, **options})
     trained: nn.Module = model.train()
     return trained
 

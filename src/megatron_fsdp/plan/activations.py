@@ -69,7 +69,7 @@ def profile_compute(
     with balanced_experts(model, expert_ranks), recomputing(model, unit_names, recompute):
         with _hooked(recorder, model, unit_names), kernels_of(kernels), recorder:
             loss = _loss(_call(model, inputs), loss_fn)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own, without hints
+            loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
     return ComputeProfile(tuple(unit_names), recorder.finish(), _bytes_of(inputs))
 

@@ -101,9 +101,10 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
             f"the model is given as a {type(given).__name__}; give a preset, a path, a config, a function or a model"
         )
     chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    factory: Any = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=chosen)
+            model: Any = factory.from_config(config, dtype=chosen)
     except Exception as error:
         raise ConfigurationError(
             f"transformers {transformers.__version__} builds no causal language model from {type(config).__name__}: "
