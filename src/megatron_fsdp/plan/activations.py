@@ -69,7 +69,7 @@ def profile_compute(
     with balanced_experts(model, expert_ranks), recomputing(model, unit_names, recompute):
         with _hooked(recorder, model, unit_names), kernels_of(kernels), recorder:
             loss = _loss(_call(model, inputs), loss_fn)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own, without hints
+            loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
     return ComputeProfile(tuple(unit_names), recorder.finish(), _bytes_of(inputs))
 
@@ -156,6 +156,8 @@ class _Recorder(TorchDispatchMode):
                 self._backward_of = unit  # what was recomputed last is what backward comes to next
         elif event is Event.BACKWARD_BEGINS:
             self.in_backward, self._backward_of = True, unit
+        elif event is Event.BACKWARD_ENDS:
+            self.in_backward = False
         now = self._live.now_bytes
         self._done.append(self._open.close(now))
         computing = self._forwards[-1] if self._forwards else self._backward_of if self.in_backward else ROOT

@@ -57,7 +57,7 @@ class Answers:
 
 
 def _grouped_product(
-    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+    left: Tensor, right: Tensor, offs: Tensor | None = None, _bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
     """Rows by a stack of matrices (2D x 3D, 3D x 2D), a stack by a stack, or stretches of columns by such of rows."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.plan.experts_loop import balanced_loop, loops_plainly
 
 _GROUPED = "grouped_mm"
 _FIELD = "_experts_implementation"
@@ -26,9 +27,10 @@ _FIELD = "_experts_implementation"
 def balanced_experts(model: nn.Module, expert_ranks: int = 1) -> Iterator[None]:
     """Inside of it, fused experts of transformers compute without values, each rank its share.
 
-    Experts that are computed one after another ("eager") are computed by grouped products instead: the same products
-    and rows. With `expert_ranks` > 1 a layer has the first ``1 / expert_ranks`` of its experts, and tokens travel to
-    their experts and back as in `automodel.expert_parallel`: sorted rows, an exchange, the experts, an exchange.
+    Experts that are computed one after another ("eager") get as many rows each as any other, up to one; families whose
+    loop is not the common one are computed by grouped products instead. With `expert_ranks` > 1 a layer has the first
+    ``1 / expert_ranks`` of its experts, and tokens travel to their experts and back as in `automodel.expert_parallel`:
+    sorted rows, an exchange, the experts, an exchange.
 
     Args:
         model: Changed inside of the block only; without experts nothing is done.
@@ -45,7 +47,7 @@ def balanced_experts(model: nn.Module, expert_ranks: int = 1) -> Iterator[None]:
         )
     with ExitStack() as stack:
         for name, part in experts.items():
-            stack.enter_context(_grouped(part))
+            stack.enter_context(_without_values(part))
             if expert_ranks > 1:
                 stack.enter_context(_divided(name, part, expert_ranks))
         yield
@@ -70,22 +72,38 @@ def _arguments(part: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _grouped(part: nn.Module) -> Iterator[None]:
+def _without_values(part: nn.Module) -> Iterator[None]:
+    """Loops over experts depend on values: the common one runs balanced, others give way to grouped products."""
     config: Any = getattr(part, "config", None)
     before = getattr(config, _FIELD, None)
     if before not in (None, "eager"):
         yield
-        return
-    if config is None:
+    elif loops_plainly(part):
+        with _own_forward(part, functools.partial(balanced_loop, part)):
+            yield
+    elif config is None:
         raise ConfigurationError(
             f"{type(part).__name__} has no grouped product, so which rows are computed depends on values; profile "
             "experts of transformers 5 that have one"
         )
-    setattr(config, _FIELD, _GROUPED)
+    else:
+        setattr(config, _FIELD, _GROUPED)
+        try:
+            yield
+        finally:
+            setattr(config, _FIELD, before)
+
+
+@contextmanager
+def _own_forward(part: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    had = part.__dict__.get("forward")
+    part.__dict__["forward"] = forward
     try:
         yield
     finally:
-        setattr(config, _FIELD, before)
+        del part.__dict__["forward"]
+        if had is not None:
+            part.__dict__["forward"] = had
 
 
 @contextmanager
@@ -93,21 +111,18 @@ def _divided(name: str, part: nn.Module, ranks: int) -> Iterator[None]:
     total = len(next(part.parameters()))
     if total % ranks:
         raise ParallelSizeError(f"{name} has {total} experts, which {ranks} ranks cannot share equally; use a divisor")
-    weights, had = dict(part._parameters), part.__dict__.get("forward")
+    weights = dict(part._parameters)
     for key, weight in weights.items():
         if weight is not None:
             shape = (total // ranks, *weight.shape[1:])
             part._parameters[key] = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
     part.__dict__["num_experts"] = total // ranks
-    part.__dict__["forward"] = functools.partial(_exchanged, part.forward, ranks, total // ranks)
     try:
-        yield
+        with _own_forward(part, functools.partial(_exchanged, part.forward, ranks, total // ranks)):
+            yield
     finally:
         part._parameters.update(weights)
         part.__dict__["num_experts"] = total
-        del part.__dict__["forward"]
-        if had is not None:
-            part.__dict__["forward"] = had
 
 
 def _exchanged(
@@ -146,10 +161,12 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
+        del ctx
         return torch.empty_like(rows.contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx
         return torch.empty_like(grads[0].contiguous())
 
 

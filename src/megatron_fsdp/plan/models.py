@@ -101,9 +101,10 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
             f"the model is given as a {type(given).__name__}; give a preset, a path, a config, a function or a model"
         )
     chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    factory: Any = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=chosen)
+            model: Any = factory.from_config(config, dtype=chosen)
     except Exception as error:
         raise ConfigurationError(
             f"transformers {transformers.__version__} builds no causal language model from {type(config).__name__}: "
@@ -126,8 +127,8 @@ def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
         )
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigurationError(
-            f"transformers {transformers.__version__} knows no model_type {kind!r}; use a version that does, or give an "
-            "import path 'package.module:function' that builds the model"
+            f"transformers {transformers.__version__} knows no model_type {kind!r}; use a version that does, or give "
+            "an import path 'package.module:function' that builds the model"
         )
     rest = {name: value for name, value in fields.items() if name != "model_type"}
     try:
@@ -142,8 +143,8 @@ def _checked(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for name, param in model.named_parameters():
         if not param.is_meta:
             raise ConfigurationError(
-                f"{name} has memory on {param.device}; build the model under torch.device('meta'), and let constructors "
-                "name no device"
+                f"{name} has memory on {param.device}; build the model under torch.device('meta'), and let "
+                "constructors name no device"
             )
     return model
 

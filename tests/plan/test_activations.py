@@ -1,0 +1,248 @@
+"""A profile without memory equals what real tensors need on the CPU, segment by segment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.activations import profile_compute
+from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
+from megatron_fsdp.plan.kernels import kernels_of
+from megatron_fsdp.plan.recompute import Recompute
+from tests.support.measured_compute import measured_peak, on_meta, token_batch
+from tests.support.small_language_models import LAYERS, SMALL_MODELS, build_small, unit_names
+from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, HIDDEN, Floor, Tower
+from tests.support.transformer import TinyTransformer
+
+SAMPLES = 10
+FLOAT = 4
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def first_token_loss(logits: Tensor) -> Tensor:
+    """Cross-entropy with token 0 everywhere."""
+    flat = logits.flatten(0, -2)
+    return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its inputs and its loss."""
+
+    build: Callable[[], nn.Module]
+    inputs: Any
+    units: list[str]
+    loss_fn: Callable[[Any], Tensor] | None = None
+
+
+def build_tower() -> nn.Module:
+    return Tower()
+
+
+def build_tied() -> nn.Module:
+    return TinyTransformer(tied=True)
+
+
+def build_frozen() -> nn.Module:
+    model = TinyTransformer()
+    model.blocks[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def build_attention() -> nn.Module:
+    """Layers of torch, whose attention is reached through `nn.MultiheadAttention`."""
+    return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True) for _ in range(2)))
+
+
+def build_convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(5, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 1))
+
+
+TOWER_UNITS = ["", *(f"floors.{index}" for index in range(FLOORS))]
+BLOCK_UNITS = ["", *(f"blocks.{index}" for index in range(3))]
+TOKENS = torch.arange(32).view(4, 8) % TinyTransformer.VOCABULARY
+
+CASES = {
+    "tower": Case(build_tower, torch.linspace(-1, 1, SAMPLES * FEATURES).view(SAMPLES, -1), TOWER_UNITS, mean_square),
+    "transformer": Case(TinyTransformer, TOKENS, BLOCK_UNITS, first_token_loss),
+    "tied": Case(build_tied, TOKENS, BLOCK_UNITS, first_token_loss),
+    "frozen": Case(build_frozen, TOKENS, BLOCK_UNITS, first_token_loss),
+    "torch-attention": Case(build_attention, torch.ones(3, 7, 16), ["", "0", "1"], mean_square),
+    "convolution": Case(build_convolution, torch.ones(4, 5, 6), [""], mean_square),
+    **{name: Case(lambda name=name: build_small(name), token_batch(), unit_names(name)) for name in SMALL_MODELS},
+}
+
+
+def profile_on_meta(case: Case, recompute: Recompute = "none", **options: Any) -> ComputeProfile:
+    with torch.device("meta"):
+        model = case.build()
+    options = {"kernels": "cpu", **options}
+    return profile_compute(
+        model, on_meta(case.inputs), unit_names=case.units, loss_fn=case.loss_fn, recompute=recompute, **options
+    )
+
+
+def profile_on_cpu(case: Case, recompute: Recompute = "none") -> ComputeProfile:
+    model = case.build()
+    return profile_compute(model, case.inputs, unit_names=case.units, loss_fn=case.loss_fn, recompute=recompute)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_without_memory_is_that_of_real_tensors(name: str) -> None:
+    case = CASES[name]
+    assert profile_on_meta(case).peak_bytes == measured_peak(case.build(), case.inputs, case.loss_fn)
+
+
+def without_bandwidth(segment: Segment) -> Segment:
+    """The segment but for what depends on how a device takes operators apart."""
+    return replace(segment, moved_bytes=0, operators=0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "attention", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2-dropout"])
+def test_segments_without_memory_are_those_of_real_tensors(name: str, recompute: Recompute) -> None:
+    found, expected = profile_on_meta(CASES[name], recompute), profile_on_cpu(CASES[name], recompute)
+    assert list(map(without_bandwidth, found.segments)) == list(map(without_bandwidth, expected.segments))
+
+
+def test_tower_by_hand() -> None:
+    """A floor keeps its input (which the one below has as its sum), what relu gave, and nothing else."""
+    profile = profile_on_meta(CASES["tower"])
+    forwards = [segment for segment in profile.segments if segment.event is Event.FORWARD_BEGINS and segment.unit]
+    kept = FLOAT * SAMPLES * (HIDDEN + FEATURES)
+    assert [segment.end_bytes - segment.begin_bytes for segment in forwards] == [kept] * FLOORS
+    assert [segment.flops for segment in forwards] == [2 * SAMPLES * FLOOR_NUMEL] * FLOORS
+    backwards = [segment for segment in profile.segments if segment.event is Event.BACKWARD_BEGINS and segment.unit]
+    assert [segment.flops for segment in backwards[:-1]] == [4 * SAMPLES * FLOOR_NUMEL] * (FLOORS - 1)
+    gradient = FLOAT * FEATURES * HIDDEN
+    last = backwards[0]
+    # its input, what relu gave, the gradient of its output (which goes on to the one below) and of `down`
+    held = (FLOORS - 1) * kept + FLOAT * SAMPLES * (FEATURES + HIDDEN)
+    assert last.gradient_peak_bytes >= held + gradient
+    assert last.gradients == (f"floors.{FLOORS - 1}.down.weight", f"floors.{FLOORS - 1}.up.weight")
+
+
+def test_events_are_in_the_order_of_the_scheduler() -> None:
+    profile = profile_on_meta(CASES["transformer"])
+    assert profile.events == "F0> F1> F1< F2> F2< F3> F3< F0< B0 B3 B2 B1 E"
+    assert [segment.computing for segment in profile.segments] == [0, 1, 0, 2, 0, 3, 0, 0, 0, 3, 2, 1, 0]
+
+
+def test_segments_join_and_nothing_but_the_loss_is_left() -> None:
+    profile = profile_on_meta(CASES["llama"])
+    pairs = zip(profile.segments, profile.segments[1:], strict=False)
+    assert all(first.end_bytes == second.begin_bytes for first, second in pairs)
+    assert all(max(s.begin_bytes, s.end_bytes, s.gradient_peak_bytes) <= s.peak_bytes for s in profile.segments)
+    assert profile.segments[0].begin_bytes == 0
+    assert profile.segments[-1].end_bytes == FLOAT
+
+
+def test_every_gradient_arrives_once() -> None:
+    profile = profile_on_meta(CASES["qwen2-tied"])
+    model = CASES["qwen2-tied"].build()
+    arrived = [name for segment in profile.segments for name in segment.gradients]
+    assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_model_is_left_as_it_was() -> None:
+    with torch.device("meta"):
+        model = build_small("mixtral")
+    before = [(name, id(param), param.grad) for name, param in model.named_parameters()]
+    profile_compute(model, on_meta(token_batch()), unit_names=unit_names("mixtral"), recompute="full", expert_ranks=2)
+    assert [(name, id(param), param.grad) for name, param in model.named_parameters()] == before
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_logits_of_transformers_are_cast_to_fp32() -> None:
+    """The loss of bf16 logits works in fp32: twice their size appears in the root's forward."""
+    vocabulary, tokens = 100, token_batch()["input_ids"].numel()
+    profile = profile_on_meta(CASES["llama-bf16"])
+    head = profile.segments[profile.backward_start - 2]
+    assert (str(head), head.computing) == (f"F{LAYERS}<", 0)
+    assert head.peak_bytes - head.begin_bytes >= (2 + FLOAT + FLOAT) * tokens * vocabulary
+
+
+def test_products_keep_the_scores_and_fused_kernels_do_not() -> None:
+    """Attention by products keeps scores of a layer once for softmax and needs others for a while."""
+    scores = FLOAT * 2 * 4 * 16 * 16  # samples, heads, tokens, tokens
+    case = CASES["llama"]
+    fused, products = profile_on_meta(case, kernels="cpu"), profile_on_meta(case, kernels="math")
+    assert products.kept_bytes - fused.kept_bytes >= LAYERS * scores
+    bf16 = CASES["llama-bf16"]
+    random_state = 24  # of flash attention on CUDA, for dropout; per layer
+    cuda, cpu = profile_on_meta(bf16, kernels="cuda"), profile_on_meta(bf16, kernels="cpu")
+    assert cuda.kept_bytes == cpu.kept_bytes + LAYERS * random_state
+
+
+def attention(mask: Tensor | None = None, **changes: Any) -> Tensor:
+    shape = {"heads": 4, "key_heads": 4, "features": 16, "value_features": 16, "dtype": torch.bfloat16, **changes}
+    dtype = shape["dtype"]
+    query = torch.empty(2, shape["heads"], 8, shape["features"], dtype=dtype, device="meta", requires_grad=True)
+    key = torch.empty(2, shape["key_heads"], 8, shape["features"], dtype=dtype, device="meta", requires_grad=True)
+    value = torch.empty(2, shape["key_heads"], 8, shape["value_features"], dtype=dtype, device="meta")
+    grouped = shape["heads"] != shape["key_heads"]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+
+def kernel_of(result: Tensor) -> str:
+    assert result.grad_fn is not None
+    return result.grad_fn.name()
+
+
+def test_kernels_are_those_that_a_device_would_choose() -> None:
+    mask = torch.empty(8, 8, dtype=torch.bool, device="meta")
+    with kernels_of("cuda"):
+        assert "FlashAttention" in kernel_of(attention())
+        assert "FlashAttention" in kernel_of(attention(key_heads=2))
+        assert "EfficientAttention" in kernel_of(attention(dtype=torch.float32))
+        assert "EfficientAttention" in kernel_of(attention(value_features=8))
+        assert "EfficientAttention" in kernel_of(attention(mask))
+        assert "Attention" not in kernel_of(attention(mask, key_heads=2))
+    with kernels_of("cpu"):
+        assert "FlashAttentionForCpu" in kernel_of(attention(mask))
+        assert "Attention" not in kernel_of(attention(value_features=8))
+    assert "Attention" not in kernel_of(attention())
+
+
+def test_dropout_on_cuda_keeps_one_byte_per_element() -> None:
+    given = torch.empty(1000, device="meta", requires_grad=True)
+    with kernels_of("cuda"):
+        assert kernel_of(F.dropout(given, 0.1)) == "NativeDropoutBackward0"
+        assert F.dropout(given, 0.1, training=False) is given
+    assert kernel_of(F.dropout(given, 0.1)) == "MulBackward0"
+
+
+def test_what_cannot_be_profiled_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+        floor = Floor()
+    given = torch.empty(2, 4, device="meta")
+    with pytest.raises(ConfigurationError, match=r"scalar loss with a gradient and got \(2, 4\) from the model"):
+        profile_compute(model, given, unit_names=[""])
+    floor.up.weight.grad = torch.empty_like(floor.up.weight)
+    with pytest.raises(ConfigurationError, match=r"up.weight has a gradient already"):
+        profile_compute(floor, torch.empty(2, FEATURES, device="meta"), unit_names=[""], loss_fn=mean_square)
+    for forward, words in ((_by_value, "asks for the value"), (_by_shape, "no shape without values")):
+        model.forward = forward.__get__(model)  # type: ignore[method-assign]
+        with pytest.raises(ConfigurationError, match=words):
+            profile_compute(model, given, unit_names=[""], loss_fn=mean_square)
+
+
+def _by_value(_: nn.Module, given: Tensor) -> Tensor:
+    return given * given.sum().item()
+
+
+def _by_shape(_: nn.Module, given: Tensor) -> Tensor:
+    return given[given > 0]

@@ -1,0 +1,130 @@
+"""Models on the meta device: published sizes, every way to say which, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.models import build_meta_model
+from megatron_fsdp.plan.presets import PRESETS, preset_config
+from tests.support.tower import Tower
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_419_200,
+}
+ROUTER_BIASES = 58 * 256
+"""Of DeepSeek-V3, among the published parameters; transformers has them as buffers, since no gradient moves them."""
+
+
+def numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_size_and_no_memory(name: str) -> None:
+    model = build_meta_model(name, torch.bfloat16)
+    expected = PUBLISHED[name] - (ROUTER_BIASES if name == "deepseek-v3" else 0)
+    assert numel(model) == expected
+    assert {(param.dtype, param.device.type) for param in model.parameters()} == {(torch.bfloat16, "meta")}
+    assert model.training
+
+
+def test_biases_of_the_router_are_buffers() -> None:
+    model = build_meta_model("deepseek-v3", torch.bfloat16)
+    biases = [buffer.numel() for name, buffer in model.named_buffers() if "correction_bias" in name]
+    assert sum(biases) == ROUTER_BIASES
+
+
+def build_tower() -> nn.Module:
+    return Tower()
+
+
+def build_real() -> nn.Module:
+    return nn.Linear(2, 2, device="cpu")
+
+
+def build_nothing() -> Any:
+    return 3
+
+
+SMALL = {**preset_config("gpt2"), "n_embd": 8, "n_layer": 1, "n_head": 2}
+
+
+def test_every_way_to_give_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "dtype": "bfloat16"}))
+    from_file = [build_meta_model(given) for given in (tmp_path, str(tmp_path), tmp_path / "config.json")]
+    assert {(numel(model), next(model.parameters()).dtype) for model in from_file} == {
+        (numel(build_meta_model(SMALL)), torch.bfloat16)
+    }
+    assert next(build_meta_model(SMALL).parameters()).dtype == torch.float32
+    assert next(build_meta_model(SMALL, torch.float16).parameters()).dtype == torch.float16
+    built = build_meta_model(f"{__name__}:build_tower")
+    assert isinstance(built, Tower)
+    assert isinstance(build_meta_model(build_tower), Tower)
+    assert build_meta_model(built) is built
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("lama-3-8b", r"'lama-3-8b' is no preset, .*; did you mean 'llama-3-8b'\? choose one of gpt2, "),
+        ({"hidden_size": 8}, r"the config has no model_type \(hidden_size\)"),
+        ({"model_type": "nonesuch"}, r"knows no model_type 'nonesuch'"),
+        ({**SMALL, "n_head": "two"}, r"gpt2.* is not valid|builds no causal language model from GPT2Config"),
+        ({"model_type": "resnet"}, r"builds no causal language model from ResNetConfig"),
+        (build_real, r"weight has memory on cpu; build the model under torch.device\('meta'\)"),
+        (build_nothing, r"build_nothing returned a int; it must return a model"),
+        (f"{__name__}:SMALL", r"is a dict; give a function or class to call"),
+        (3, r"given as a int; give a preset"),
+        (nn.Linear(2, 2), r"weight has memory on cpu"),
+    ],
+)
+def test_what_is_no_model_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        build_meta_model(spec)
+
+
+def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(ConfigurationError, match="holds a list; a config is a JSON object"):
+        build_meta_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        build_meta_model(tmp_path)
+
+
+def test_functions_decide_on_their_dtype() -> None:
+    with pytest.raises(ConfigurationError, match=r"dtype=torch.bfloat16 is for configs"):
+        build_meta_model(build_tower, torch.bfloat16)
+
+
+def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigurationError, match="come from transformers, which is not installed"):
+        build_meta_model("llama-3-8b")
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="there is no preset 'deepseek'; did you mean 'deepseek-v3'"):
+        preset_config("deepseek")

@@ -1,0 +1,70 @@
+"""What recomputation keeps and repeats."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.activations import profile_compute
+from megatron_fsdp.plan.compute_profile import ComputeProfile
+from megatron_fsdp.plan.recompute import Recompute, recomputing
+from tests.support.measured_compute import on_meta, token_batch
+from tests.support.small_language_models import LAYERS, build_small, unit_names
+from tests.support.tower import FEATURES, FLOORS, Tower
+
+FLOAT, HIDDEN = 4, 32
+TOKENS = token_batch()["input_ids"].numel()
+
+
+def profile(recompute: Recompute, name: str = "llama") -> ComputeProfile:
+    with torch.device("meta"):
+        model = build_small(name)
+    batch = on_meta(token_batch())
+    return profile_compute(model, batch, unit_names=unit_names(name), kernels="cpu", recompute=recompute)
+
+
+def test_recomputed_units_keep_one_hidden_state_each() -> None:
+    segments = profile("full").segments
+    layers = [segment for segment in segments if str(segment) in {f"F{unit}>" for unit in range(1, LAYERS + 1)}]
+    assert [layer.end_bytes - layer.begin_bytes for layer in layers] == [FLOAT * TOKENS * HIDDEN] * LAYERS
+
+
+def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
+    """Torch stops a recomputation at the last tensor that is saved: the product of `down_proj` is not repeated."""
+    plain, full = profile("none"), profile("full")
+    assert plain.recomputed_flops == 0
+    assert (full.forward_flops, full.backward_flops) == (plain.forward_flops, plain.backward_flops)
+    forward = sum(segment.flops for segment in plain.segments[: plain.backward_start] if segment.computing)
+    last_products = LAYERS * 2 * TOKENS * 48 * HIDDEN
+    assert full.recomputed_flops == forward - last_products
+
+
+@pytest.mark.parametrize("recompute", ["attention", "mlp"])
+def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
+    assert profile("full").kept_bytes < profile(recompute).kept_bytes < profile("none").kept_bytes
+
+
+def test_forwards_are_put_back() -> None:
+    model = Tower()
+    names = ["", *(f"floors.{index}" for index in range(FLOORS))]
+    model.floors[0].forward = lambda x: x  # type: ignore[method-assign]  # of the user
+    own = model.floors[0].forward
+    with recomputing(model, names, "full"):
+        assert all("forward" in model.floors[index].__dict__ for index in range(FLOORS))
+    assert model.floors[0].__dict__["forward"] is own
+    assert all("forward" not in model.floors[index].__dict__ for index in range(1, FLOORS))
+
+
+def test_nothing_to_recompute_is_refused() -> None:
+    model = nn.Linear(FEATURES, FEATURES)
+    with pytest.raises(ConfigurationError, match="no units besides the root"), recomputing(model, [""], "full"):
+        pass
+    words = "no units with self_attn, self_attention, attention, attn"
+    with pytest.raises(ConfigurationError, match=words), recomputing(Tower(), ["", "floors.0"], "attention"):
+        pass
+    unknown: Any = "half"
+    words = "'half'; choose none, full, attention or mlp"
+    with pytest.raises(ConfigurationError, match=words), recomputing(model, [""], unknown):
+        pass
