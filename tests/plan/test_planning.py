@@ -1,0 +1,268 @@
+"""Plans against published figures, the formulas and figures worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.hybrid_accounting import outer_step_traffic
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.plan.front import plan
+from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine, tokens_to_hide
+from megatron_fsdp.plan.planning import Plan, plan_workload
+from megatron_fsdp.plan.presets import preset_config
+from megatron_fsdp.plan.recommend import recommend
+from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
+from megatron_fsdp.plan.timing import step_costs
+from megatron_fsdp.plan.wires import Wire, Wires
+from tests.support.tower import FEATURES, Floor, Tower
+
+BF16 = torch.bfloat16
+_FEW_LAYERS = {**preset_config("qwen3-30b-a3b"), "num_hidden_layers": 8}
+
+
+def _sum(output: torch.Tensor) -> torch.Tensor:
+    return output.float().sum()
+
+
+def _tower(hidden: tuple[int, ...] = (32,) * 6) -> nn.Module:
+    with torch.device("meta"):
+        return Tower(hidden=hidden).to(BF16)
+
+
+def _rows(count: int) -> torch.Tensor:
+    return torch.empty(count, FEATURES, dtype=BF16, device="meta")
+
+
+class Large(nn.Module):
+    """One matrix of 7.5 billion parameters, as in table 1 of the ZeRO paper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(100_000, 75_000, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matrix(x)
+
+
+@pytest.mark.parametrize(("strategy", "gigabytes"), [(0, 120.0), (2, 16.6), (3, 1.9)])
+def test_persistent_bytes_of_the_zero_paper(strategy: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2019, figure 1; ZeRO-1's 31.4 GB count a whole gradient, which is not kept here."""
+    with torch.device("meta"):
+        model = Large().to(BF16)
+    inputs = torch.empty(1, 100_000, dtype=BF16, device="meta")
+    found = plan(model, 64, strategy, inputs=inputs, loss_fn=_sum, fsdp_unit_modules=[])
+    assert round(found.memory.held.total / 1e9, 1) == gigabytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    hidden=st.lists(st.integers(1, 9).map(lambda n: 8 * n), min_size=1, max_size=7).map(tuple),
+    strategy=st.sampled_from(ShardingStrategy),
+    inner=st.integers(1, 9),
+    outer=st.integers(1, 4),
+    shares=st.booleans(),
+    microbatches=st.integers(1, 3),
+    gloo=st.booleans(),
+)
+def test_a_replayed_step_sends_and_borrows_what_the_formulas_say(
+    hidden: tuple[int, ...],
+    strategy: ShardingStrategy,
+    inner: int,
+    outer: int,
+    shares: bool,
+    microbatches: int,
+    gloo: bool,
+) -> None:
+    outer_strategy = ShardingStrategy(int(shares and outer > 1 and strategy > 0))
+    found = plan(
+        _tower(hidden),
+        {"dp_shard": inner, "dp_outer": outer},
+        strategy,
+        outer_strategy=outer_strategy,
+        microbatches=microbatches,
+        inputs=_rows(2),
+        loss_fn=_sum,
+        fsdp_unit_modules=[Floor],
+        backend="gloo" if gloo else "nccl",
+        accumulation=Accumulation.EVERY if outer == 1 else Accumulation.OUTER,
+    )
+    groups = found.model.footprints
+    axes = {axis.axis: axis for axis in found.traffic}
+    whole_gradient = outer > 1 and strategy < ShardingStrategy.optim_grads  # reduced once, at the last microbatch
+    expected = step_traffic(groups, strategy, microbatches)
+    if not whole_gradient and inner > 1:
+        assert axes["dp_shard"].gathers == expected.gathers
+        assert axes["dp_shard"].reductions == expected.reductions
+        assert axes["dp_shard"].sent_bytes == expected.gather_bytes + expected.reduce_bytes
+    across = outer_step_traffic(groups, strategy)
+    if outer > 1:
+        assert axes["dp_outer"].gathers == across.gathers
+        assert axes["dp_outer"].reductions == across.reductions
+        assert axes["dp_outer"].sent_bytes == across.gather_bytes + across.reduce_bytes
+    else:
+        assert "dp_outer" not in axes
+    scratch = exchange_scratch_bytes(groups, strategy) if gloo else 0
+    borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch).total
+    peak = found.memory.peak
+    assert peak.gathered_bytes + peak.bucket_bytes == borrowed
+
+
+def test_tokens_from_which_communication_hides_as_published() -> None:
+    assert tokens_to_hide(400e12, 50e9) == 8_000
+    assert math.isclose(tokens_to_hide(400e12, 450e9), 889, rel_tol=1e-3)
+
+
+def _planned(tokens: int, machine: Machine | str = "h100", ranks: int = 8) -> Plan:
+    return plan("llama-3.2-1b", ranks, 3, sequence_length=tokens, machine=machine)
+
+
+def test_communication_is_exposed_below_that_number_of_tokens_and_hidden_above() -> None:
+    slow = find_machine("h100").but({"link_bytes_per_s": 20e9, "operator_s": 0.0})
+    needed = _planned(1024, slow).hidden_from_tokens
+    assert needed is not None
+    below, above = (_planned(int(needed * factor), slow) for factor in (0.5, 1.5))
+    assert below.exposed_fraction > 0.3
+    at_the_edges = [transfer for transfer in above.step.transfers if transfer.unit in (0, 1)]  # nothing to hide behind
+    assert above.step.exposed_s < sum(transfer.end_s - transfer.start_s for transfer in at_the_edges)
+
+
+def test_figures_of_a_machine_enter_as_they_should() -> None:
+    machine = Machine("toy", 4, 100, 10, 1e3, 1e2, 40.0, 10.0, 0.5, 0.5, 1.0, 0.0, 0.0, 0.0)
+    assert machine.usable_bytes == 90
+    assert machine.compute_s(1000, 100) == 1000 / 500 + 100 / 50
+    assert machine.collective_s(80, 4) == 2.0  # inside of a node
+    assert machine.collective_s(80, 8) == 2.0  # four adapters of a node carry a ring each, as fast as the link
+    assert machine.collective_s(80, 8, stride=4) == 8.0  # one member per node: its own adapter
+    assert machine.collective_s(80, 1) == 0.0
+    assert machine.but({"flops": 2e3}).compute_s(1000, 0) == 1.0
+    with_hops = machine.but({"link_latency_s": 1.0, "network_latency_s": 10.0})
+    assert with_hops.latency_s(4) == 2.0
+    assert with_hops.latency_s(16) == 2.0 + 20.0
+    assert with_hops.latency_s(8, stride=4) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"speed": 1.0}, "has no 'speed'"), ({"flops": 0.0}, "flops=0.0 of machine 'h100'")]
+)
+def test_figures_that_cannot_be_are_refused(changes: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        MACHINES["h100"].but(changes)
+
+
+def test_collectives_of_one_wire_queue_and_only_waiting_is_exposed() -> None:
+    wires = Wires(lambda wire, sent, _expert: sent / (10 if wire is Wire.INNER else 1))
+    first = wires.send(Wire.INNER, "gather", 0, 100, False)
+    second = wires.send(Wire.INNER, "reduce", 1, 50, False)
+    other = wires.send(Wire.OUTER, "gather across", 1, 3, False)
+    wires.compute(12.0)
+    first()
+    other()
+    assert (wires.now_s, wires.exposed_s) == (12.0, 0.0)
+    second()
+    assert (wires.now_s, wires.exposed_s) == (15.0, 3.0)
+    assert [(t.start_s, t.end_s) for t in wires.transfers] == [(0.0, 10.0), (10.0, 15.0), (0.0, 3.0)]
+    assert wires.send(Wire.INNER, "gather", 0, 0, False)() is None
+    assert len(wires.transfers) == 3
+
+
+def test_pipelines_keep_more_microbatches_and_have_a_bubble() -> None:
+    def costs_of(pp: int, microbatches: int) -> int:
+        found = plan(_tower(), 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor])
+        setup = found.setup.but(ranks=ParallelRanks(2, pp=pp), microbatches=microbatches)
+        planned = plan_workload(found.workload, setup, found.machine, found.profile)
+        assert planned.step_s == pytest.approx(planned.step.seconds * (microbatches + pp - 1) / microbatches)
+        return step_costs(planned.model, found.profile, found.workload, found.machine).saved_microbatches
+
+    assert [costs_of(pp, 8) for pp in (1, 4, 16)] == [0, 3, 7]
+
+
+def test_the_recommendation_is_the_simplest_of_the_fastest_that_fit() -> None:
+    workload = plan("llama-3.2-1b", 16, sequence_length=4096).workload
+    machine = find_machine("h100")
+    found = recommend(workload, Setup(ParallelRanks(16)), machine)
+    assert found.best is not None
+    assert found.best.fits
+    fitting = [each for each in found.plans if each.fits]
+    assert found.best.step_s <= 1.02 * min(each.step_s for each in fitting)
+    earlier = fitting[: fitting.index(found.best)]
+    assert all(each.step_s > 1.02 * min(other.step_s for other in fitting) for each in earlier)
+    assert {each.setup.recompute for each in found.plans} == {"none", "full"}
+    assert {(each.setup.ranks.dp_outer, each.setup.outer) for each in found.plans} == {
+        (1, None),
+        (2, ShardingStrategy.no_shard),
+        (2, ShardingStrategy.optim),
+    }
+    small = recommend(workload, Setup(ParallelRanks(16)), machine.but({"memory_bytes": 5 * GIB}))
+    assert small.best is None
+    assert small.smallest.memory.peak_bytes == min(each.memory.peak_bytes for each in small.plans)
+
+
+def test_more_memory_per_device_lets_go_of_recomputation() -> None:
+    workload = plan("llama-3.2-1b", 64, sequence_length=8192).workload
+    chosen = []
+    for size in (24, 141):
+        machine = find_machine("h100").but({"memory_bytes": size * GIB})
+        best = recommend(workload, Setup(ParallelRanks(64)), machine).best
+        assert best is not None
+        chosen.append(best.setup.recompute)
+    assert chosen == ["full", "none"]
+
+
+def test_optimizers_hold_and_borrow_what_they_say() -> None:
+    def found(name: str) -> tuple[int, int]:
+        planned = plan(_tower(), 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor], optimizer=name)
+        last = planned.step.moments[-2]
+        assert last.label == "step"
+        return planned.memory.held.optimizer, last.passing_bytes
+
+    numel = sum(param.numel() for param in _tower().parameters())
+    params = len(list(_tower().parameters()))
+    cast = 4 * numel // 2  # gradients are kept in bf16 and shown in fp32
+    assert found("sgd") == (0, cast)
+    assert found("momentum") == (4 * numel // 2, cast)
+    assert found("adamw-fused") == (8 * numel // 2 + 4 * params, cast)
+    assert found("adamw") == (8 * numel // 2 + 4 * params, cast + 4 * numel // 2)
+    assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + 2 * 4 * FEATURES * 32)
+    assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ranks": 0}, "dp_shard=0"),
+        ({"ranks": {"dp_shard": 4, "dp": 2}}, "there is no axis 'dp'"),
+        ({"ranks": {"dp_shard": 4, "ep": 3}}, "ep=3 does not divide the 4 ranks"),
+        ({"ranks": 4, "strategy": "zero3"}, "strategy='zero3' is not a sharding strategy"),
+        ({"ranks": 4, "outer_strategy": "optim"}, "needs an outer axis"),
+        ({"ranks": {"dp_outer": 2, "dp_shard": 2}, "strategy": 0, "outer_strategy": 1}, "shares out further"),
+        ({"ranks": 4, "machine": "h1000"}, "machine 'h1000' is not known"),
+        ({"ranks": 4, "optimizer": "adam"}, "optimizer 'adam' is not known"),
+        ({"ranks": 4, "microbatches": 0}, "microbatches=0"),
+        ({"ranks": 4, "micro_batch": 0}, "micro_batch=0"),
+        ({"ranks": {"dp_shard": 4, "tp": 2}, "inputs": True}, "tp=2 divides language models of transformers only"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_is_refused_in_words(arguments: dict[str, object], words: str) -> None:
+    given = dict(arguments)
+    if given.pop("inputs", None):
+        given["inputs"] = _rows(2)
+    with pytest.raises(ConfigurationError, match=words):
+        plan("llama-3.2-1b" if "inputs" not in given else _tower(), **given)  # type: ignore[arg-type]
+
+
+def test_experts_are_divided_before_they_are_sharded() -> None:
+    policy = MixedPrecisionPolicy()
+    whole, divided = (plan(_FEW_LAYERS, {"dp_shard": 64, "ep": ep}, sequence_length=64, policy=policy) for ep in (1, 8))
+    assert divided.memory.held.compute_weights == pytest.approx(whole.memory.held.compute_weights, rel=0.01)
+    assert divided.model.numel < 0.3 * whole.model.numel
+    assert divided.memory.peak.gathered_bytes < 0.6 * whole.memory.peak.gathered_bytes
+    with pytest.raises(ParallelSizeError, match="which ep=3 does not divide"):
+        plan(_FEW_LAYERS, {"dp_shard": 3, "ep": 3}, sequence_length=64)
