@@ -1,0 +1,127 @@
+"""`mfsdp plan` as a user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp.cli.main import main
+
+pytest.importorskip("transformers")
+
+SMALL = ("llama-3.2-1b", "--ranks", "16", "--sequence-length", "1024")
+
+
+def small_config(folder: Path) -> str:
+    """A config.json of a tiny Llama."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
+
+
+def test_json_says_what_the_tables_say(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["plan", small_config(tmp_path), "--ranks", "4", "--strategy", "3", "--sequence-length", "128"]
+    assert main([*args, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    params = told["model"]["parameters"]
+    assert params == 512 * 64 * 2 + 64 + 3 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64)
+    held = told["memory"]["held"]
+    padded = round(params * (1 + told["model"]["padding_fraction"]))
+    assert params <= padded < 1.01 * params
+    assert held["compute_weights"] == 2 * padded // 4
+    assert held["main_weights"] == 4 * padded // 4
+    assert held["total"] == sum(count for name, count in held.items() if name != "total")
+    peak = told["memory"]["peak"]
+    moments = told["timeline"]
+    assert peak["total"] == held["total"] + told["memory"]["inputs"] + max(each["total_bytes"] for each in moments)
+    assert told["setup"]["strategy"] == "optim_grads_params"
+    assert told["flags"][:3] == ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
+    assert main(args) == 0
+    text = capsys.readouterr().out
+    assert f"{params:,} parameters" in text
+    assert "It fits" in text
+    assert "ranks     4: dp_shard 4" in text
+
+
+def test_a_model_that_does_not_fit_is_told_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--strategy", "no_shard", "--machine-set", "memory_bytes=6e9"]) == 1
+    assert "It does not fit:" in capsys.readouterr().out
+
+
+def test_auto_tries_everything_and_marks_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--recompute", "full"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marked = [line for line in lines if line.startswith("*")]
+    tried = [line for line in lines if " full " in line and (line.startswith(("*", "   ")))]
+    assert len(marked) == 1
+    assert len(tried) == 6  # four flat strategies, two hybrid ones
+    chosen = marked[0].split()[1]
+    assert f"--data-parallel-sharding-strategy {chosen}" in lines[-1]
+
+
+def test_hybrid_sharding_becomes_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", *SMALL, "--strategy", "3", "--outer", "2", "--outer-strategy", "optim", "--json"]
+    assert main(args) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["flags"][4:] == ["--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-strategy", "optim"]
+    assert [axis["axis"] for axis in told["traffic_per_step"]] == ["dp_shard", "dp_outer"]
+
+
+def test_the_picture_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    assert main(["plan", small_config(tmp_path), "--strategy", "2", "--picture", str(picture)]) == 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert str(picture) in capsys.readouterr().out
+    assert main(["plan", small_config(tmp_path), "--strategy", "2", "--picture", str(tmp_path / "memory.bmpx")]) == 2
+    assert "has no suffix of a picture" in capsys.readouterr().err
+
+
+def test_a_plan_is_checked_by_a_simulated_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["plan", small_config(tmp_path), "--ranks", "6", "--strategy", "3", "--sequence-length", "32", "--check"]
+    assert main([*args, "--optimizer", "adamw-loop", "--backend", "gloo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("checked by a simulated run"))
+    rows = lines[first + 1 :]
+    assert len(rows) == 8
+    assert all(row.endswith("ok") for row in rows)
+
+
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert "deepseek-v3" in text
+    assert "h200: 989 TFLOP/s" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "no model was given"),
+        (("llama-3-9b",), "did you mean 'llama-3-8b'"),
+        ((*SMALL, "--tp", "3"), "--ranks 16 is not a multiple of"),
+        ((*SMALL, "--strategy", "fsdp"), "--strategy='fsdp' is not a sharding strategy"),
+        ((*SMALL, "--machine-set", "flops"), "--machine-set flops is not FIGURE=NUMBER"),
+        ((*SMALL, "--machine-set", "speed=3"), "has no 'speed'"),
+        ((*SMALL, "--dtype", "int7"), "--dtype='int7' is not a dtype name"),
+        ((*SMALL, "--ranks", "0"), "--ranks 0 cannot be"),
+        (("no.such.module:model",), "no.such.module"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
+) -> None:
+    assert main(["plan", *args]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
