@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+pytest.importorskip("transformers")
+
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
@@ -222,6 +224,21 @@ def test_dropout_on_cuda_keeps_one_byte_per_element() -> None:
         assert kernel_of(F.dropout(given, 0.1)) == "NativeDropoutBackward0"
         assert F.dropout(given, 0.1, training=False) is given
     assert kernel_of(F.dropout(given, 0.1)) == "MulBackward0"
+
+
+def test_rms_norm_on_cuda_keeps_its_input_and_one_number_per_row() -> None:
+    features, rows = 64, 8
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(features, features), nn.RMSNorm(features)).bfloat16()
+        given = torch.empty(rows, features, dtype=torch.bfloat16)
+    profile = profile_compute(model, given, unit_names=["", "1"], loss_fn=mean_square, kernels="cuda")
+    norm = next(segment for segment in profile.segments if str(segment) == "F1>")
+    result, scale = 2 * rows * features, FLOAT * rows
+    assert norm.peak_bytes - norm.begin_bytes == result + scale
+    assert norm.end_bytes - norm.begin_bytes == result + scale
+    assert profile.events.endswith("F1< F0< B1 B0 E")
+    last = profile.segments[-2]
+    assert (last.computing, last.gradients) == (1, ("1.weight", "0.bias", "0.weight"))
 
 
 def test_what_cannot_be_profiled_is_refused() -> None:

@@ -48,14 +48,16 @@ def total(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def tokens() -> Tensor:
-    return torch.linspace(-1, 1, TOKENS * HIDDEN).view(TOKENS, HIDDEN)
+def tokens(count: int = TOKENS) -> Tensor:
+    return torch.linspace(-1, 1, count * HIDDEN).view(count, HIDDEN)
 
 
-def profile(implementation: str, ranks: int = 1) -> ComputeProfile:
+def profile(implementation: str, ranks: int = 1, count: int = TOKENS) -> ComputeProfile:
     with torch.device("meta"):
         model = Routed(implementation)
-    return profile_compute(model, on_meta(tokens()), unit_names=[""], loss_fn=total, kernels="cpu", expert_ranks=ranks)
+    return profile_compute(
+        model, on_meta(tokens(count)), unit_names=[""], loss_fn=total, kernels="cpu", expert_ranks=ranks
+    )
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
@@ -65,6 +67,12 @@ def test_balanced_experts_need_what_those_of_transformers_need(implementation: s
     rows = TOKENS * CHOSEN
     gate = 2 * TOKENS * HIDDEN * CHOSEN
     assert found.forward_flops == rows * 2 * (HIDDEN * 2 * INNER + INNER * HIDDEN) + gate
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_loop_gives_the_rest_to_the_first_experts(count: int) -> None:
+    """Of 10 rows, 4 experts get 3, 3, 2 and 2; of 2 rows, two get one each and two are left out."""
+    assert profile("eager", count=count).peak_bytes == measured_peak(Routed("eager"), tokens(count), total)
 
 
 def measure_divided() -> int:

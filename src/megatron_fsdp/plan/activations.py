@@ -155,7 +155,8 @@ class _Recorder(TorchDispatchMode):
             if self.in_backward:
                 self._backward_of = unit  # what was recomputed last is what backward comes to next
         elif event is Event.BACKWARD_BEGINS:
-            self.in_backward, self._backward_of = True, unit
+            self.in_backward = True
+            self._backward_of = unit or self._backward_of  # a unit may share its output with the root around it
         elif event is Event.BACKWARD_ENDS:
             self.in_backward = False
         now = self._live.now_bytes

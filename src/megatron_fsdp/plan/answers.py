@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._any: int | None = None  # storage of the latest result of `any`
+        self._any: Callable[[], object] = lambda: None  # the storage of the latest result of `any`, while it lives
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operator's result, or an answer where it would be the value of a meta tensor.
@@ -44,7 +45,7 @@ class Answers:
                 f"depend on data ({' '.join(str(error).split())[:200]})"
             ) from error
         if func.overloadpacket is _ATEN.any and isinstance(result, Tensor):
-            self._any = result.untyped_storage()._cdata
+            self._any = weakref.ref(result.untyped_storage())
         return result
 
     def _answer(self, tensor: Tensor) -> bool:
@@ -53,7 +54,7 @@ class Answers:
                 f"the model asks for the value of a tensor ({tensor.dtype}) in its forward or backward, and a profile "
                 "has shapes but no values; profile a model whose shapes do not depend on data"
             )
-        return tensor.untyped_storage()._cdata != self._any
+        return tensor.untyped_storage() is not self._any()
 
 
 def _grouped_product(

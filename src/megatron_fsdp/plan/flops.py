@@ -7,6 +7,7 @@ here: attention of CPUs, and grouped products of experts. Everything else counts
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ def operator_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     return sum(map(_size, (*tensors_of(args), *tensors_of(tuple(kwargs.values())), *results)))
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether results share memory with operands without being written."""
     infos = [returned.alias_info for returned in func._schema.returns]

@@ -20,7 +20,7 @@ Kernels = Literal["cuda", "cpu", "math"]
 """Of a CUDA device, of a CPU, or those of a CPU with attention by products, which saves all scores."""
 
 _ATEN = torch.ops.aten
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 
 
@@ -119,7 +119,7 @@ def _attention_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
     if not call.plain:
         return call.by_products()
     small = call.one_head_size and call.query.shape[-1] <= _FLASH_HEAD_DIM
-    if small and call.mask is None and call.query.dtype in _FLASH_DTYPES:
+    if small and call.mask is None and call.query.dtype in _HALF:
         result: Tensor = _ATEN._scaled_dot_product_flash_attention(
             call.query, call.key, call.value, call.dropout, call.causal, False, scale=call.scale
         )[0]
@@ -148,10 +148,29 @@ def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
     return result
 
 
-def _fused_rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """CUDA has one kernel for it, which keeps the input and one number per row."""
-    result: Tensor = _ATEN._fused_rms_norm(given, shape, weight, eps)[0]
+def _fused_rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
+    """CUDA has one kernel for it in each direction; the meta device has none, and takes it apart."""
+    result: Tensor = _RmsNorm.apply(given, weight, len(shape))  # type: ignore[no-untyped-call]  # torch's own
     return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps the input, the weight and one number per row, in fp32 for half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        """One pass over the input."""
+        dtype = torch.float32 if given.dtype in _HALF else given.dtype
+        scale = given.new_empty((*given.shape[: given.dim() - dims], *(1 for _ in range(dims))), dtype=dtype)
+        ctx.save_for_backward(given, weight, scale)
+        return given * 1 if weight is None else given * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """One pass over the input and the gradient."""
+        given, weight, _ = ctx.saved_tensors
+        wanted = weight is not None and ctx.needs_input_grad[1]
+        return grads[0] * given, torch.empty_like(weight) if wanted else None, None
 
 
 _TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
