@@ -224,7 +224,10 @@ def _show_tried(tried: Any) -> None:
     )
     write_line()
     if tried.best is None:
-        write_line("Nothing fits; what follows is the arrangement that takes least.")
+        write_line(
+            "Nothing fits; what follows is the arrangement that takes least. Divide the model further (--tp, --pp, "
+            "--ep), shorten or divide sequences (--sequence-length, --cp), or use devices with more memory (--machine)."
+        )
         write_line()
 
 
