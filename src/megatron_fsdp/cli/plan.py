@@ -26,8 +26,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="memory, traffic and time of a run, without hardware",
         description="Plan a run: bytes of a rank over a step, padding, traffic, time under a machine's figures, and "
-        "the cheapest strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot be "
-        "planned.",
+        "the cheapest strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot "
+        "be planned.",
     )
     parser.add_argument(
         "model",

@@ -122,8 +122,8 @@ def make_workload(
             raise ConfigurationError(f"{name}={count} cannot be; give 1 or more")
     is_config = isinstance(model, Mapping) or (isinstance(model, str) and ":" not in model)
     module = build_meta_model(model, dtype if is_config else None)
-    name = model if isinstance(model, str) else getattr(getattr(module, "config", None), "model_type", None)
-    label = str(name or type(module).__name__)
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    label = model if isinstance(model, str) else str(kind or type(module).__name__)
     if inputs is None:
         return share_of_rank(label, module, ranks, micro_batch, sequence_length, fsdp_unit_modules, stage)
     for axis in ("tp", "cp", "pp"):
