@@ -80,6 +80,16 @@ class Reports:
         """Tell them no longer."""
         self._engine.observers.remove(observer)
 
+    def check_lifetimes(self) -> None:
+        """Check every use of borrowed memory from now on, and poison what is released; for debugging (lifetimes.md).
+
+        Results stay the same, bit for bit. Weights that are gathered now are gathered again at their next use.
+
+        Raises:
+            ScheduleError: A forward or backward is under way.
+        """
+        self._engine.check_lifetimes()
+
     # ---- reports ------------------------------------------------------------------------------------------------
 
     def unit_plan_lines(self) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.runtime.executor import Executor
+from megatron_fsdp.runtime.lifetimes import LifetimeChecker
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
 from megatron_fsdp.runtime.observer import Observers
 from megatron_fsdp.runtime.schedule import Scheduler
@@ -26,6 +27,7 @@ class OnRequest:
     scheduler: Scheduler
     executor: Executor
     memory: MemoryPlan
+    lifetimes: LifetimeChecker | None = None
 
     @property
     def observers(self) -> Observers:
@@ -51,6 +53,15 @@ class OnRequest:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
                 unit.wait()
+
+    def check_lifetimes(self) -> None:
+        """Check every use of borrowed memory from now on; once."""
+        if self.scheduler.in_forward or self.scheduler.in_backward:
+            raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
+        if self.lifetimes is None:
+            self.executor.run(self.scheduler.weights_changed())
+            self.lifetimes = LifetimeChecker(self.units)
+            self.observers.add(self.lifetimes)
 
     @property
     def gathers_beside_main_weights(self) -> bool:
