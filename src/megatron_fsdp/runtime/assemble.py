@@ -20,6 +20,7 @@ from megatron_fsdp.placement import ShardingStrategy, placements_for
 from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
+from megatron_fsdp.runtime.delays import DelayObserver, resolve_delays
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.engine_parts import EngineParts
@@ -161,6 +162,9 @@ def assemble(
         engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
     if resolve_check_lifetimes(None):
         engine.check_lifetimes()
+    delays = resolve_delays()
+    if delays is not None:
+        engine.observers.add(DelayObserver(delays, device))
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
