@@ -169,9 +169,10 @@ def trained_with(name: str) -> str:
     """What a step with a fault raises."""
     model = _wrapped(is_checked=True)
     MODELS[:] = [model]
-    with warnings.catch_warnings(), FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of what hooks raise after that
-        _train_twice(model)
+        with FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
+            _train_twice(model)
     for ticket in [ticket for unit in model._engine.units for ticket in unit._tickets]:
         ticket.wait()
     MODELS.clear()

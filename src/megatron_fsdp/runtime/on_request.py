@@ -9,11 +9,13 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.lifetimes import LifetimeChecker
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
 from megatron_fsdp.runtime.observer import Observers
 from megatron_fsdp.runtime.schedule import Scheduler
+from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
@@ -28,11 +30,22 @@ class OnRequest:
     executor: Executor
     memory: MemoryPlan
     lifetimes: LifetimeChecker | None = None
+    _sharding: Sharding
 
     @property
     def observers(self) -> Observers:
         """Who is told of phases and collectives."""
         return self.executor.observers
+
+    @property
+    def dense(self) -> Domain:
+        """The ranks of dense parameters."""
+        return self._sharding.dense
+
+    @property
+    def experts(self) -> Domain | None:
+        """The ranks of experts; None where they are sharded as everything else."""
+        return self._sharding.experts
 
     @property
     def reach(self) -> Reach:
