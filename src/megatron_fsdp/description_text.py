@@ -123,8 +123,8 @@ def _memory_lines(memory: MemoryDescription) -> Iterator[str]:
     yield f"memory: {held}, {in_bytes(memory.optimizer_bytes)} of optimizer state"
     if memory.slots:
         yield (
-            f"  gathered weights: {memory.slots} slots of {in_bytes(memory.slot_bytes)} ({memory.allocator}), "
-            f"{memory.forward_prefetch} units ahead in forward, {memory.backward_prefetch} in backward"
+            f"  gathered weights: at most {memory.slots} units besides the root, {in_bytes(memory.slot_bytes)} each "
+            f"({memory.allocator}); {memory.forward_prefetch} ahead in forward, {memory.backward_prefetch} in backward"
         )
     yield f"  gradients on their way: {memory.buckets} buckets of {in_bytes(memory.bucket_bytes)}"
     yield f"  so far at most {in_bytes(memory.transient_peak_bytes)} of these, {in_bytes(memory.gathered_bytes)} now"

@@ -1,0 +1,157 @@
+"""From a name, a config, an import path or a function to a model on the meta device; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.import_path import import_by_path
+from megatron_fsdp.plan.names import nearest_name
+from megatron_fsdp.plan.presets import PRESETS, preset_config
+
+ModelSpec = str | Path | Mapping[str, Any] | Callable[[], nn.Module] | nn.Module
+"""What a model can be given as; see `build_meta_model`."""
+
+
+def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build a model without memory, in training mode.
+
+    Args:
+        spec: One of
+
+            * the name of a preset, such as "llama-3-8b" (`PRESETS`);
+            * the path of a folder with a `config.json` of transformers, or of such a file;
+            * the fields of such a config as a mapping, `model_type` among them, or a config object;
+            * an import path "package.module:function", or the function itself: it is called without arguments with the
+              meta device as default;
+            * a model that is on the meta device already; it is returned as it is.
+        dtype: Of all floating-point parameters that the family does not keep in another; None: what the config says,
+            else torch's default. Functions and models have their own and take none.
+
+    Returns:
+        The model; causal language models for configs.
+
+    Raises:
+        ConfigurationError: There is no such preset, file, function or family, transformers is missing, or parameters
+            of the model have memory.
+    """
+    if isinstance(spec, nn.Module):
+        return _checked(spec, dtype)
+    if isinstance(spec, str):
+        spec = _resolve(spec)
+    if isinstance(spec, Path):
+        spec = _read(spec)
+    if callable(spec):
+        with torch.device("meta"):
+            built = spec()
+        if not isinstance(built, nn.Module):
+            raise ConfigurationError(f"{_name(spec)} returned a {type(built).__name__}; it must return a model")
+        return _checked(built, dtype)
+    return _from_config(spec, dtype)
+
+
+def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
+    """What a string stands for."""
+    if text in PRESETS:
+        return preset_config(text)
+    if Path(text).exists():
+        return Path(text)
+    if ":" in text:
+        found = import_by_path(text, "model")
+        if not callable(found):
+            raise ConfigurationError(f"{text!r} is a {type(found).__name__}; give a function or class to call")
+        return found
+    raise ConfigurationError(
+        f"{text!r} is no preset, no path of a config and no import path 'package.module:function'; "
+        f"{nearest_name(text, PRESETS)}"
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{file} cannot be read as a config: {error}; give a folder with config.json"
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{file} holds a {type(fields).__name__}; a config is a JSON object")
+    return fields
+
+
+def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
+    """A causal language model of transformers, with weights tied and the dtypes that it would be loaded in."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            "models of this config come from transformers, which is not installed; install it, or give an import path "
+            "'package.module:function' that builds the model"
+        ) from error
+    config: Any = _config(transformers, given) if isinstance(given, Mapping) else given
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise ConfigurationError(
+            f"the model is given as a {type(given).__name__}; give a preset, a path, a config, a function or a model"
+        )
+    chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    factory: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model: Any = factory.from_config(config, dtype=chosen)
+    except Exception as error:
+        raise ConfigurationError(
+            f"transformers {transformers.__version__} builds no causal language model from {type(config).__name__}: "
+            f"{_first_words(error)}"
+        ) from error
+    model.tie_weights()
+    for pattern, kept in model._get_dtype_plan(chosen).items():
+        for name, param in model.named_parameters():
+            if pattern in name and param.dtype != kept:
+                param.data = param.data.to(kept)
+    return _checked(model, None).train()
+
+
+def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
+    kind = fields.get("model_type")
+    if kind is None:
+        raise ConfigurationError(
+            f"the config has no model_type ({', '.join(sorted(fields)[:8]) or 'it is empty'}); give a config.json of "
+            "transformers, or add the model_type"
+        )
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"transformers {transformers.__version__} knows no model_type {kind!r}; use a version that does, or give "
+            "an import path 'package.module:function' that builds the model"
+        )
+    rest = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        return transformers.AutoConfig.for_model(kind, **rest)
+    except Exception as error:
+        raise ConfigurationError(f"the config of {kind!r} is not valid: {_first_words(error)}") from error
+
+
+def _checked(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    if dtype is not None:
+        raise ConfigurationError(f"dtype={dtype} is for configs; a function or a model decides on its own")
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            raise ConfigurationError(
+                f"{name} has memory on {param.device}; build the model under torch.device('meta'), and let "
+                "constructors name no device"
+            )
+    return model
+
+
+def _first_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", function))
