@@ -84,8 +84,8 @@ class GroupDescription:
 
     @property
     def padding_fraction(self) -> float:
-        """Padding as a part of the whole buffer."""
-        return self.padding_numel / max(1, self.numel + self.padding_numel)
+        """Padding in relation to the parameters."""
+        return self.padding_numel / max(1, self.numel)
 
 
 @dataclass(frozen=True)

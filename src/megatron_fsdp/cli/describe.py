@@ -27,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
         "describe",
         help="units, layouts, dtypes, groups and options of a model on a rank, without hardware",
         description="Wrap a model as one rank of a job would, in this process and without memory for it, and describe "
-        "it: units, groups, padding, dtypes, placements, process groups, slots and buckets, and whether each option has "
-        "an effect. Exit status: 0 described, 2 the model cannot be wrapped like that.",
+        "it: units, groups, padding, dtypes, placements, process groups, slots and buckets, and whether each option "
+        "has an effect. Exit status: 0 described, 2 the model cannot be wrapped like that.",
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="PATH", help="package.module:function, () -> the model; or a preset's name")

@@ -160,7 +160,7 @@ def assemble(
     if switches.verify_ranks_s and sharding.dense.group is not None:
         labels = [unit.label for unit in units]
         engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
-    if resolve_check_lifetimes(None):
+    if resolve_check_lifetimes():
         engine.check_lifetimes()
     delays = resolve_delays()
     if delays is not None:

@@ -28,23 +28,19 @@ _SENDING = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_ACROSS, Phase.REDUCE_ACROSS
 _FOLLOWED = (*_SENDING, Phase.RETIRE)
 
 
-def resolve_check_lifetimes(check: bool | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether lifetimes are checked.
+def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether lifetimes are checked from the start; `model.check_lifetimes()` switches it on later.
 
     Args:
-        check: The argument; None: ask the environment.
         environment: Where `MFSDP_CHECK_LIFETIMES` may be, 1 for on and 0 for off.
 
     Raises:
         ConfigurationError: It is no switch.
     """
-    if isinstance(check, bool):
-        return check
-    value = environment.get(VARIABLE, "") if check is None else check
+    value = environment.get(VARIABLE, "")
     if value not in _SWITCH:
-        where = VARIABLE if check is None else "check"
-        raise ConfigurationError(f"{where}={value!r} is not a switch; give 1 or 0")
-    return _SWITCH[str(value)]
+        raise ConfigurationError(f"{VARIABLE}={value!r} is not a switch; give 1 or 0")
+    return _SWITCH[value]
 
 
 @dataclass
