@@ -24,7 +24,7 @@ from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-"""Types whose arithmetic is that of plain tensors (fake ones have none); DTensors and other subclasses do theirs themselves."""
+"""Types whose arithmetic is that of plain tensors; DTensors and other subclasses do theirs themselves."""
 
 
 def delayed_linear(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -121,74 +122,85 @@ def _text(value: object) -> str:
 
 
 def _facts(subject: Subject) -> OptionFacts:
+    return OptionFacts(**_facts_of_ranks(subject), **_facts_of_schedule(subject))
+
+
+def _facts_of_ranks(subject: Subject) -> dict[str, Any]:
+    """Who shares the model, how it is cut and in which dtypes."""
     engine, index, switches = subject.assembly.engine, subject.index, subject.switches
-    groups, schedule = engine.groups(), engine.scheduler.config
+    groups, dense, experts, given = engine.groups(), engine.dense, engine.experts, subject.unit_modules
     trainable = [group for group in groups if group.gradients is not None]
-    dense, experts = engine.dense, engine.experts
     outer = dense.axes[0].num_ranks if index.dp_outer_dim is not None else 0
-    uses_buckets = subject.gather_mode is not None
-    given = subject.unit_modules
-    return OptionFacts(
-        num_ranks=dense.num_ranks,
-        outer_ranks=outer,
-        mesh_dims=tuple(index.device_mesh.mesh_dim_names or ()),
-        shard_dim=str(index.dp_shard_dim),
-        outer_dim=index.dp_outer_dim,
-        tp_dim=index.tp_dim,
-        tensor_parallel=sum(part is not None and part.is_cut for group in groups for part in group.plan.parts),
-        has_gather_group=_has_second(dense.axes[-1]),
-        has_expert_gather_group=experts is not None and _has_second(experts.axes[-1]),
-        has_expert_mesh=experts is not None,
-        experts=sum(len(group.names) for group in groups if group.plan.spec.key.is_expert),
-        device=str(subject.assembly.device),
-        strategy=int(switches.strategy),
-        outer_strategy=int(switches.outer_strategy),
-        unit_modules="auto" if given is None or isinstance(given, str) else ", ".join(map(_class_name, given)),
-        unit_source=subject.assembly.plan.source,
-        units=len(engine.units) - 1,
-        uses_buckets=uses_buckets,
-        init_meta=switches.init_meta,
-        policy=subject.policy,
-        narrow=any(
+    return {
+        "num_ranks": dense.num_ranks,
+        "outer_ranks": outer,
+        "mesh_dims": tuple(index.device_mesh.mesh_dim_names or ()),
+        "shard_dim": str(index.dp_shard_dim),
+        "outer_dim": index.dp_outer_dim,
+        "tp_dim": index.tp_dim,
+        "tensor_parallel": sum(part is not None and part.is_cut for group in groups for part in group.plan.parts),
+        "has_gather_group": _has_second(dense.axes[-1]),
+        "has_expert_gather_group": experts is not None and _has_second(experts.axes[-1]),
+        "has_expert_mesh": experts is not None,
+        "experts": sum(len(group.names) for group in groups if group.plan.spec.key.is_expert),
+        "device": str(subject.assembly.device),
+        "strategy": int(switches.strategy),
+        "outer_strategy": int(switches.outer_strategy),
+        "unit_modules": "auto" if given is None or isinstance(given, str) else ", ".join(map(_class_name, given)),
+        "unit_source": subject.assembly.plan.source,
+        "units": len(engine.units) - 1,
+        "uses_buckets": subject.gather_mode is not None,
+        "init_meta": switches.init_meta,
+        "policy": subject.policy,
+        "narrow": any(
             min(group.plan.precision.grad_comm.itemsize, group.plan.precision.main_grads.itemsize) < 4
             for group in trainable
         ),
-        has_main_copy=any(not group.weights.shares_memory for group in groups),
-        overlap_grad_reduce=switches.overlap_grad_reduce,
-        overlap_param_gather=switches.overlap_param_gather,
-        reduces_early=schedule.reduces_early,
-        gathers=schedule.gathers,
-        sharded_weights=schedule.shares_slots,
-        auto_sync=subject.auto_sync,
-        describes_state=any(
+        "has_main_copy": any(not group.weights.shares_memory for group in groups),
+    }
+
+
+def _facts_of_schedule(subject: Subject) -> dict[str, Any]:
+    """What is done when, in which memory, and what is checked."""
+    engine, switches = subject.assembly.engine, subject.switches
+    groups, schedule = engine.groups(), engine.scheduler.config
+    cut = len(engine.units) > 2 if subject.gather_mode is not None else root_groups_are_cut(engine.units)
+    return {
+        "overlap_grad_reduce": switches.overlap_grad_reduce,
+        "overlap_param_gather": switches.overlap_param_gather,
+        "reduces_early": schedule.reduces_early,
+        "gathers": schedule.gathers,
+        "sharded_weights": schedule.shares_slots,
+        "auto_sync": subject.auto_sync,
+        "describes_state": any(
             handle.id in (handle.hooks_dict_ref() or {}) for handle in subject.assembly.state_dict_handles
         ),
-        checks_finite=engine.finite_check is not None,
-        checks_large=engine.large_check is not None,
-        averages=switches.average_in_collective,
-        exchanges=any(group.exchanges_inside for group in groups),
-        sums_locally=dense.axes[-1].sums_locally,
-        bucket_numel=subject.bucket_numel,
-        cut_groups=len(engine.units) > 2 if uses_buckets else root_groups_are_cut(engine.units),
-        per_token=switches.calculate_per_token_loss,
-        decouples=any(group.grad_attribute != GRAD for group in groups),
-        allocator=engine.memory.allocator,
-        slots=schedule.slots,
-        may_grow=engine.memory.may_grow,
-        forward_depth=schedule.prefetch_forward,
-        backward_depth=schedule.prefetch_backward,
-        buckets=engine.executor.bucket_count,
-        communication_numel=switches.memory.communication_unit_numel,
-        fine_grained=switches.memory.fine_grained,
-        verify_ranks_s=switches.verify_ranks_s,
-        asks_usage=switches.find_unused_parameters,
-        scales_first=switches.scales_first,
-        fp32_patterns=switches.fp32_patterns,
-        gathers_at_once=subject.gathers_at_once,
-        gather_mode=subject.gather_mode,
-        numel_multiple=switches.numel_multiple,
-        delays_weights=getattr(engine, "delayed", None) is not None,
-    )
+        "checks_finite": engine.finite_check is not None,
+        "checks_large": engine.large_check is not None,
+        "averages": switches.average_in_collective,
+        "exchanges": any(group.exchanges_inside for group in groups),
+        "sums_locally": engine.dense.axes[-1].sums_locally,
+        "bucket_numel": subject.bucket_numel,
+        "cut_groups": cut,
+        "per_token": switches.calculate_per_token_loss,
+        "decouples": any(group.grad_attribute != GRAD for group in groups),
+        "allocator": engine.memory.allocator,
+        "slots": schedule.slots,
+        "may_grow": engine.memory.may_grow,
+        "forward_depth": schedule.prefetch_forward,
+        "backward_depth": schedule.prefetch_backward,
+        "buckets": engine.executor.bucket_count,
+        "communication_numel": switches.memory.communication_unit_numel,
+        "fine_grained": switches.memory.fine_grained,
+        "verify_ranks_s": switches.verify_ranks_s,
+        "asks_usage": switches.find_unused_parameters,
+        "scales_first": switches.scales_first,
+        "fp32_patterns": switches.fp32_patterns,
+        "gathers_at_once": subject.gathers_at_once,
+        "gather_mode": subject.gather_mode,
+        "numel_multiple": switches.numel_multiple,
+        "delays_weights": getattr(engine, "delayed", None) is not None,
+    }
 
 
 def _has_second(axis: object) -> bool:
