@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.description import Description
 from megatron_fsdp.fully_shard import fully_shard_model
-from megatron_fsdp.plan.simulate import simulated_model, simulated_ranks
+from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from megatron_fsdp.unit.tensor_parallel import local_part
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.parity import fixed_seed
-from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
+from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 
 _BF16 = MixedPrecisionPolicy(
     main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
@@ -261,75 +263,6 @@ def test_one_rank_leaves_much_without_effect() -> None:
     assert "1 rank, never communicates" in str(described)
 
 
-def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments: Any) -> Description:
-    with simulated_ranks(4, rank=2) as mesh:
-        model = DistributedDataParallel(config, Tower(), mesh, **arguments)
-        for _ in range(steps):
-            tower_loss(model, torch.zeros(2, FEATURES)).backward()
-        return model.describe()
-
-
-_DDP: dict[str, tuple[dict[str, Any], str]] = {
-    "use_distributed_optimizer": ({"use_distributed_optimizer": True}, "optimizer state is sharded"),
-    "overlap_grad_reduce": ({"overlap_grad_reduce": True}, "gradients are reduced during backward"),
-    "overlap_param_gather": (
-        {"overlap_param_gather": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
-        "ahead of their use",
-    ),
-    "bucket_size": ({"bucket_size": 2000}, "buckets close at 2,000 elements"),
-    "num_buckets": ({"num_buckets": 3}, "buckets close at 2,902 elements"),
-    "pad_buckets_for_high_nccl_busbw": (
-        {"pad_buckets_for_high_nccl_busbw": True, "use_distributed_optimizer": True},
-        "multiples of 65,536",
-    ),
-    "check_for_large_grads": ({"check_for_large_grads": True}, "large gradients are looked for"),
-    "check_for_nan_in_grad": ({"check_for_nan_in_grad": True}, "every gradient is checked"),
-    "gradient_reduce_div_fusion": ({"gradient_reduce_div_fusion": False}, "divided before they travel"),
-    "grad_reduce_in_fp32": ({"grad_reduce_in_fp32": True}, "in float32"),
-    "num_distributed_optimizer_instances": (
-        {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True},
-        "2 groups of ranks with a whole optimizer each",
-    ),
-    "delay_wgrad_compute": ({"delay_wgrad_compute": True, "overlap_grad_reduce": True}, "at the end of backward"),
-    "param_name_patterns_for_fp32_local_accumulation": (
-        {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
-        "accumulate in float32",
-    ),
-    "use_megatron_fsdp": (
-        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
-        "8 units",
-    ),
-    "data_parallel_sharding_strategy": (
-        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"},
-        "optimizer state is sharded over 4 ranks",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _DDP)
-def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
-    fields, effect = _DDP[name]
-    arguments = {"fsdp_unit_modules": [Floor]} if "use_megatron_fsdp" in fields else {}
-    option = bucketed(DistributedDataParallelConfig(**fields), **arguments).option(name)
-    assert not option.is_default
-    assert effect in option.effect
-    assert option.has_effect
-
-
-def test_every_field_of_the_configuration_is_told() -> None:
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=2000)
-    described = bucketed(config, steps=1)
-    names = [option.name for option in described.options]
-    fields = [field.name for field in dataclasses.fields(config)]
-    assert set(fields) <= set(names)
-    assert len(names) == len(set(names))
-    assert described.wrapper == "DistributedDataParallel"
-    assert described.own_groups
-    assert described.option("fsdp_double_buffer").effect == "concerns units, and these are buckets"
-    assert described.option("dp_dim").value == "dp"
-    assert sum(unit.numel for unit in described.units) == ROOT_NUMEL + 8 * FLOOR_NUMEL
-
-
 def test_tied_frozen_and_unused_parameters() -> None:
     tied = MODEL_CASES["tied"]
     described = told(2, build=tied.build, fsdp_unit_modules=list(tied.unit_classes))
@@ -378,3 +311,23 @@ def test_thirty_two_layers_are_good_to_read() -> None:
     assert json.loads(json.dumps(described.to_dict())) == described.to_dict()
     with pytest.raises(dataclasses.FrozenInstanceError):
         described.rank = 3  # type: ignore[misc]
+
+
+def test_tensor_parallel_parts() -> None:
+    """Rank 3 of 4 x 2: of a floor's two weights both are cut, each half of 512 elements."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    with simulated_ranks({"dp": 4, "tp": 2}, rank=3) as mesh:
+        module = built_without_memory(Tower)
+        with real_values():
+            across = mesh["tp"]
+        for floor in module.floors:
+            parallelize_module(floor, across, plan)
+        described = fully_shard_model(module, mesh, "dp", tp_dim="tp", fsdp_unit_modules=[Floor]).describe()
+    group = described.units[1].groups[0]
+    assert (group.tensor_parallel, group.parameters, group.numel) == (2, 2, FLOOR_NUMEL // 2)
+    assert [(axis.name, axis.role, axis.position, axis.ranks) for axis in described.axes] == [
+        ("dp", "shard", 1, (1, 3, 5, 7)),
+        ("tp", "tensor parallel", 1, (2, 3)),
+    ]
+    assert described.option("tp_dim").effect == "16 parameters are cut over tp before"
+    assert "2 tensors, 2 cut by tensor parallelism" in str(described)
