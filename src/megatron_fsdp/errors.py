@@ -45,5 +45,9 @@ class NonFiniteNormError(NonFiniteGradientError, RuntimeError):
     """The norm of all gradients is NaN or infinite; a RuntimeError too, as torch's own clipping raises."""
 
 
+class LifetimeError(MegatronFSDPError, RuntimeError):
+    """Memory was used in a state in which it must not be; names unit, memory and state. Raised by a debug switch."""
+
+
 class CheckpointError(MegatronFSDPError, RuntimeError):
     """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.accounting import GroupFootprint
 from megatron_fsdp.buffer.collectives import Traffic
-from megatron_fsdp.runtime.assemble import Assembly
+from megatron_fsdp.description import Description
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.assemble import Assembly, Switches
+from megatron_fsdp.runtime.describe_model import Subject, describe_model
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.footprint import MemoryUse, footprints_of, memory_of
 from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
 from megatron_fsdp.runtime.observer import Observer
+from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.unit.grad_slot import GRAD
 from megatron_fsdp.unit.param_group import ParameterGroup
 
@@ -22,6 +30,15 @@ class Reports:
 
     _engine: Engine
     _assembly: Assembly
+    _switches: Switches
+    _mode: SyncMode
+    _bucket_numel: int | None
+    _gathers_at_once: bool
+    module: nn.Module
+    dist_index: FSDPDistributedIndex
+    ddp_config: DistributedDataParallelConfig
+    mp_policy: MixedPrecisionPolicy
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None
 
     @property
     def raw_param(self) -> dict[str, nn.Parameter]:
@@ -80,7 +97,39 @@ class Reports:
         """Tell them no longer."""
         self._engine.observers.remove(observer)
 
+    def check_lifetimes(self) -> None:
+        """Check every use of borrowed memory from now on, and poison what is released; for debugging (lifetimes.md).
+
+        Results stay the same, bit for bit. Weights that are gathered now are gathered again at their next use.
+
+        Raises:
+            ScheduleError: A forward or backward is under way.
+        """
+        self._engine.check_lifetimes()
+
     # ---- reports ------------------------------------------------------------------------------------------------
+
+    def describe(self) -> Description:
+        """What was made of model, ranks and options, read off the live objects; on this rank, without communication.
+
+        `print(model.describe())` is for people, `.to_dict()` for programs (docs/describe.md).
+        """
+        return describe_model(self._subject())
+
+    def _subject(self) -> Subject:
+        return Subject(
+            wrapper=type(self).__name__,
+            module=self.module,
+            assembly=self._assembly,
+            switches=self._switches,
+            index=self.dist_index,
+            config=self.ddp_config,
+            policy=self.mp_policy,
+            auto_sync=self._mode.auto_sync,
+            bucket_numel=self._bucket_numel,
+            unit_modules=self.fsdp_unit_modules,
+            gathers_at_once=self._gathers_at_once,
+        )
 
     def unit_plan_lines(self) -> tuple[str, ...]:
         """The units and their sizes, for people."""

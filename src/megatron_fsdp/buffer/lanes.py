@@ -14,6 +14,7 @@ buffer may be handed to a lane straight after it was last used.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -21,6 +22,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+_CYCLES_PER_S = 1.5e9
+"""Of a CUDA device, roughly."""
 
 Launch = Callable[[], "dist.Work | None"]
 Finish = Callable[[], None]
@@ -189,6 +193,19 @@ class StreamLane:
 def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:
     """The lane for a device: a side stream on CUDA, work handles elsewhere."""
     return StreamLane(device, name, watch) if device.type == "cuda" else HostLane(name, watch)
+
+
+def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
+    """Sleep on the host, and on CUDA let the current stream do so too before what is queued next.
+
+    Args:
+        device: Whose current stream.
+        host_s: Seconds here.
+        device_s: Seconds there, about: the device counts cycles of a clock that changes.
+    """
+    time.sleep(host_s)
+    if device.type == "cuda":
+        torch.cuda._sleep(int(device_s * _CYCLES_PER_S))
 
 
 def default_device() -> torch.device:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _ALIGNMENT_BYTES = 128
+_POISON = 0xFF
 
 
 class Block:
@@ -39,6 +40,11 @@ class Block:
         """Take memory again, with any content; nothing happens where there is some."""
         if not self.held_bytes:
             self._bytes.untyped_storage().resize_(self.num_bytes)
+
+    def poison(self) -> None:
+        """Fill it with bytes of ones, which is NaN in every floating dtype; nothing happens where it is empty."""
+        if self.held_bytes:
+            self._bytes.fill_(_POISON)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_fsdp.description_text import in_bytes as in_bytes
+
 Rows = Sequence[Sequence[str]]
 
 
@@ -72,12 +74,3 @@ def _write_rich(columns: Sequence[str], rows: Rows, right: Sequence[str]) -> boo
 def printable(text: str) -> str:
     """Text whose control characters (which could command the terminal) are written as escapes."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes with a binary unit, such as `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types whose arithmetic is that of plain tensors; DTensors and other subclasses do theirs themselves."""
 
 

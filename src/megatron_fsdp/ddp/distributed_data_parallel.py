@@ -25,6 +25,7 @@ from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mesh_arguments import index_from_mesh, mesh_and_dim
 from megatron_fsdp.runtime.agreement import agree
 from megatron_fsdp.runtime.assemble import Switches
+from megatron_fsdp.runtime.describe_model import Subject
 from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.unit.tensor_parallel import local_part
 
@@ -143,6 +144,16 @@ class DistributedDataParallel(MegatronFSDP):
         self.ddp_config = config
         for notice in resolved.notices:
             logger.info(notice)
+
+    def _subject(self) -> Subject:
+        resolved = self.resolved
+        return replace(
+            super()._subject(),
+            config=resolved.config,
+            is_ddp=True,
+            gather_mode=None if resolved.uses_units else resolved.gather_mode.value,
+            notices=resolved.notices,
+        )
 
     def backward_dw(self) -> None:
         """Compute weight gradients that were delayed now, in place of at the end of backward.

@@ -20,6 +20,7 @@ from megatron_fsdp.placement import ShardingStrategy, placements_for
 from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
+from megatron_fsdp.runtime.delays import DelayObserver, resolve_delays
 from megatron_fsdp.runtime.domain import make_domain
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.engine_parts import EngineParts
@@ -27,6 +28,7 @@ from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
+from megatron_fsdp.runtime.lifetimes import resolve_check_lifetimes
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
 from megatron_fsdp.runtime.sharding import Sharding
@@ -158,6 +160,11 @@ def assemble(
     if switches.verify_ranks_s and sharding.dense.group is not None:
         labels = [unit.label for unit in units]
         engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
+    if resolve_check_lifetimes():
+        engine.check_lifetimes()
+    delays = resolve_delays()
+    if delays is not None:
+        engine.observers.add(DelayObserver(delays, device))
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)

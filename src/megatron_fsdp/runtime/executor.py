@@ -14,6 +14,7 @@ from megatron_fsdp.buffer.pools import Block, BucketPool
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
+from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
@@ -173,7 +174,9 @@ class Executor:
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.groups or not any(group.weights_in_slots for group in unit.groups):
             return None
-        return self.weight_memory.take(unit.index, slot)
+        block = self.weight_memory.take(unit.index, slot)
+        self.observers.lends(Memory.WEIGHTS, unit.index, block)
+        return block
 
     def gather_across(self) -> None:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
@@ -202,7 +205,7 @@ class Executor:
             self._keep(unit)
             return
         bucket = self._bucket(unit)
-        scratch = self._scratch.borrow() if any(group.exchanges_inside for group in unit.groups) else None
+        scratch = self._scratch_for(unit)
         tickets = []
         for position, group in enumerate(unit.groups):
             gradients = group.gradients
@@ -251,7 +254,15 @@ class Executor:
     def _bucket(self, unit: Unit) -> Block:
         if unit.index not in self._borrowed:
             self._borrowed[unit.index] = self._pool(unit).borrow()
+            self.observers.lends(Memory.BUCKET, unit.index, self._borrowed[unit.index])
         return self._borrowed[unit.index]
+
+    def _scratch_for(self, unit: Unit) -> Block | None:
+        if not any(group.exchanges_inside for group in unit.groups):
+            return None
+        scratch = self._scratch.borrow()
+        self.observers.lends(Memory.SCRATCH, unit.index, scratch)
+        return scratch
 
     def _retire_oldest(self) -> bool:
         """Wait for the reduction that started first and take its memory back; False where none is under way."""
@@ -261,8 +272,10 @@ class Executor:
         with self.observers.during(Phase.RETIRE, reduction.unit.index):
             for ticket in reduction.tickets:
                 ticket.wait()
+        self.observers.takes_back(Memory.BUCKET, reduction.unit.index, reduction.bucket)
         reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
+            self.observers.takes_back(Memory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)
         if reduction.reach is Reach.EVERYWHERE:
             self.reduce_across(reduction.unit)

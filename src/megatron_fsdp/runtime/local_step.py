@@ -40,6 +40,11 @@ _SLOTS: dict[type[Optimizer], frozenset[str]] = {
 parameter; all other state is numbers. These exact classes: a subclass may do anything."""
 
 
+def steps_locally(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is of a kind whose step needs no DTensors."""
+    return type(optimizer) in _SLOTS
+
+
 class LocalStep:
     """Makes stand-ins for one optimizer, and keeps its local parameters from step to step.
 

@@ -13,6 +13,8 @@ from enum import Enum
 import torch.distributed as dist
 
 from megatron_fsdp.buffer.lanes import Moment
+from megatron_fsdp.buffer.pools import Block
+from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.schedule import Action
 
 
@@ -44,6 +46,15 @@ class Observer:
 
     def ends(self, phase: Phase, unit: int) -> None:
         """It is over. Not told where an exception ended it."""
+
+    def lends(self, memory: Memory, unit: int, block: Block) -> None:
+        """A unit gets memory for its weights or gradients; for weights this is told inside of its gather."""
+
+    def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
+        """A bucket or scratch is free again, after the reduction was waited for. Weights are released instead."""
+
+    def forgets(self) -> None:
+        """A pass was broken off by an exception, and the model is about to be reset."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
         """A collective, counted from 0 on this rank and for this model, has come to a moment of its life.
@@ -111,9 +122,21 @@ class Observers:
         while self._computing:
             self.ends(Phase.BACKWARD, self._computing.pop())
 
+    def lends(self, memory: Memory, unit: int, block: Block) -> None:
+        """Tell all."""
+        for observer in self._all:
+            observer.lends(memory, unit, block)
+
+    def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
+        """Tell all."""
+        for observer in self._all:
+            observer.takes_back(memory, unit, block)
+
     def forget(self) -> None:
         """A pass was broken off."""
         self._computing.clear()
+        for observer in self._all:
+            observer.forgets()
 
     def number(self) -> int:
         """Count a collective."""

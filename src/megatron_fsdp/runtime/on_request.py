@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
+from megatron_fsdp.runtime.lifetimes import LifetimeChecker
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
 from megatron_fsdp.runtime.observer import Observers
 from megatron_fsdp.runtime.schedule import Scheduler
+from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.unit import Unit
@@ -26,11 +29,23 @@ class OnRequest:
     scheduler: Scheduler
     executor: Executor
     memory: MemoryPlan
+    lifetimes: LifetimeChecker | None = None
+    _sharding: Sharding
 
     @property
     def observers(self) -> Observers:
         """Who is told of phases and collectives."""
         return self.executor.observers
+
+    @property
+    def dense(self) -> Domain:
+        """The ranks of dense parameters."""
+        return self._sharding.dense
+
+    @property
+    def experts(self) -> Domain | None:
+        """The ranks of experts; None where they are sharded as everything else."""
+        return self._sharding.experts
 
     @property
     def reach(self) -> Reach:
@@ -51,6 +66,15 @@ class OnRequest:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
                 unit.wait()
+
+    def check_lifetimes(self) -> None:
+        """Check every use of borrowed memory from now on; once."""
+        if self.scheduler.in_forward or self.scheduler.in_backward:
+            raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
+        if self.lifetimes is None:
+            self.executor.run(self.scheduler.weights_changed())
+            self.lifetimes = LifetimeChecker(self.units)
+            self.observers.add(self.lifetimes)
 
     @property
     def gathers_beside_main_weights(self) -> bool:

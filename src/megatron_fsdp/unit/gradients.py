@@ -83,6 +83,11 @@ class GradientBuffers:
         return self._target is not None
 
     @property
+    def holds_gradient(self) -> tuple[bool, ...]:
+        """For each parameter whether the main gradient holds one that counts."""
+        return tuple(self._live)
+
+    @property
     def has_deferred(self) -> bool:
         """Whether there are sums of earlier backwards that no other rank knows of."""
         return self._partial is not None

@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.shard_description import TensorParallelCut
 
@@ -112,6 +113,7 @@ def part_of(name: str, param: nn.Parameter, mesh: DeviceMesh | None) -> TensorPa
     return TensorParallelPart(mesh, placement, torch.Size(shape), tuple(stride), is_dtensor=False)
 
 
+@real_values()
 def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> TensorParallelPart:
     if mesh is None:
         raise ConfigurationError(

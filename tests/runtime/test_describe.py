@@ -1,0 +1,333 @@
+"""Every field of a description against live facts; every option changes what is told."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.buffer.real_values import real_values
+from megatron_fsdp.description import Description
+from megatron_fsdp.fully_shard import fully_shard_model
+from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
+from megatron_fsdp.unit.tensor_parallel import local_part
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES
+from tests.support.parity import fixed_seed
+from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
+
+_BF16 = MixedPrecisionPolicy(
+    main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
+)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in params if param.requires_grad])
+
+
+def told(
+    num_ranks: int | Mapping[str, int] = 4, rank: int = 1, steps: int = 0, build: Any = Tower, **arguments: Any
+) -> Description:
+    """What a simulated rank says."""
+    arguments = {"fsdp_unit_modules": [Floor], **arguments}
+    with simulated_model(build, num_ranks=num_ranks, rank=rank, build_optimizer=adam, **arguments) as simulated:
+        for _ in range(steps):
+            tower_loss(simulated.model, torch.zeros(2, FEATURES)).backward()
+            assert simulated.optimizer is not None
+            simulated.optimizer.step()
+        return simulated.model.describe()
+
+
+GOLDEN = """\
+MegatronFSDP of Tower: 8,704 parameters, strategy optim_grads_params
+rank 1 of 4, on cpu
+  dp (shard): 4 ranks, this is 1, gloo, global ranks 0 to 3
+
+8 units besides the root (given classes Floor)
+  (root) (Tower): 512 parameters
+    2 tensors; padding none; 128 elements here, cut at rows
+    weights: compute float32 [Shard], gather float32, main float32 [Shard]
+    gradients: reduce float32, accumulate float32 [Shard]; optimizer state float32
+  floors.0 ... floors.7 (8 x Floor): 1,024 parameters each
+    2 tensors; padding none; 256 elements here, cut at rows
+    weights: compute float32 [Shard], gather float32, main float32 [Shard]
+    gradients: reduce float32, accumulate float32 [Shard]; optimizer state float32
+
+memory: 17.0 KiB of weights and gradients at rest, 17.1 KiB of optimizer state
+  gathered weights: at most 2 units besides the root, 4.0 KiB each (slots); 1 ahead in forward, 1 in backward
+  gradients on their way: 2 buckets of 4.0 KiB
+  so far at most 24.0 KiB of these, 10.0 KiB now
+AdamW: 18 parameters in 1 groups, steps on local tensors
+
+options given (49 others are at their defaults)
+  device_mesh=dp: 4 data-parallel ranks
+  fsdp_unit_modules=Floor: 8 units: given classes Floor"""
+
+
+def test_text_of_a_small_model() -> None:
+    assert str(told(steps=2)) == GOLDEN
+
+
+def _described(steps: int) -> dict[str, Any]:
+    with fixed_seed(0):
+        module = Tower()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model, optimizer = fully_shard(module, adam(module.parameters()), mesh, fsdp_unit_modules=[Floor])
+    for _ in range(steps):
+        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        optimizer.step()
+    return model.describe().to_dict()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_real_ranks_say_what_simulated_ones_say(steps: int, run_ranks: RunRanks) -> None:
+    for rank, real in enumerate(run_ranks(2, _described, steps)):
+        assert told(2, rank, steps).to_dict() == real
+
+
+def test_no_collective_is_needed() -> None:
+    with simulated_model(Tower, num_ranks=2, build_optimizer=adam) as simulated:
+        before = simulated.model.traffic()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "all_gather_object", "all_gather", "broadcast", "barrier"):
+                patch.setattr(dist, name, None)
+            simulated.model.describe()
+        assert simulated.model.traffic() == before
+
+
+def test_groups_are_those_of_the_live_model() -> None:
+    case = MODEL_CASES["partly_frozen"]
+    with simulated_model(
+        case.build,
+        num_ranks=4,
+        rank=3,
+        build_optimizer=adam,
+        fsdp_unit_modules=list(case.unit_classes),
+        mixed_precision_policy=_BF16,
+    ) as simulated:
+        described, live = simulated.model.describe(), simulated.model._engine.units
+        assert [unit.label for unit in described.units] == [unit.label for unit in live]
+        frozen = 0
+        for unit, real in zip(described.units, live, strict=True):
+            assert unit.numel == sum(param.numel() for group in real.groups for param in group.sharded)
+            for group, its in zip(unit.groups, real.groups, strict=True):
+                frozen += 0 if its.gradients is not None else group.numel
+                assert group.parameters == len(its.sharded)
+                assert group.numel + group.padding_numel == its.plan.layout.numel
+                assert group.padding_fraction == its.plan.layout.padding_fraction
+                assert group.shard_numel == its.plan.layout.numel // 4
+                assert group.is_trainable == all(param.requires_grad for param in its.sharded)
+                assert group.reduce == ("bfloat16" if group.is_trainable else None)
+                assert group.accumulate == ("float32" if group.is_trainable else None)
+                assert (group.storage, group.compute, group.main) == ("float32",) * 3
+                assert group.compute_bytes == group.shard_numel * 4
+                assert group.gradient_bytes == (group.shard_numel * 4 if group.is_trainable else 0)
+        assert described.frozen_numel == frozen > 0
+        held = simulated.model.memory()
+        memory = described.memory
+        assert memory.persistent_bytes == held.persistent_bytes
+        assert (memory.gathered_bytes, memory.transient_peak_bytes) == (held.gathered_bytes, held.transient_peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weight", "gradient", "main", "gather"),
+    [
+        (0, ("Replicate",), ("Replicate",), ("Replicate",), None),
+        (1, ("Replicate",), ("Shard",), ("Shard",), "float32"),
+        (2, ("Replicate",), ("Shard",), ("Shard",), "float32"),
+        (3, ("Shard",), ("Shard",), ("Shard",), "float32"),
+    ],
+)
+def test_placements_of_strategies(
+    strategy: int, weight: tuple[str, ...], gradient: tuple[str, ...], main: tuple[str, ...], gather: str | None
+) -> None:
+    group = told(zero_dp_strategy=strategy).units[1].groups[0]
+    assert (group.compute_weight, group.main_gradient, group.main_weight, group.gather) == (
+        weight,
+        gradient,
+        main,
+        gather,
+    )
+
+
+def test_axes_of_a_hybrid_mesh() -> None:
+    described = told({"outer": 2, "inner": 4}, rank=6, dp_outer_dim="outer", outer_dp_sharding_strategy=1)
+    assert [dataclasses.astuple(axis) for axis in described.axes] == [
+        ("outer", "outer", 2, 1, (2, 6), "gloo", False),
+        ("inner", "shard", 4, 2, (4, 5, 6, 7), "gloo", False),
+    ]
+    assert (described.strategy, described.outer_strategy) == ("optim_grads_params", "optim")
+    assert described.units[1].groups[0].main_weight == ("Shard", "Shard")
+    assert described.units[1].groups[0].shard_numel == FLOOR_NUMEL // 8
+    assert "outer (outer): 2 ranks, this is 1, gloo, global ranks 2, 6" in str(described)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "zero_dp_strategy": ({"zero_dp_strategy": 2}, "optim_grads", "optimizer state and gradients are sharded over 4"),
+    "fsdp_unit_modules": ({"fsdp_unit_modules": [nn.Linear]}, "Linear", "18 units"),
+    "main_params_dtype": (
+        {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)},
+        "float64",
+        "copies of their own",
+    ),
+    "main_grads_dtype": ({"mixed_precision_policy": _BF16}, "float32", "accumulate"),
+    "grad_comm_dtype": ({"mixed_precision_policy": _BF16}, "bfloat16", "travel"),
+    "overlap_grad_reduce": ({"overlap_grad_reduce": False}, "False", "strategy optim_grads_params always reduces"),
+    "overlap_param_gather": ({"overlap_param_gather": False}, "False", "optim_grads_params always gathers ahead"),
+    "sync_model_each_microbatch": ({"sync_model_each_microbatch": False}, "False", "finish_grad_sync"),
+    "preproc_state_dict_for_dcp_ckpt": ({"preproc_state_dict_for_dcp_ckpt": False}, "False", "say nothing"),
+    "report_nan_in_param_grad": ({"report_nan_in_param_grad": True}, "True", "every gradient is checked"),
+    "average_in_collective": ({"average_in_collective": True}, "True", "add up here and divide"),
+    "disable_bucketing": ({"disable_bucketing": True}, "True", "never cut"),
+    "calculate_per_token_loss": ({"calculate_per_token_loss": True}, "True", "summed"),
+    "fsdp_double_buffer": ({"fsdp_double_buffer": True}, "True", "2 buffers that are taken at once"),
+    "fsdp_db_use_persist_buf_on_alloc_fail": (
+        {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+        "True",
+        "keep one of their own",
+    ),
+    "maxpool_double_buffer": ({"maxpool_double_buffer": True}, "True", "2 buffers"),
+    "enable_fine_grained_param_gather": ({"enable_fine_grained_param_gather": True}, "True", "one by one"),
+    "use_decoupled_grad": (
+        {"use_decoupled_grad": True, "build_optimizer": None},
+        "True",
+        "decoupled_grad",
+    ),
+    "reduce_scatter_with_fp32_accumulation": (
+        {"reduce_scatter_with_fp32_accumulation": True, "mixed_precision_policy": _BF16},
+        "True",
+        "exchanged and added up here",
+    ),
+    "weight_allocator": ({"weight_allocator": "resize"}, "resize", "rules of resize"),
+    "max_gathered_units": ({"max_gathered_units": 3}, "3", "at most 3 units"),
+    "forward_prefetch_units": ({"forward_prefetch_units": 2}, "2", "2 units are gathered ahead"),
+    "backward_prefetch_units": ({"backward_prefetch_units": 3}, "3", "3 units are gathered ahead"),
+    "find_unused_parameters": ({"find_unused_parameters": True}, "True", "ranks agree at every sync"),
+    "init_model_with_meta_device": ({"init_model_with_meta_device": "empty"}, "empty", "when the model was wrapped"),
+    "dp_outer_dim": ({"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "o"}, "o", "replicated over 2 outer ranks"),
+    "hybrid_fsdp_group": ({"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "o"}, "given", "replicated over 2"),
+    "outer_dp_sharding_strategy": (
+        {"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "o", "outer_dp_sharding_strategy": "optim"},
+        "optim",
+        "shared out over 2 outer ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_changed_options_are_told(name: str) -> None:
+    arguments, value, effect = OPTIONS[name]
+    given = {"fsdp_unit_modules": [Floor], "num_ranks": 4, "build_optimizer": None, **arguments}
+    with simulated_model(Tower, **given) as simulated:
+        option = simulated.model.describe().option(name)
+    assert (option.value, option.is_default) == (value, False)
+    assert effect in option.effect
+    usual = _usual().option(name)
+    assert usual.is_default or name == "fsdp_unit_modules"
+    assert (usual.value, usual.effect) != (option.value, option.effect)
+
+
+_DEFAULT: list[Description] = []
+
+
+def _usual() -> Description:
+    if not _DEFAULT:
+        _DEFAULT.append(told())
+    return _DEFAULT[0]
+
+
+def test_every_argument_of_fully_shard_is_told() -> None:
+    arguments = set(inspect.signature(fully_shard_model).parameters) - {"module", "mixed_precision_policy"}
+    names = [option.name for option in _usual().options]
+    assert len(names) == len(set(names))
+    assert arguments - set(names) == set()
+    with pytest.raises(KeyError):
+        _usual().option("no_such_option")
+
+
+def test_one_rank_leaves_much_without_effect() -> None:
+    described = told(1, rank=0)
+    for name in ("zero_dp_strategy", "overlap_grad_reduce", "average_in_collective", "grad_comm_dtype"):
+        option = described.option(name)
+        assert not option.has_effect
+        assert option.effect == "one rank, nothing is communicated"
+    assert described.axes[0].backend is None
+    assert "1 rank, never communicates" in str(described)
+
+
+def test_tied_frozen_and_unused_parameters() -> None:
+    tied = MODEL_CASES["tied"]
+    described = told(2, build=tied.build, fsdp_unit_modules=list(tied.unit_classes))
+    assert len(described.tied) == 1
+    assert f"{described.tied[0][0]} is tied to {described.tied[0][1]}" in str(described)
+    case = MODEL_CASES["unused"]
+    with simulated_model(case.build, num_ranks=2, fsdp_unit_modules=list(case.unit_classes)) as simulated:
+        assert simulated.model.describe().unused is None
+        case.loss(simulated.model, case.make_batch(4, torch.Generator())).backward()
+        unused = simulated.model.describe().unused
+    assert unused is not None
+
+
+class OwnAdam(torch.optim.AdamW):
+    """A subclass, which may do anything."""
+
+
+def test_optimizers() -> None:
+    for kind, locally in ((torch.optim.AdamW, True), (OwnAdam, False)):
+        with simulated_model(Tower, num_ranks=2, build_optimizer=kind, fsdp_unit_modules=[Floor]) as simulated:
+            before = simulated.model.describe()
+            tower_loss(simulated.model, torch.zeros(2, FEATURES)).backward()
+            assert simulated.optimizer is not None
+            simulated.optimizer.step()
+            after = simulated.model.describe()
+            state = sum(
+                local_part(value).nbytes for each in simulated.optimizer.state.values() for value in each.values()
+            )
+        assert [(o.class_name, o.param_groups, o.parameters, o.steps_locally) for o in after.optimizers] == [
+            (kind.__name__, 1, 18, locally)
+        ]
+        assert (before.memory.optimizer_bytes, after.memory.optimizer_bytes) == (0, state)
+        assert before.units[0].groups[0].optimizer_state == ()
+        assert after.units[0].groups[0].optimizer_state == ("float32",)
+    assert told(2, build=Tower, zero_dp_strategy=0).optimizers[0].steps_locally
+
+
+def _deep() -> nn.Module:
+    return Tower((32,) * 32)
+
+
+def test_thirty_two_layers_are_good_to_read() -> None:
+    described = told(64, build=_deep, steps=1)
+    assert len(str(described).splitlines()) <= 60
+    assert "floors.0 ... floors.31 (32 x Floor): 1,024 parameters each" in str(described)
+    assert json.loads(json.dumps(described.to_dict())) == described.to_dict()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        described.rank = 3  # type: ignore[misc]
+
+
+def test_tensor_parallel_parts() -> None:
+    """Rank 3 of 4 x 2: of a floor's two weights both are cut, each half of 512 elements."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    with simulated_ranks({"dp": 4, "tp": 2}, rank=3) as mesh:
+        module = built_without_memory(Tower)
+        with real_values():
+            across = mesh["tp"]
+        for floor in module.floors:
+            parallelize_module(floor, across, plan)
+        described = fully_shard_model(module, mesh, "dp", tp_dim="tp", fsdp_unit_modules=[Floor]).describe()
+    group = described.units[1].groups[0]
+    assert (group.tensor_parallel, group.parameters, group.numel) == (2, 2, FLOOR_NUMEL // 2)
+    assert [(axis.name, axis.role, axis.position, axis.ranks) for axis in described.axes] == [
+        ("dp", "shard", 1, (1, 3, 5, 7)),
+        ("tp", "tensor parallel", 1, (2, 3)),
+    ]
+    assert described.option("tp_dim").effect == "16 parameters are cut over tp before"
+    assert "2 tensors, 2 cut by tensor parallelism" in str(described)

@@ -1,0 +1,259 @@
+"""Faults that are planted in the engine are found, and the unit is named; what only poison shows is NaN."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.buffer.lanes import HostLane, HostTicket
+from megatron_fsdp.buffer.pools import Block, BucketPool
+from megatron_fsdp.buffer.weight_memory import WeightMemory
+from megatron_fsdp.errors import LifetimeError
+from megatron_fsdp.runtime.executor import Executor
+from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
+from megatron_fsdp.unit.gradients import GradientBuffers
+from megatron_fsdp.unit.unit import Unit
+from tests.conftest import RunRanks
+from tests.support.parity import fixed_seed
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+
+Fault = Callable[[], Any]
+
+
+def _without(action: Action, method: str) -> Any:
+    """The scheduler never says so."""
+    original = getattr(Scheduler, method)
+
+    def dropping(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return type(found)(operation for operation in found if operation.action is not action)
+
+    return mock.patch.object(Scheduler, method, dropping)
+
+
+def _release_skipped() -> Any:
+    return _without(Action.RELEASE, "_release")
+
+
+def _wait_skipped() -> Any:
+    return _without(Action.WAIT, "_need")
+
+
+def _wait_that_does_not_wait() -> Any:
+    return mock.patch.object(Unit, "wait", return_value=None)
+
+
+def _released_too_early() -> Any:
+    original = Scheduler.forward_begins
+
+    def early(self: Scheduler, unit: int) -> Any:
+        return (*original(self, unit), *([Operation(Action.RELEASE, unit)] if unit == 3 else []))
+
+    return mock.patch.object(Scheduler, "forward_begins", early)
+
+
+def _released_inside_its_forward() -> Any:
+    """The third floor lets go of its own weights."""
+
+    def releasing(self: Floor, x: torch.Tensor) -> torch.Tensor:
+        model = MODELS[-1]
+        if self is model.module.floors[2]:
+            model._engine.executor.run((Operation(Action.RELEASE, 3),))
+        return x + self.down(torch.relu(self.up(x)))
+
+    return mock.patch.object(Floor, "forward", releasing)
+
+
+def _slot_given_twice() -> Any:
+    """Two units get one memory though neither the scheduler nor the plan says so."""
+    original = WeightMemory.take
+
+    def one_for_two(self: WeightMemory, unit: int, slot: int | None) -> Block:
+        return original(self, unit, 1 if unit in (2, 3) else slot)
+
+    return mock.patch.object(WeightMemory, "take", one_for_two)
+
+
+def _used_block_handed_out() -> Any:
+    original = BucketPool.borrow
+
+    def always_the_same(self: BucketPool) -> Block:
+        return self._made[0] if self._made else original(self)
+
+    return mock.patch.object(BucketPool, "borrow", always_the_same)
+
+
+def _reduction_never_waited_for() -> Any:
+    """A bucket goes back to its pool before its reduction has ended."""
+    original = HostLane.submit
+
+    def submit(self: HostLane, *args: Any) -> Any:
+        ticket = original(self, *args)
+        return HostTicket(None, None) if self._name == "reduce" else ticket
+
+    return mock.patch.object(HostLane, "submit", submit)
+
+
+def _given_back_twice() -> Any:
+    original = Executor.reduce
+
+    def twice(self: Executor, *args: Any) -> None:
+        original(self, *args)
+        self._in_flight.append(self._in_flight[-1])
+
+    return mock.patch.object(Executor, "reduce", twice)
+
+
+MODELS: list[MegatronFSDP] = []
+"""The model that is trained with a fault."""
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "a RELEASE skipped": (
+        _release_skipped,
+        r"unit floors.2: gathered weights cannot be gathered into memory in which unit floors.\d is READY",
+    ),
+    "a wait skipped": (_wait_skipped, r"unit \(root\): gathered weights cannot be computed with while GATHERING"),
+    "a wait that does not wait": (
+        _wait_that_does_not_wait,
+        r"unit \(root\): gathered weights cannot be used on while 1 collectives .* have not been waited for",
+    ),
+    "released before its forward": (
+        _released_too_early,
+        r"unit floors.2: gathered weights cannot be computed with while SHARDED",
+    ),
+    "released inside its forward": (
+        _released_inside_its_forward,
+        r"unit floors.2: gathered weights cannot be released while its forward computes with them",
+    ),
+    "one slot for two units": (
+        _slot_given_twice,
+        r"unit floors.2: gathered weights cannot be gathered into memory in which unit floors.1 is READY",
+    ),
+    "a used block handed out": (
+        _used_block_handed_out,
+        r"unit floors.6: communication bucket \(number 1, last lent to unit floors.7\) cannot be lent while REDUCING",
+    ),
+    "a bucket reused before its reduction ended": (
+        _reduction_never_waited_for,
+        r"unit floors.\d: communication bucket cannot be used on while 1 collectives .* have not been waited for",
+    ),
+    "given back twice": (
+        _given_back_twice,
+        r"unit floors.7: communication bucket \(number 1, last lent to unit floors.5\) cannot be given back",
+    ),
+}
+
+
+def _wrapped(is_checked: bool) -> MegatronFSDP:
+    with fixed_seed(0):
+        module = Tower()
+    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), fsdp_unit_modules=[Floor])
+    if is_checked:
+        model.check_lifetimes()
+    return model
+
+
+def _train_twice(model: MegatronFSDP) -> None:
+    for _ in range(2):
+        tower_loss(model, torch.ones(2, FEATURES)).backward()
+
+
+def trained_with(name: str) -> str:
+    """What a step with a fault raises."""
+    model = _wrapped(is_checked=True)
+    MODELS[:] = [model]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what hooks raise after that
+        with FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
+            _train_twice(model)
+    for ticket in [ticket for unit in model._engine.units for ticket in unit._tickets]:
+        ticket.wait()
+    MODELS.clear()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found_and_the_unit_is_named(name: str, run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, trained_with, name)
+    assert first == second, "ranks raise the same"
+    assert re.search(FAULTS[name][1], first), first
+
+
+def stale_read(is_checked: bool) -> tuple[float, float]:
+    """The loss of a model that first reads what it kept of a weight of an earlier step; and of an ordinary step."""
+    model = _wrapped(is_checked)
+    kept: list[torch.Tensor] = []
+    floors, x = model.module.floors, torch.ones(2, FEATURES)
+    with torch.no_grad():
+        keep = floors[7].register_forward_pre_hook(lambda floor, *_: kept.append(floor.up.weight.detach()))
+        ordinary = tower_loss(model, x).item()
+        keep.remove()
+        model.install_optimized_model_weights()
+        read = model.module.first.register_forward_hook(lambda _first, _args, out: out + kept[-1].sum())
+        stale = tower_loss(model, x).item()
+        read.remove()
+    assert tower_loss(model, x).item() == ordinary
+    return stale, ordinary
+
+
+def both_reads() -> tuple[tuple[float, float], tuple[float, float]]:
+    return stale_read(is_checked=False), stale_read(is_checked=True)
+
+
+def test_stale_weights_are_nan(run_ranks: RunRanks) -> None:
+    for (unseen, plain), (stale, after) in run_ranks(2, both_reads):
+        assert math.isfinite(unseen), "without the checker a stale read gives some value"
+        assert math.isnan(stale)
+        assert after == plain
+
+
+def unfilled(is_checked: bool) -> int:
+    """NaN in the main gradients where the engine forgets to clear what no gradient came for."""
+    model = _wrapped(is_checked)
+    original = GradientBuffers.reduce
+
+    def forgetful(self: GradientBuffers, *args: Any) -> Any:
+        self._filled = [True] * len(self._filled)
+        return original(self, *args)
+
+    x = torch.ones(2, FEATURES)
+    with mock.patch.object(GradientBuffers, "reduce", forgetful):
+        floor = model.module.floors[4]
+        with mock.patch.object(floor, "forward", lambda x: x + floor.down(floor.down.weight.new_ones(1, 32))):
+            tower_loss(model, x).backward()
+    mains = [group.gradients.main.local for group in model.parameter_groups() if group.gradients is not None]
+    return sum(int(main.isnan().sum()) for main in mains)
+
+
+def test_unfilled_parts_of_buckets_are_nan(run_ranks: RunRanks) -> None:
+    """Rank 0 and 1 share the 512 elements of the unused layer."""
+    assert sum(run_ranks(2, unfilled, True)) == 512
+
+
+def poisoned(dtype: torch.dtype) -> list[Any]:
+    block = Block(64, torch.device("cpu"))
+    block.poison()
+    return block.view(0, 64 // dtype.itemsize, dtype).float().unique().tolist()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_poison_is_nan_in_every_floating_dtype(dtype: torch.dtype) -> None:
+    assert all(math.isnan(value) for value in poisoned(dtype))
+    assert poisoned(torch.int32) == [-1.0]
+
+
+def test_empty_blocks_stay_empty() -> None:
+    block = Block(64, torch.device("cpu"))
+    block.empty()
+    block.poison()
+    assert block.held_bytes == 0

@@ -1,0 +1,81 @@
+"""The table of states: what is legal, told apart from everything else; and the switches of both debug tools."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.errors import ConfigurationError, LifetimeError
+from megatron_fsdp.runtime.delays import Delays, checked_delays, resolve_delays
+from megatron_fsdp.runtime.lifetime_states import AT_REST, LEGAL, Event, Memory, State, next_state
+from megatron_fsdp.runtime.lifetimes import resolve_check_lifetimes
+
+_LIVES = {
+    Memory.WEIGHTS: [Event.GATHER, Event.ARRIVE, Event.COMPUTE, Event.COMPUTE, Event.RELEASE],
+    Memory.BUCKET: [Event.LEND, Event.FILL, Event.FILL, Event.REDUCE, Event.GIVE_BACK],
+    Memory.SCRATCH: [Event.LEND, Event.GIVE_BACK],
+}
+
+
+@pytest.mark.parametrize("memory", Memory)
+def test_an_ordinary_life_ends_where_it_began(memory: Memory) -> None:
+    state = AT_REST[memory]
+    for event in _LIVES[memory] * 2:
+        state = next_state(memory, state, event, "u")
+    assert state is AT_REST[memory]
+
+
+def test_everything_else_raises_with_names() -> None:
+    count = 0
+    for memory, state, event in itertools.product(Memory, State, Event):
+        if (state, event) not in LEGAL[memory]:
+            count += 1
+            with pytest.raises(LifetimeError) as caught:
+                next_state(memory, state, event, "layers.7", "number 2")
+            for told in ("layers.7", "number 2", memory.value, f"cannot be {event.value}", state.value):
+                assert told in str(caught.value)
+    assert count == 3 * 7 * 8 - 7 - 6 - 4
+
+
+@given(st.sampled_from(Memory), st.lists(st.sampled_from(Event), max_size=30))
+def test_no_order_of_legal_events_breaks_the_contract(memory: Memory, events: list[Event]) -> None:
+    """Whatever is legal: reads lie between arrival and release, and two owners never overlap."""
+    state, open_for_reading, owned = AT_REST[memory], False, False
+    for event in events:
+        try:
+            state = next_state(memory, state, event, "u")
+        except LifetimeError:
+            continue
+        if event in (Event.GATHER, Event.LEND):
+            assert not owned
+            owned = True
+        if event is Event.ARRIVE:
+            open_for_reading = True
+        if event in (Event.RELEASE, Event.GIVE_BACK):
+            assert owned
+            owned = open_for_reading = False
+        if event is Event.COMPUTE:
+            assert open_for_reading
+        assert owned is (state is not AT_REST[memory])
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("1", True), ("0", False), ("", False)])
+def test_switch(value: str | None, expected: bool) -> None:
+    environment = {} if value is None else {"MFSDP_CHECK_LIFETIMES": value}
+    assert resolve_check_lifetimes(environment) is expected
+
+
+def test_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="MFSDP_CHECK_LIFETIMES='yes' is not a switch; give 1 or 0"):
+        resolve_check_lifetimes({"MFSDP_CHECK_LIFETIMES": "yes"})
+
+
+def test_delays_of_the_environment() -> None:
+    assert resolve_delays({}) is None
+    assert resolve_delays({"MFSDP_DELAYS": "3:0.01"}) == Delays(3, 0.01)
+    for value in ("3", "0.1", "a:0.1", "1:b", "1:0", "1:-1", "1:nan", "1:inf"):
+        with pytest.raises(ConfigurationError, match=r"MFSDP_DELAYS|up_to_s"):
+            resolve_delays({"MFSDP_DELAYS": value})
+    with pytest.raises(ConfigurationError, match=r"up_to_s=0.0 is no delay; give a positive number"):
+        checked_delays(0, 0.0)

@@ -1,0 +1,251 @@
+"""With lifetimes checked, and with delays at random places, every bit of the results stays the same."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.ddp.distributed_optimizer import DistributedOptimizer
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.delays import inject_delays
+from tests.conftest import RunRanks
+from tests.support.arrangements import mesh_of
+from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
+from tests.support.models import MODEL_CASES, ModelName
+from tests.support.parity import fixed_seed
+from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.usage_models import Recomputed, vector_case
+
+UP_TO_S = 0.001
+_BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def steps(run: Run) -> None:
+    """Two steps of one microbatch and one of three."""
+    run.train(0, 1)
+    with run.no_sync():
+        run.loss(2).backward()
+        run.loss(3).backward()
+    run.loss(4).backward()
+    run.step()
+
+
+def checked(run: Run) -> None:
+    assert run.sharded is not None
+    run.sharded.check_lifetimes()
+    steps(run)
+
+
+def delayed(run: Run, seed: int) -> None:
+    assert run.sharded is not None
+    run.sharded.check_lifetimes()
+    with inject_delays(run.sharded, seed, UP_TO_S) as delays:
+        steps(run)
+    assert delays.count > 20
+
+
+def outcomes(name: ModelName | None, setting: Setting, seeds: tuple[int, ...]) -> list[Outcome]:
+    """The same run: alone, checked, and checked with the delays of each seed."""
+    case = vector_case(partial(Recomputed, "pairs", False)) if name is None else MODEL_CASES[name]
+    found = []
+    scripts: list[Callable[[Run], None]] = [steps, checked, *(partial(delayed, seed=seed) for seed in seeds)]
+    for script in scripts:
+        run = Run(Scenario(script, case, adam), setting, dist.get_world_size())
+        script(run)
+        found.append(outcome_of(run))
+    return found
+
+
+_HYBRID = {"outer": 2, "inner": 2}
+
+
+def hybrid_outcomes(strategy: int, outer_strategy: int, seeds: tuple[int, ...]) -> list[Outcome]:
+    mesh = mesh_of((2, 2), ("outer", "inner"))
+    group = mesh["outer", "inner"]._flatten("outer_inner_of_lifetimes").get_group()
+    options = (
+        ("device_mesh", mesh),
+        ("dp_shard_dim", "inner"),
+        ("dp_outer_dim", "outer"),
+        ("hybrid_fsdp_group", group),
+    )
+    setting = Setting(strategy, outer_strategy=outer_strategy, options=options)
+    return outcomes("transformer", setting, seeds)
+
+
+def _assert_same(by_rank: list[list[Outcome]]) -> None:
+    for alone, *others in by_rank:
+        assert all(torch.isfinite(torch.tensor(alone.losses)))
+        for other in others:
+            assert (other.losses, other.digest) == (alone.losses, alone.digest)
+
+
+_PLAIN = Setting(3)
+_SETTINGS: dict[str, tuple[ModelName | None, Setting]] = {
+    **{f"strategy {strategy}": ("transformer", Setting(strategy)) for strategy in range(3)},
+    "slots": ("tied", _PLAIN),
+    "one slot": ("partly_frozen", replace(_PLAIN, options=(("max_gathered_units", 1),))),
+    "resize": ("transformer", replace(_PLAIN, options=(("weight_allocator", "resize"),))),
+    "double buffer": ("transformer", replace(_PLAIN, options=(("fsdp_double_buffer", True),))),
+    "max pool": ("unused", replace(_PLAIN, options=(("maxpool_double_buffer", True),))),
+    "mixed precision": ("bf16_fp32_norm", replace(_PLAIN, policy=_BF16)),
+    "recomputation": (None, _PLAIN),
+}
+
+
+@pytest.mark.parametrize(("name", "setting"), _SETTINGS.values(), ids=_SETTINGS.keys())
+def test_two_ranks(name: ModelName | None, setting: Setting, run_ranks: RunRanks) -> None:
+    _assert_same(run_ranks(2, outcomes, name, setting, (1, 7) if name == "tied" else (1,)))
+
+
+@pytest.mark.parametrize(("strategy", "outer_strategy"), [(3, 0), (3, 1)], ids=["HSDP", "HFSDP"])
+def test_four_ranks_in_two_dimensions(strategy: int, outer_strategy: int, run_ranks: RunRanks) -> None:
+    _assert_same(run_ranks(4, hybrid_outcomes, strategy, outer_strategy, (5,)))
+
+
+def train_buckets(seed: int | None) -> list[Tensor]:
+    """Losses and weights of three steps of the bucketed wrapper; checked and delayed where there is a seed."""
+    with fixed_seed(0):
+        module = Tower()
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000
+    )
+    model = DistributedDataParallel(config, module)
+    optimizer = DistributedOptimizer(adam(model), model)
+    if seed is not None:
+        model.check_lifetimes()
+    found = []
+    for step in range(3):
+        x = torch.linspace(-1, 1 + step + dist.get_rank(), 4 * FEATURES).view(4, FEATURES)
+        if seed is None:
+            loss = tower_loss(model, x)
+            loss.backward()
+        else:
+            with inject_delays(model, seed + step, UP_TO_S):
+                loss = tower_loss(model, x)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), *model.full_parameters().values()]
+    return found
+
+
+def train_both_ways() -> list[list[Tensor]]:
+    return [train_buckets(None), train_buckets(3)]
+
+
+def test_buckets(run_ranks: RunRanks) -> None:
+    for alone, disturbed in run_ranks(2, train_both_ways):
+        assert len(alone) == 3 * (1 + 18)
+        assert all(map(torch.equal, alone, disturbed))
+
+
+def fail_and_go_on(is_checked: bool, point: str) -> list[Tensor]:
+    """Weights after a step, a pass that fails at a point on every rank, a reset, and two more steps."""
+    with fixed_seed(0):
+        module = FailingModel()
+    model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Failing])
+    if is_checked:
+        model.check_lifetimes()
+    found = []
+    for fails in (False, True, False, False):
+        x = torch.ones(3, module.first.in_features)
+        if fails:
+            with pytest.raises(PlannedError), failing_at(module, 1, point):
+                model(x).square().mean().backward()
+            model.reset()
+            optimizer.zero_grad()
+            continue
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), *model.full_parameters().values()]
+    return found
+
+
+def fail_everywhere() -> list[tuple[list[Tensor], list[Tensor]]]:
+    return [
+        (fail_and_go_on(False, point), fail_and_go_on(True, point)) for point in ("forward", "backward of the output")
+    ]
+
+
+def test_exceptions_and_resets(run_ranks: RunRanks) -> None:
+    for by_point in run_ranks(2, fail_everywhere):
+        for alone, disturbed in by_point:
+            assert len(alone) == 3 * (1 + len(list(FailingModel().parameters())))
+            assert all(map(torch.equal, alone, disturbed))
+
+
+def switched_on_in_between() -> list[Any]:
+    with fixed_seed(0):
+        module = Tower()
+    model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
+    told: list[Any] = [model._engine.lifetimes is None, bool(model._engine.observers)]
+    x = torch.ones(2, FEATURES)
+    loss = tower_loss(model, x)
+    with pytest.raises(ScheduleError, match="call it between steps"):
+        _inside(model, x)
+    model.reset()
+    tower_loss(model, x).backward()
+    model.check_lifetimes()
+    first = model._engine.lifetimes
+    model.check_lifetimes()
+    told.append(model._engine.lifetimes is first)
+    tower_loss(model, x).backward()
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="up_to_s"), inject_delays(model, 0, -1.0):
+        pass
+    return [*told, bool(torch.isfinite(loss))]
+
+
+def _inside(model: Any, x: Tensor) -> None:
+    handle = model.module.floors[2].register_forward_hook(lambda *_: model.check_lifetimes())
+    try:
+        tower_loss(model, x)
+    finally:
+        handle.remove()
+
+
+def test_off_until_asked_for_and_then_once(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, switched_on_in_between) == [[True, False, True, True]] * 2
+
+
+def train_on_device() -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and weights of three steps on this rank's GPU: alone, and checked and delayed."""
+    return _on_device(is_disturbed=False), _on_device(is_disturbed=True)
+
+
+def _on_device(is_disturbed: bool) -> list[Tensor]:
+    with fixed_seed(0):
+        module = Tower().cuda()
+    model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
+    found = []
+    with contextlib.ExitStack() as stack:
+        if is_disturbed:
+            model.check_lifetimes()
+            stack.enter_context(inject_delays(model, 1, UP_TO_S))
+        for _ in range(3):
+            loss = tower_loss(model, torch.ones(2, FEATURES, device="cuda"))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [loss.detach().cpu(), *(weight.cpu() for weight in model.full_parameters().values())]
+    return found
+
+
+@pytest.mark.gpu
+def test_gpus(run_ranks: RunRanks) -> None:
+    for alone, disturbed in run_ranks(min(4, torch.cuda.device_count()), train_on_device, device_type="cuda"):
+        assert all(map(torch.equal, alone, disturbed))
