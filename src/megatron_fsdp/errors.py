@@ -47,3 +47,7 @@ class NonFiniteNormError(NonFiniteGradientError, RuntimeError):
 
 class CheckpointError(MegatronFSDPError, RuntimeError):
     """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it."""
+
+
+class TraceError(MegatronFSDPError, ValueError):
+    """A trace cannot be recorded, written or read; names the file and what is wrong with it."""

@@ -58,6 +58,9 @@ class Observer:
             work: Its handle where it was just launched, if the back end gave one.
         """
 
+    def breaks_off(self) -> None:
+        """The model was reset after an exception: what has begun does not end."""
+
 
 class Observers:
     """The observers of one model, as one. False where there are none.
@@ -112,8 +115,10 @@ class Observers:
             self.ends(Phase.BACKWARD, self._computing.pop())
 
     def forget(self) -> None:
-        """A pass was broken off."""
+        """A pass was broken off: tell all."""
         self._computing.clear()
+        for observer in self._all:
+            observer.breaks_off()
 
     def number(self) -> int:
         """Count a collective."""
