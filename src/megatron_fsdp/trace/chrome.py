@@ -1,8 +1,8 @@
 """Timelines as trace events, which Perfetto and chrome://tracing show.
 
-Format: "Trace Event Format", Google, 2016: events "X" (complete), "C" (counter), "s" and "f" (flow), "M" (metadata), with
-times in microseconds. A rank is a process. Its threads are the steps, the compute side, and the lanes; complete events
-of one thread have to nest, so a lane has as many threads as it had collectives in flight at a time.
+Format: "Trace Event Format", Google, 2016: events "X" (complete), "C" (counter), "s" and "f" (flow) and "M" (metadata),
+with times in microseconds. A rank is a process. Its threads are the steps, the compute side, and the lanes; complete
+events of one thread have to nest, so a lane has as many threads as it had collectives in flight at a time.
 """
 
 from __future__ import annotations

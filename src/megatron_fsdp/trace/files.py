@@ -1,4 +1,4 @@
-"""A folder of timelines: `trace-rank{r}.json` of every rank, trace events for viewers with the exact data beside them."""
+"""A folder of timelines: `trace-rank{r}.json` of every rank, trace events for viewers and the exact data."""
 
 from __future__ import annotations
 
