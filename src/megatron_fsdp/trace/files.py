@@ -126,12 +126,12 @@ def _read(path: Path, rank: int) -> Timeline:
 
 def _from_json(data: dict[str, Any]) -> Timeline:
     hints = get_type_hints(Timeline)
-    plain: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: _checked(data[name], hint, name) for name, hint in hints.items() if name not in (*_TABLES, "units")
     }
-    units = tuple(_checked(label, str, "units") for label in _checked(data["units"], list, "units"))
-    tables = {name: _rows(data[name], row, name) for name, row in _TABLES.items()}
-    timeline = Timeline(**plain, units=units, **tables)
+    values["units"] = tuple(_checked(label, str, "units") for label in _checked(data["units"], list, "units"))
+    values |= {name: _rows(data[name], row, name) for name, row in _TABLES.items()}
+    timeline = Timeline(**values)
     _check_values(timeline)
     return timeline
 
@@ -159,7 +159,8 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
 def _check_values(timeline: Timeline) -> None:
     """What names something names something that is there."""
     known = {window.index for window in timeline.steps}
-    for item in (*timeline.spans, *timeline.collectives, *timeline.memory):
+    items: list[Span | Collective | MemorySample] = [*timeline.spans, *timeline.collectives, *timeline.memory]
+    for item in items:
         if not 0 <= item.unit < len(timeline.units):
             raise ValueError(f"unit {item.unit} of {len(timeline.units)}")
         if item.step not in known:

@@ -128,7 +128,8 @@ def _bars(timeline: Timeline, steps: Sequence[int]) -> tuple[list[_Bar], dict[fl
 
 def _that_hold_compute(spans: Sequence[Span]) -> set[int]:
     """Places of phases that another forward or backward is nested in: their own names would lie on its name."""
-    found, around = set(), [-1] * (2 + max((span.depth for span in spans), default=0))
+    found: set[int] = set()
+    around = [-1] * (2 + max((span.depth for span in spans), default=0))
     for place, span in enumerate(spans):
         if COLUMNS[span.phase] == "compute":
             found.update(

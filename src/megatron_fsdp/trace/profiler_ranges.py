@@ -23,7 +23,7 @@ class ProfilerRanges:
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Open one, if a profiler runs."""
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             opened = record_function(f"mfsdp/{phase.value} {self._labels[unit]}")
             opened.__enter__()
             self._open.append((phase, unit, opened))

@@ -138,7 +138,8 @@ class Recorder(Observer):
         self._clock.settle()
         end = self._clock.mark()
         self._clock.settle()
-        return Times(self._clock, end, time.perf_counter_ns() - self._started_host_ns)
+        now_ns = end if self._clock.is_host else time.perf_counter_ns()
+        return Times(self._clock, end, now_ns - self._started_host_ns)
 
     # ---- what the model tells -----------------------------------------------------------------------------------
 
