@@ -15,7 +15,7 @@ from tests.trace.test_ranks import OTHER
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two ranks, in milliseconds where the hand-made timelines have nanoseconds."""
+    """Two ranks."""
     for timeline in (KNOWN, OTHER):
         write_timeline(tmp_path / "traces", timeline)
     return tmp_path / "traces"
@@ -33,7 +33,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "clocks ranks left a barrier together",
     ]
     assert lines[7].split()[:4] == ["rank", "step", "own", "compute"]
-    assert lines[8].split()[-4:] == ["83.3%", "100", "B", "96"] or lines[8].endswith("83.3% 100 B 96 B")
+    assert lines[8].endswith("83.3% 100 B 96 B")
     assert lines[9].endswith("88.9% 100 B -")
     assert [line.split()[0] for line in lines[11:]] == ["unit", "(root)", "layers.0"]
 

@@ -14,7 +14,7 @@ from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.hybrid_accounting import outer_step_traffic
 from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.trace import Recorder, Timeline, trace
+from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
 from tests.support.tower import FLOORS, tower_loss
@@ -158,6 +158,31 @@ def test_recomputed_forwards_nest_in_backwards(run_ranks: RunRanks) -> None:
             assert len(around) == again.depth == 1
 
 
+def _evaluate_much() -> Timeline:
+    model, optimizer = sharded_tower(2)
+    limit, recorder.MAX_RECORDS = recorder.MAX_RECORDS, 60
+    try:
+        with trace(model, align=False) as recording:
+            with torch.no_grad():
+                for _ in range(20):
+                    tower_loss(model, data())
+            training.plain(model, data())
+            optimizer.step()
+            training.plain(model, data())
+    finally:
+        recorder.MAX_RECORDS = limit
+    return recording.result()
+
+
+def test_a_step_that_never_ends_is_cut_and_the_next_one_is_whole(run_ranks: RunRanks) -> None:
+    (timeline,) = run_ranks(1, _evaluate_much)
+    assert timeline.is_cut
+    forwards = Counter(span.step for span in timeline.spans if span.phase == "forward" and not span.unit)
+    assert forwards[0] < 20
+    assert forwards[1] == 1
+    assert [span.phase for span in timeline.spans if span.step == 1].count("backward") == FLOORS + 1
+
+
 class RefusalError(Exception):
     """Raised in the middle of a step."""
 
@@ -187,22 +212,22 @@ def _survive(where: str) -> tuple[dict[str, Any], dict[str, Any], Timeline, Time
     for is_traced in (False, True):
         wrapped = sharded_tower(3)
         model, optimizer = wrapped
-        recorder = Recorder(model)
+        watcher = Recorder(model)
         if is_traced:
-            recorder.start()
+            watcher.start()
         training.plain(model, data())
         optimizer.step()
         optimizer.zero_grad()
         _break(model, where)
         model.zero_grad()
         if is_traced:
-            timelines.append(recorder.result())  # while it goes on
+            timelines.append(watcher.result())  # while it goes on
         losses = training.plain(model, data(1))
         optimizer.step()
-        recorder.stop()
+        watcher.stop()
         outcomes.append({"losses": losses, "weights": [training.local(p.data) for p in model.parameters()]})
         if is_traced:
-            timelines.append(recorder.result())
+            timelines.append(watcher.result())
     return outcomes[0], outcomes[1], timelines[0], timelines[1]
 
 
@@ -250,33 +275,33 @@ def _hooks() -> tuple[int, int]:
 def _leave_no_trace() -> dict[str, Any]:
     model, optimizer = sharded_tower(2)
     hooks = _hooks()
-    recorder = Recorder(model, steps=2)
-    recorder.stop()  # before it began: nothing
+    watcher = Recorder(model, steps=2)
+    watcher.stop()  # before it began: nothing
     assert not model._engine.observers
     with pytest.raises(TraceError, match="call start"):
-        recorder.result()
-    recorder.start()
+        watcher.result()
+    watcher.start()
     assert model._engine.observers
     assert _hooks() == (hooks[0] + 1, hooks[1] + 1)
     with pytest.raises(TraceError, match="another Recorder"):
-        recorder.start()
+        watcher.start()
     for step in range(5):
         training.plain(model, data(step))
         optimizer.step()
         other = torch.nn.Parameter(torch.zeros(1))
         other.grad = torch.ones(1)
         torch.optim.SGD([other]).step()  # of nobody's concern
-    recorder.stop()
-    recorder.stop()
+    watcher.stop()
+    watcher.stop()
     after = _hooks()
     is_off = not model._engine.observers
-    timeline = recorder.result()
+    timeline = watcher.result()
     training.plain(model, data())
     optimizer.step()
     return {
         "hooks": (hooks, after),
         "is_off": is_off,
-        "unchanged": recorder.result() == timeline,
+        "unchanged": watcher.result() == timeline,
         "timeline": timeline,
         "raised": _raise_inside(model),
     }

@@ -30,7 +30,7 @@ class ProfilerRanges:
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Close it, if it is open, and what an exception left open inside of it."""
-        if any((phase, unit) == opened[:2] for opened in self._open):
+        if self._open and any((phase, unit) == opened[:2] for opened in self._open):
             while self._close_last() != (phase, unit):
                 pass
 
