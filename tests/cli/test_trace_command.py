@@ -29,7 +29,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "steps 0",
         "ranks 2 of 2, cpu",
         "slowest rank 1, 0.00 ms more work than the fastest",
-        "slowest unit (root)",
+        "slowest unit layers.0",
         "clocks ranks left a barrier together",
     ]
     assert lines[7].split()[:4] == ["rank", "step", "own", "compute"]

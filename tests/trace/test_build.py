@@ -6,7 +6,7 @@ from typing import Any
 from megatron_fsdp.buffer.lanes import HostClock, Moment
 from megatron_fsdp.runtime.observer import Phase
 from megatron_fsdp.trace.build import Times, build_timeline
-from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told
+from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, encode
 from megatron_fsdp.trace.timeline import OPTIMIZER, Collective, MemorySample, StepWindow, Timeline
 from tests.trace.synthetic import EMPTY, span
 
@@ -25,7 +25,7 @@ def _times(end: int) -> Times:
 
 
 def _step(index: int, start: int, records: tuple[Record, ...]) -> StepLog:
-    return StepLog(index, BASE + start, [record._replace(mark=BASE + record.mark) for record in records])
+    return StepLog(index, BASE + start, [encode(record._replace(mark=BASE + record.mark)) for record in records])
 
 
 def _life(number: int, first: int, before: Any, after: Any, lane: str = "gather") -> list[Told]:

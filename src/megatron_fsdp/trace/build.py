@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_fsdp.buffer.lanes import Clock, Moment
 from megatron_fsdp.runtime.observer import Phase
-from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told
+from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, decode
 from megatron_fsdp.trace.timeline import (
     BLOCKED,
     GATHER,
@@ -87,7 +87,7 @@ def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], 
     builder, starts = _Builder(axes), times.of_steps(steps)
     last_ns = starts[-1]
     for step, start_ns in zip(steps, starts, strict=True):
-        for record in list(step.records):
+        for record in map(decode, list(step.records)):
             now_ns = start_ns + times.clock.elapsed_ns(step.start, record.mark)
             builder.take(step.index, now_ns, record)
             last_ns = max(last_ns, now_ns)

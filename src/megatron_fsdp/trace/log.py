@@ -1,4 +1,8 @@
-"""The raw log of a recording: tuples in the order they were noted, cut into steps."""
+"""The raw log of a recording: tuples in the order they were noted, cut into steps.
+
+What is noted while a model trains is a plain tuple, `(BEGIN, mark, ...)`, since a named one takes several times as long
+to make; `decode` names its parts afterwards.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +57,21 @@ class Broken(NamedTuple):
 
 
 Record = Begin | End | Told | Done | Broken
+Raw = tuple[Any, ...]
+"""A kind, then the fields of its record."""
+
+BEGIN, END, TOLD, DONE, BROKEN = range(5)
+_RECORDS: tuple[type[Begin | End | Told | Done | Broken], ...] = (Begin, End, Told, Done, Broken)
+
+
+def decode(raw: Raw) -> Record:
+    """The record of a plain tuple."""
+    return _RECORDS[raw[0]](*raw[1:])
+
+
+def encode(record: Record) -> Raw:
+    """The plain tuple of a record."""
+    return (_RECORDS.index(type(record)), *record)
 
 
 @dataclass
@@ -62,11 +81,11 @@ class StepLog:
     Attributes:
         index: Which one, counted from the start of the recording.
         start: A mark before all others of the step.
-        records: In the order they were noted.
+        records: As plain tuples, in the order they were noted.
         is_cut: Whether there was no room for all.
     """
 
     index: int
     start: Any
-    records: list[Record] = field(default_factory=list)
+    records: list[Raw] = field(default_factory=list)
     is_cut: bool = False

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.profiler import record_function
 
 from megatron_fsdp.runtime.observer import Phase
 
 
 class ProfilerRanges:
-    """Opens and closes ranges named such as "mfsdp/gather layers.3"; without a profiler it costs a question.
+    """Opens and closes ranges named such as "mfsdp/gather layers.3".
 
     Args:
         labels: Of all units.
@@ -21,16 +20,20 @@ class ProfilerRanges:
         self._labels = labels
         self._open: list[tuple[Phase, int, record_function]] = []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether any is."""
+        return bool(self._open)
+
     def begins(self, phase: Phase, unit: int) -> None:
-        """Open one, if a profiler runs."""
-        if torch._C._autograd._profiler_enabled():
-            opened = record_function(f"mfsdp/{phase.value} {self._labels[unit]}")
-            opened.__enter__()
-            self._open.append((phase, unit, opened))
+        """Open one; a profiler runs."""
+        opened = record_function(f"mfsdp/{phase.value} {self._labels[unit]}")
+        opened.__enter__()
+        self._open.append((phase, unit, opened))
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Close it, if it is open, and what an exception left open inside of it."""
-        if self._open and any((phase, unit) == opened[:2] for opened in self._open):
+        if any((phase, unit) == opened[:2] for opened in self._open):
             while self._close_last() != (phase, unit):
                 pass
 

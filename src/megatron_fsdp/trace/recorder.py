@@ -20,16 +20,20 @@ from megatron_fsdp.runtime.footprint import memory_of
 from megatron_fsdp.runtime.observer import Observer, Phase
 from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.trace.build import Times, build_timeline
-from megatron_fsdp.trace.log import Begin, Broken, Done, End, Record, StepLog, Told
+from megatron_fsdp.trace.log import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog
 from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
 from megatron_fsdp.trace.timeline import HOST, OPTIMIZER, STREAM, Timeline
 
 MAX_RECORDS = 500_000
 """Records of one step; a model that only evaluates never ends one."""
 
-_OPENS_STEP = frozenset((Phase.GATHER, Phase.GATHER_ACROSS, Phase.FORWARD))
-_SAMPLES_MEMORY = frozenset((Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE))
-_LAUNCH = frozenset((Moment.LAUNCHES, Moment.LAUNCHED))
+# Tuples and names of their own: hashing a member of an enumeration, and looking it up, takes longer than all else here.
+_OPENS_STEP = (Phase.GATHER, Phase.FORWARD, Phase.GATHER_ACROSS)
+_SAMPLES_MEMORY = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
+_LAUNCH = (Moment.LAUNCHES, Moment.LAUNCHED)
+_COPY, _FORWARD, _INSTALL = Phase.COPY, Phase.FORWARD, Phase.INSTALL
+
+_profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class Recorder(Observer):
@@ -61,6 +65,7 @@ class Recorder(Observer):
         self._engine = model._engine
         self._align = align
         self._clock = make_clock(self._engine.device)
+        self._mark = self._clock.mark
         self._counters = tuple(self._engine.traffic_by_axis.values())
         self._memory = self._memory_reader() if memory else _nothing
         self._steps: deque[StepLog] = deque(maxlen=steps)
@@ -68,7 +73,7 @@ class Recorder(Observer):
         self._handles: list[Any] = []
         self._is_running = False
         self._tells_done = self._clock.is_host
-        self._in_optimizer = self._was_used = self._was_installed = False
+        self._was_used = self._was_installed = False
         self._times: Times | None = None
 
     # ---- start, stop, result ------------------------------------------------------------------------------------
@@ -145,21 +150,17 @@ class Recorder(Observer):
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Note it."""
-        if self._was_installed and phase in _OPENS_STEP:
-            self._open_step(self._steps[-1].index + 1)
-        if phase is Phase.FORWARD:
-            self._was_used = True
-            if unit == ROOT:
-                self._look_for_room()
-        memory = self._memory() if phase in _SAMPLES_MEMORY else None
-        self._note(Begin(self._clock.mark(), phase, unit, memory))
-        self._ranges.begins(phase, unit)
+        memory = None if phase is _COPY else self._look_around(phase, unit)  # copies are the most frequent phase
+        self._note((BEGIN, self._mark(), phase, unit, memory))
+        if _profiler_runs():
+            self._ranges.begins(phase, unit)
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Note it."""
-        self._ranges.ends(phase, unit)
-        self._note(End(self._clock.mark(), phase, unit))
-        if phase is Phase.INSTALL:
+        if self._ranges.is_open:
+            self._ranges.ends(phase, unit)
+        self._note((END, self._mark(), phase, unit))
+        if phase is _INSTALL:
             self._was_installed = self._was_used
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
@@ -167,22 +168,32 @@ class Recorder(Observer):
         sent = None
         if moment in _LAUNCH:
             sent = tuple((c.gathers, c.reductions, c.gather_bytes, c.reduce_bytes) for c in self._counters)
-        self._note(Told(self._clock.mark(), number, moment, lane, sent))
+        self._note((TOLD, self._mark(), number, moment, lane, sent))
         if work is not None and self._tells_done:
             self._ask(number, work)
 
     def breaks_off(self) -> None:
         """Note it."""
         self._ranges.close()
-        self._note(Broken(self._clock.mark()))
+        self._note((BROKEN, self._mark()))
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _open_step(self, index: int) -> None:
-        step = StepLog(index, self._clock.mark())
+        step = StepLog(index, self._mark())
         self._steps.append(step)
-        self._note: Callable[[Record], None] = step.records.append
+        self._note: Callable[[Raw], None] = step.records.append
         self._was_used = self._was_installed = False
+
+    def _look_around(self, phase: Phase, unit: int) -> int | None:
+        """Whether a step begins, and whether there is room; returns the memory taken, where it is noted."""
+        if self._was_installed and phase in _OPENS_STEP:
+            self._open_step(self._steps[-1].index + 1)
+        if phase is _FORWARD:
+            self._was_used = True
+            if unit == ROOT:
+                self._look_for_room()
+        return self._memory() if phase in _SAMPLES_MEMORY else None
 
     def _look_for_room(self) -> None:
         step = self._steps[-1]
@@ -206,11 +217,11 @@ class Recorder(Observer):
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if self._is_ours(optimizer):
-            self._note(Begin(self._clock.mark(), OPTIMIZER, ROOT, None))
+            self._note((BEGIN, self._mark(), OPTIMIZER, ROOT, None))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if self._is_ours(optimizer):
-            self._note(End(self._clock.mark(), OPTIMIZER, ROOT))
+            self._note((END, self._mark(), OPTIMIZER, ROOT))
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
@@ -250,10 +261,10 @@ def _nothing() -> None:
     """Memory is not read."""
 
 
-def _drop(_record: Record) -> None:
+def _drop(_record: Raw) -> None:
     """There is no room."""
 
 
-def _note_done(note: Callable[[Record], None], number: int, _future: object) -> None:
+def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
     """Called by a thread of the back end; appending to a list is safe."""
-    note(Done(time.perf_counter_ns(), number))
+    note((DONE, time.perf_counter_ns(), number))
