@@ -112,6 +112,8 @@ def test_an_exception_leaves_out_what_it_ended() -> None:
         Begin(30, Phase.WAIT, 1, None),  # raises
         End(40, Phase.FORWARD, 1),
         End(50, Phase.FORWARD, 0),
+        Begin(52, Phase.RELEASE, 0, None),  # in nothing
+        End(54, Phase.RELEASE, 0),
         Begin(60, Phase.BACKWARD, 0, None),  # raises
         Broken(70),
         Begin(80, Phase.FORWARD, 0, None),
@@ -121,6 +123,7 @@ def test_an_exception_leaves_out_what_it_ended() -> None:
     assert found.spans == (
         span("forward", 10, 50),
         span("forward", 20, 40, depth=1, unit=1),
+        span("release", 52, 54),
         span("forward", 80, 90),
     )
 
