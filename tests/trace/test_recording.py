@@ -322,8 +322,26 @@ def test_the_last_steps_are_kept_and_afterwards_nobody_watches(run_ranks: RunRan
         timeline = found["timeline"]
         assert [window.index for window in timeline.steps] == [3, 4]
         assert Counter(span.step for span in timeline.spans if span.phase == "optimizer") == {3: 1, 4: 1}
+        assert {span.depth for span in timeline.spans if span.phase == "optimizer"} == {0}
         assert timeline.steps[0].start_ns > 0
         assert timeline.steps[0].end_ns == timeline.steps[1].start_ns
+
+
+def _change_before() -> Timeline:
+    model, optimizer = sharded_tower(3)
+    with trace(model, align=False) as recording:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        training.plain(model, data())
+        optimizer.step()
+    return recording.result()
+
+
+def test_weights_installed_before_the_first_forward_end_no_step(run_ranks: RunRanks) -> None:
+    for timeline in run_ranks(2, _change_before):
+        assert [window.index for window in timeline.steps] == [0]
+        assert [span.phase for span in timeline.spans].count("install") == 2
 
 
 def _refused() -> list[str]:
