@@ -51,3 +51,7 @@ class LifetimeError(MegatronFSDPError, RuntimeError):
 
 class CheckpointError(MegatronFSDPError, RuntimeError):
     """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it."""
+
+
+class TraceError(MegatronFSDPError, ValueError):
+    """A trace cannot be recorded, written or read; names the file and what is wrong with it."""

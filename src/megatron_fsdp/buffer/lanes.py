@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -206,6 +206,81 @@ def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
     time.sleep(host_s)
     if device.type == "cuda":
         torch.cuda._sleep(int(device_s * _CYCLES_PER_S))
+
+
+class Clock(Protocol):
+    """Takes times at the place where a lane's tickets are waited for, without waiting for anything itself.
+
+    Attributes:
+        is_host: Whether that is the host, so that times of other threads of the host compare with its own.
+    """
+
+    is_host: bool
+
+    def mark(self) -> Any:
+        """Take the time: now on the host; on CUDA when the current stream gets there."""
+
+    def settle(self) -> None:
+        """Wait until all marks are reached; before that they cannot be read."""
+
+    def elapsed_ns(self, earlier: Any, later: Any) -> int:
+        """Nanoseconds between two marks."""
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes that tensors of this process take on the device, as the host sees it now; None where nobody counts."""
+
+
+class HostClock:
+    """The host's monotonic clock."""
+
+    is_host = True
+    mark = staticmethod(time.perf_counter_ns)
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def elapsed_ns(self, earlier: int, later: int) -> int:
+        """As above."""
+        return later - earlier
+
+    def allocated_bytes(self) -> None:
+        """Nobody counts."""
+
+
+class StreamClock:
+    """Events on CUDA streams, with a resolution of about half a microsecond.
+
+    Args:
+        device: Where the streams are.
+    """
+
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """Queue an event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+    def elapsed_ns(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> int:
+        """As above; CUDA tells milliseconds in float32, so marks should not lie many seconds apart."""
+        return round(earlier.elapsed_time(later) * 1e6)
+
+    def allocated_bytes(self) -> int:
+        """What the caching allocator has given out."""
+        return torch.cuda.memory_allocated(self._device)
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock of a device: events on CUDA, the host's clock elsewhere."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()
 
 
 def default_device() -> torch.device:

@@ -308,8 +308,16 @@ class Executor:
     @property
     def transient_bytes(self) -> int:
         """The most that gathered weights have taken at a time, and buckets and scratch as far as taken."""
-        pools = (self._root_bucket, self._buckets, self._scratch)
-        return self.weight_memory.peak_bytes + sum(pool.held_bytes for pool in pools)
+        return self.weight_memory.peak_bytes + self._pool_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What gathered weights, buckets and scratch take now."""
+        return self.weight_memory.held_bytes + self._pool_bytes
+
+    @property
+    def _pool_bytes(self) -> int:
+        return sum(pool.held_bytes for pool in (self._root_bucket, self._buckets, self._scratch))
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

@@ -54,7 +54,7 @@ class Observer:
         """A bucket or scratch is free again, after the reduction was waited for. Weights are released instead."""
 
     def forgets(self) -> None:
-        """A pass was broken off by an exception, and the model is about to be reset."""
+        """A pass was broken off by an exception: the model is reset, and what has begun does not end."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
         """A collective, counted from 0 on this rank and for this model, has come to a moment of its life.
@@ -133,7 +133,7 @@ class Observers:
             observer.takes_back(memory, unit, block)
 
     def forget(self) -> None:
-        """A pass was broken off."""
+        """A pass was broken off: tell all."""
         self._computing.clear()
         for observer in self._all:
             observer.forgets()

@@ -1,0 +1,127 @@
+"""`trace`: what recordings of all ranks say, as a table, JSON, a picture or one file for a viewer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_line, write_table
+from megatron_fsdp.cli.parser import EXIT_SAME
+from megatron_fsdp.trace.files import read_timelines, write_chrome
+from megatron_fsdp.trace.picture import timeline_png
+from megatron_fsdp.trace.ranks import Comparison, compare, on_one_clock
+from megatron_fsdp.trace.summary import Times
+from megatron_fsdp.trace.timeline import Timeline
+
+_TIMES = ("compute", "gather", "wait", "copy", "reduce", "update", "other")
+_UNIT_COLUMNS = ("unit", *_TIMES, "exposed", "sent", "memory", "skew")
+_RANK_COLUMNS = ("rank", "step", "own", *_TIMES, "exposed", "hidden", "sent", "memory")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returned.
+    """
+    parser = commands.add_parser(
+        "trace",
+        help="look into recorded timelines",
+        description="Read the timelines of all ranks and tell where the time went, how much of communication was "
+        "hidden, and which unit and rank are slowest. Times are milliseconds, in the mean of the steps looked at. Exit "
+        "status: 0, or 2 where it could not be done.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where write_timeline wrote trace-rank*.json")
+    parser.add_argument("--step", type=int, metavar="K", help="look at one step; else at all that every rank recorded")
+    parser.add_argument("--json", action="store_true", help="print JSON, with times in nanoseconds")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the step, or the last one")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="write one JSON of all ranks for Perfetto")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, compare, and write what is asked for.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        TraceError: There is nothing to read, or it is damaged.
+    """
+    timelines = read_timelines(args.folder)
+    found = compare(timelines, args.step)
+    if args.png is not None:
+        timeline_png(args.png, timelines, None if args.step is None else [args.step])
+    if args.merge is not None:
+        write_chrome(args.merge, on_one_clock(timelines))
+    if args.json:
+        write_json(asdict(found))
+    else:
+        _write(found, timelines)
+    return EXIT_SAME
+
+
+def _write(found: Comparison, timelines: Sequence[Timeline]) -> None:
+    write_facts(_facts(found, timelines))
+    write_line()
+    rows = [
+        [
+            str(rank.rank),
+            _ms(rank.step_ns),
+            _ms(rank.own_ns),
+            *_columns(rank.times),
+            _ms(rank.exposed_ns),
+            _part(rank.hidden),
+            in_bytes(rank.sent_bytes),
+            _memory(rank.memory_bytes),
+        ]
+        for rank in found.ranks
+    ]
+    write_table(_RANK_COLUMNS, rows, right=_RANK_COLUMNS)
+    write_line()
+    rows = [
+        [
+            unit.unit,
+            *_columns(unit.times),
+            _ms(unit.exposed_ns),
+            in_bytes(unit.sent_bytes),
+            _memory(unit.memory_bytes),
+            _ms(unit.skew_ns),
+        ]
+        for unit in found.units
+    ]
+    write_table(_UNIT_COLUMNS, rows, right=_UNIT_COLUMNS[1:])
+
+
+def _facts(found: Comparison, timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
+    steps = f"{found.steps[0]} to {found.steps[-1]}" if len(found.steps) > 1 else str(found.steps[0])
+    facts = [
+        ("communication hidden", _part(found.hidden)),
+        ("steps", steps),
+        ("ranks", f"{len(timelines)} of {found.world_size}, {timelines[0].device}"),
+        ("slowest rank", f"{found.slowest_rank}, {_ms(found.skew_ns)} ms more work than the fastest"),
+        ("slowest unit", found.slowest_unit or "none"),
+        ("clocks", "ranks left a barrier together" if found.is_aligned else "wall clocks of the hosts"),
+    ]
+    if found.is_cut:
+        facts.append(("incomplete", "a step had more phases than there was room for"))
+    return facts
+
+
+def _columns(times: Times) -> list[str]:
+    return [_ms(getattr(times, name)) for name in _TIMES]
+
+
+def _ms(time_ns: float) -> str:
+    return f"{time_ns / 1e6:.2f}"
+
+
+def _part(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"
+
+
+def _memory(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else in_bytes(num_bytes)

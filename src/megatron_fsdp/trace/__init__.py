@@ -1,0 +1,28 @@
+"""Timelines of training: what every unit did when and what was hidden behind what; data, JSON, a picture, numbers."""
+
+from megatron_fsdp.trace.chrome import chrome_events
+from megatron_fsdp.trace.files import read_timelines, write_chrome, write_timeline
+from megatron_fsdp.trace.picture import timeline_png
+from megatron_fsdp.trace.ranks import Comparison, compare
+from megatron_fsdp.trace.recorder import Recorder, trace
+from megatron_fsdp.trace.summary import Summary, summarise
+from megatron_fsdp.trace.timeline import Collective, MemorySample, Span, StepWindow, Timeline
+
+__all__ = [
+    "Collective",
+    "Comparison",
+    "MemorySample",
+    "Recorder",
+    "Span",
+    "StepWindow",
+    "Summary",
+    "Timeline",
+    "chrome_events",
+    "compare",
+    "read_timelines",
+    "summarise",
+    "timeline_png",
+    "trace",
+    "write_chrome",
+    "write_timeline",
+]

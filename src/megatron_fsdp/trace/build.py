@@ -1,0 +1,214 @@
+"""From the raw log to a timeline: marks become times, beginnings find their ends, moments become collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_fsdp.buffer.lanes import Clock, Moment
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, decode
+from megatron_fsdp.trace.timeline import (
+    BLOCKED,
+    GATHER,
+    LOCAL_SUM,
+    REDUCE,
+    Collective,
+    MemorySample,
+    Span,
+    StepWindow,
+    Timeline,
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """How marks are read.
+
+    Attributes:
+        clock: What made them.
+        end: A mark after all others.
+        end_ns: When that was, since the start of the recording.
+    """
+
+    clock: Clock
+    end: Any
+    end_ns: int
+
+    def of_steps(self, steps: Sequence[StepLog]) -> list[int]:
+        """When each step started; from step to step, since clocks of devices lose precision over long stretches."""
+        starts, now = [], self.end_ns
+        for step, later in zip(reversed(steps), [self.end, *(step.start for step in reversed(steps))], strict=False):
+            now -= self.clock.elapsed_ns(step.start, later)
+            starts.append(now)
+        return starts[::-1]
+
+
+@dataclass
+class _Open:
+    """A phase that has begun."""
+
+    step: int
+    phase: Phase | str
+    unit: int
+    start_ns: int
+    num_bytes: int = 0
+
+
+@dataclass
+class _Life:
+    """What is known of a collective."""
+
+    step: int
+    unit: int
+    lane: str
+    depth: int
+    before: tuple[Counts, ...]
+    after: tuple[Counts, ...] = ()
+    done_ns: int | None = None
+    wait_step: int | None = None
+    moments: dict[Moment, int] = field(default_factory=dict)
+
+
+def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], empty: Timeline) -> Timeline:
+    """Make sense of a log.
+
+    Args:
+        steps: One or more, as they followed each other.
+        times: How to read their marks.
+        axes: Names of the axes, in the order of their counters.
+        empty: What else is to be said.
+
+    Returns:
+        The timeline. Phases that an exception ended are left out, and those that have not ended; collectives that were
+        launched before the first step are left out, too.
+    """
+    builder, starts = _Builder(axes), times.of_steps(steps)
+    last_ns = starts[-1]
+    for step, start_ns in zip(steps, starts, strict=True):
+        for record in map(decode, list(step.records)):
+            now_ns = start_ns + times.clock.elapsed_ns(step.start, record.mark)
+            builder.take(step.index, now_ns, record)
+            last_ns = max(last_ns, now_ns)
+    windows = tuple(
+        StepWindow(step.index, start, end)
+        for step, start, end in zip(steps, starts, [*starts[1:], last_ns], strict=True)
+    )
+    return replace(
+        empty,
+        steps=windows,
+        spans=tuple(sorted(builder.spans, key=lambda span: (span.start_ns, span.depth))),
+        collectives=tuple(builder.collectives()),
+        memory=tuple(builder.memory),
+    )
+
+
+class _Builder:
+    """Reads records one after another."""
+
+    def __init__(self, axes: Sequence[str]) -> None:
+        self._axes = axes
+        self._open: list[_Open] = []
+        self._lives: dict[int, _Life] = {}
+        self.spans: list[Span] = []
+        self.memory: list[MemorySample] = []
+
+    def take(self, step: int, now_ns: int, record: Record) -> None:
+        """The next one."""
+        if isinstance(record, Begin):
+            self._open.append(_Open(step, record.phase, record.unit, now_ns))
+            if record.memory is not None:
+                self.memory.append(MemorySample(step, record.unit, now_ns, record.memory))
+        elif isinstance(record, End):
+            self._end(now_ns, record)
+        elif isinstance(record, Told):
+            self._tell(step, now_ns, record)
+        elif isinstance(record, Done):
+            if record.number in self._lives:
+                self._lives[record.number].done_ns = now_ns
+        elif isinstance(record, Broken):
+            self._open.clear()
+
+    def _end(self, now_ns: int, record: End) -> None:
+        """Close a phase; what began in it and is not over was ended by an exception."""
+        known = [place for place, found in enumerate(self._open) if (found.phase, found.unit) == record[1:]]
+        if not known:
+            return
+        depth = known[-1]
+        found = self._open[depth]
+        del self._open[depth:]
+        name = found.phase.value if isinstance(found.phase, Phase) else found.phase
+        duration_ns = now_ns - found.start_ns
+        self.spans.append(Span(found.step, found.unit, name, found.start_ns, duration_ns, depth, found.num_bytes))
+
+    def _tell(self, step: int, now_ns: int, record: Told) -> None:
+        if record.moment is Moment.LAUNCHES:
+            unit = self._open[-1].unit if self._open else 0
+            assert record.sent is not None
+            self._lives[record.number] = _Life(step, unit, record.lane, 0, record.sent)
+        life = self._lives.get(record.number)
+        if life is None:
+            return  # launched before the first step
+        life.moments[record.moment] = now_ns
+        if record.moment is Moment.LAUNCHED:
+            assert record.sent is not None
+            life.after = record.sent
+            if self._open:
+                self._open[-1].num_bytes += sum(_moved(life.before, life.after)[2:])
+        elif record.moment is Moment.WAITS:
+            life.wait_step, life.depth = step, len(self._open)
+        elif record.moment is Moment.WAITED:
+            self._waited(life)
+
+    def _waited(self, life: _Life) -> None:
+        """Show the wait, and the local work after it, as phases."""
+        collective = self._collective(0, life)
+        if collective is None or collective.blocked is None:
+            return
+        assert life.wait_step is not None
+        assert collective.waited_ns is not None
+        (start_ns, end_ns), unit = collective.blocked, life.unit
+        self.spans.append(Span(life.wait_step, unit, BLOCKED, start_ns, end_ns - start_ns, life.depth, 0))
+        if collective.purpose == REDUCE:
+            sum_ns = collective.waited_ns - end_ns
+            self.spans.append(Span(life.wait_step, unit, LOCAL_SUM, end_ns, sum_ns, life.depth, 0))
+
+    def collectives(self) -> list[Collective]:
+        """All that sent something."""
+        found = (self._collective(number, life) for number, life in self._lives.items())
+        return [collective for collective in found if collective is not None]
+
+    def _collective(self, number: int, life: _Life) -> Collective | None:
+        gathers, reductions, gather_bytes, reduce_bytes = _moved(life.before, life.after)
+        if not gathers + reductions:
+            return None  # it failed, or a single rank had nothing to send
+        at = life.moments.get
+        arrived_ns = at(Moment.ARRIVED)
+        return Collective(
+            number=number,
+            step=life.step,
+            unit=life.unit,
+            purpose=GATHER if gathers else REDUCE,
+            axis=next(n for n, b, a in zip(self._axes, life.before, life.after, strict=True) if a != b),
+            lane=life.lane,
+            num_bytes=gather_bytes + reduce_bytes,
+            count=gathers + reductions,
+            launch_ns=life.moments[Moment.LAUNCHES],
+            launched_ns=life.moments[Moment.LAUNCHED],
+            done_ns=arrived_ns if life.done_ns is None else life.done_ns,
+            arrived_ns=arrived_ns,
+            wait_step=life.wait_step,
+            wait_ns=at(Moment.WAITS),
+            waited_ns=at(Moment.WAITED),
+        )
+
+
+def _moved(before: tuple[Counts, ...], after: tuple[Counts, ...]) -> Counts:
+    """What all counters moved by; nothing where the launch failed."""
+    if not after:
+        return 0, 0, 0, 0
+    gathers, reductions, gather_bytes, reduce_bytes = (
+        sum(late[place] - early[place] for early, late in zip(before, after, strict=True)) for place in range(4)
+    )
+    return gathers, reductions, gather_bytes, reduce_bytes

@@ -1,0 +1,270 @@
+"""Recording a model while it trains: an observer that notes a mark and a few words, and computes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from megatron_fsdp.buffer.lanes import Moment, make_clock
+from megatron_fsdp.errors import ConfigurationError, TraceError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.runtime.footprint import memory_of
+from megatron_fsdp.runtime.observer import Observer, Phase
+from megatron_fsdp.runtime.schedule import ROOT
+from megatron_fsdp.trace.build import Times, build_timeline
+from megatron_fsdp.trace.log import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog
+from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
+from megatron_fsdp.trace.timeline import HOST, OPTIMIZER, STREAM, Timeline
+
+MAX_RECORDS = 500_000
+"""Records of one step; a model that only evaluates never ends one."""
+
+# Tuples and names of their own: hashing a member of an enumeration, and looking it up, takes longer than all else here.
+_OPENS_STEP = (Phase.GATHER, Phase.FORWARD, Phase.GATHER_ACROSS)
+_SAMPLES_MEMORY = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
+_LAUNCH = (Moment.LAUNCHES, Moment.LAUNCHED)
+_COPY, _FORWARD, _INSTALL = Phase.COPY, Phase.FORWARD, Phase.INSTALL
+
+_profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class Recorder(Observer):
+    """Records the phases, collectives and memory of a model on this rank, between `start` and `stop`.
+
+    A step ends where main weights are installed, and what follows until the next forward belongs to it. While it
+    records, torch's profiler sees phases as ranges, such as "mfsdp/gather layers.3".
+
+    Args:
+        model: What `fully_shard` or `DistributedDataParallel` returned.
+        steps: How many steps to keep; of more, the last ones.
+        align: Let all ranks of the model start together, so that their times may be compared. Then every rank has to
+            start a recording. False where only some do.
+        memory: Note memory at every forward, backward and reduction of a unit.
+
+    Raises:
+        ConfigurationError: `model` is something else, or `steps` is below 1.
+    """
+
+    def __init__(self, model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> None:
+        if not isinstance(model, MegatronFSDP):
+            raise ConfigurationError(
+                f"a {type(model).__name__} cannot be traced; give the model that fully_shard_model, fully_shard or "
+                "DistributedDataParallel returned"
+            )
+        if steps < 1:
+            raise ConfigurationError(f"steps={steps} keeps nothing; give 1 or more")
+        self._model = model
+        self._engine = model._engine
+        self._align = align
+        self._clock = make_clock(self._engine.device)
+        self._mark = self._clock.mark
+        self._counters = tuple(self._engine.traffic_by_axis.values())
+        self._memory = self._memory_reader() if memory else _nothing
+        self._steps: deque[StepLog] = deque(maxlen=steps)
+        self._ranges = ProfilerRanges([unit.label for unit in self._engine.units])
+        self._handles: list[Any] = []
+        self._is_running = False
+        self._tells_done = self._clock.is_host
+        self._was_used = self._was_installed = False
+        self._times: Times | None = None
+
+    # ---- start, stop, result ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to record; collective where ranks are aligned.
+
+        Raises:
+            TraceError: It has begun before.
+        """
+        if self._steps:
+            raise TraceError("this recording was started before; make another Recorder")
+        if self._align:
+            self._clock.settle()
+            for group in self._engine.reaching_all:
+                if group is not None:
+                    dist.barrier(group)
+        self._clock.settle()
+        self._started_unix_ns, self._started_host_ns = time.time_ns(), time.perf_counter_ns()
+        self._open_step(0)
+        self._is_running = True
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        self._model.observe(self)
+
+    def stop(self) -> None:
+        """Record no longer; the model runs as if nobody ever had."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        self._model.stop_observing(self)
+        for handle in self._handles:
+            handle.remove()
+        self._ranges.close()
+        self._times = self._read_clock()
+
+    def result(self) -> Timeline:
+        """What was recorded so far.
+
+        Raises:
+            TraceError: Recording has not begun.
+        """
+        if not self._steps:
+            raise TraceError("nothing was recorded; call start(), or use `with trace(model) as recording:`")
+        engine, times = self._engine, self._times or self._read_clock()
+        empty = Timeline(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=engine.device.type,
+            clock=HOST if self._clock.is_host else STREAM,
+            units=tuple(unit.label for unit in engine.units),
+            started_unix_ns=self._started_unix_ns,
+            is_aligned=self._align,
+            is_cut=any(step.is_cut for step in self._steps),
+            memory_kind="held" if self._clock.is_host else "allocated",
+            steps=(),
+            spans=(),
+            collectives=(),
+            memory=(),
+        )
+        return build_timeline(list(self._steps), times, tuple(engine.traffic_by_axis), empty)
+
+    def _read_clock(self) -> Times:
+        """Where marks lie: counted back from now, since steps between the start and those that were kept are gone."""
+        self._clock.settle()
+        end = self._clock.mark()
+        self._clock.settle()
+        now_ns = end if self._clock.is_host else time.perf_counter_ns()
+        return Times(self._clock, end, now_ns - self._started_host_ns)
+
+    # ---- what the model tells -----------------------------------------------------------------------------------
+
+    def begins(self, phase: Phase, unit: int) -> None:
+        """Note it."""
+        memory = None if phase is _COPY else self._look_around(phase, unit)  # copies are the most frequent phase
+        self._note((BEGIN, self._mark(), phase, unit, memory))
+        if _profiler_runs():
+            self._ranges.begins(phase, unit)
+
+    def ends(self, phase: Phase, unit: int) -> None:
+        """Note it."""
+        if self._ranges.is_open:
+            self._ranges.ends(phase, unit)
+        self._note((END, self._mark(), phase, unit))
+        if phase is _INSTALL:
+            self._was_installed = self._was_used
+
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
+        """Note it, and ask the back end to tell when it is done."""
+        sent = None
+        if moment in _LAUNCH:
+            sent = tuple((c.gathers, c.reductions, c.gather_bytes, c.reduce_bytes) for c in self._counters)
+        self._note((TOLD, self._mark(), number, moment, lane, sent))
+        if work is not None and self._tells_done:
+            self._ask(number, work)
+
+    def forgets(self) -> None:
+        """Note it."""
+        self._ranges.close()
+        self._note((BROKEN, self._mark()))
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _open_step(self, index: int) -> None:
+        step = StepLog(index, self._mark())
+        self._steps.append(step)
+        self._note: Callable[[Raw], None] = step.records.append
+        self._was_used = self._was_installed = False
+
+    def _look_around(self, phase: Phase, unit: int) -> int | None:
+        """Whether a step begins, and whether there is room; returns the memory taken, where it is noted."""
+        if self._was_installed and phase in _OPENS_STEP:
+            self._open_step(self._steps[-1].index + 1)
+        if phase is _FORWARD:
+            self._was_used = True
+            if unit == ROOT:
+                self._look_for_room()
+        return self._memory() if phase in _SAMPLES_MEMORY else None
+
+    def _look_for_room(self) -> None:
+        step = self._steps[-1]
+        if len(step.records) >= MAX_RECORDS:
+            step.is_cut = True
+            self._note = _drop
+
+    def _ask(self, number: int, work: dist.Work) -> None:
+        """On the host a wait finds out late that a collective is done; gloo's own threads tell at once."""
+        try:
+            work.get_future().add_done_callback(partial(_note_done, self._note, number))
+        except (RuntimeError, NotImplementedError):
+            self._tells_done = False  # this back end has no futures
+
+    def _memory_reader(self) -> Callable[[], int | None]:
+        """What tells the bytes that are taken now: those of the device, or those that the engine holds."""
+        if self._clock.allocated_bytes() is not None:
+            return self._clock.allocated_bytes
+        at_rest, executor = memory_of(self._engine).persistent_bytes, self._engine.executor
+        return lambda: at_rest + executor.held_bytes
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        if self._is_ours(optimizer):
+            self._note((BEGIN, self._mark(), OPTIMIZER, ROOT, None))
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        if self._is_ours(optimizer):
+            self._note((END, self._mark(), OPTIMIZER, ROOT))
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+        return any(id(param) in self._engine.places for param in firsts)
+
+
+@contextmanager
+def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Iterator[Recorder]:
+    """Record a model while the block runs.
+
+        with trace(model, steps=3) as recording:
+            for batch in batches:
+                train_step(batch)
+        write_timeline("traces", recording.result())
+
+    Args:
+        model: What `fully_shard` or `DistributedDataParallel` returned.
+        steps: How many steps to keep; of more, the last ones.
+        align: Let all ranks start together; then all of them have to enter the block.
+        memory: Note memory, too.
+
+    Returns:
+        The recording; `result()` of it is there from the first step on, and after the block.
+
+    Raises:
+        ConfigurationError: As `Recorder`.
+    """
+    recorder = Recorder(model, steps=steps, align=align, memory=memory)
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.stop()
+
+
+def _nothing() -> None:
+    """Memory is not read."""
+
+
+def _drop(_record: Raw) -> None:
+    """There is no room."""
+
+
+def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
+    """Called by a thread of the back end; appending to a list is safe."""
+    note((DONE, time.perf_counter_ns(), number))

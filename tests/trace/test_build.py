@@ -1,0 +1,146 @@
+"""From raw logs to timelines, with logs written by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_fsdp.buffer.lanes import HostClock, Moment
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.trace.build import Times, build_timeline
+from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, encode
+from megatron_fsdp.trace.timeline import OPTIMIZER, Collective, MemorySample, StepWindow, Timeline
+from tests.trace.synthetic import EMPTY, span
+
+BASE = 5_000  # where the host's clock stood when the recording started
+AXES = ("outer", "inner")
+NOTHING: Counts = (0, 0, 0, 0)
+
+
+def build(*records: Record, end: int = 1000) -> Timeline:
+    """One step, whose marks count from 0."""
+    return build_timeline([_step(0, 0, records)], _times(end), AXES, EMPTY)
+
+
+def _times(end: int) -> Times:
+    return Times(HostClock(), BASE + end, end)
+
+
+def _step(index: int, start: int, records: tuple[Record, ...]) -> StepLog:
+    return StepLog(index, BASE + start, [encode(record._replace(mark=BASE + record.mark)) for record in records])
+
+
+def _life(number: int, first: int, before: Any, after: Any, lane: str = "gather") -> list[Told]:
+    """Launch, wait and arrival, ten nanoseconds apart; the wait begins after 100."""
+    at = {"LAUNCHES": 0, "LAUNCHED": 10, "WAITS": 100, "ARRIVED": 110, "FINISHED": 120, "WAITED": 130}
+    sent = {"LAUNCHES": before, "LAUNCHED": after}
+    return [Told(first + late, number, Moment[name], lane, sent.get(name)) for name, late in at.items()]
+
+
+def test_phases_nest_and_samples_stand_where_phases_begin() -> None:
+    found = build(
+        Begin(10, Phase.FORWARD, 0, 64),
+        Begin(20, Phase.FORWARD, 1, 96),
+        End(50, Phase.FORWARD, 1),
+        End(90, Phase.FORWARD, 0),
+        Begin(95, OPTIMIZER, 0, None),
+        End(99, OPTIMIZER, 0),
+    )
+    assert found.spans == (
+        span("forward", 10, 90),
+        span("forward", 20, 50, depth=1, unit=1),
+        span("optimizer", 95, 99),
+    )
+    assert found.memory == (MemorySample(0, 0, 10, 64), MemorySample(0, 1, 20, 96))
+    assert found.steps == (StepWindow(0, 0, 99),)
+
+
+def test_a_collective_from_its_moments() -> None:
+    before, after = (NOTHING, (2, 0, 50, 0)), (NOTHING, (3, 0, 80, 0))
+    launches, launched, *rest = _life(7, 200, before, after)
+    found = build(
+        Begin(190, Phase.GATHER, 2, None),
+        launches,
+        launched,
+        End(215, Phase.GATHER, 2),
+        Done(250, 7),
+        Begin(290, Phase.WAIT, 2, None),
+        *rest,
+        End(340, Phase.WAIT, 2),
+    )
+    assert found.collectives == (
+        Collective(7, 0, 2, "gather", "inner", "gather", 30, 1, 200, 210, 250, 310, 0, 300, 330),
+    )
+    assert found.spans == (
+        span("gather", 190, 215, unit=2, num_bytes=30),
+        span("wait", 290, 340, unit=2),
+        span("blocked", 300, 310, depth=1, unit=2),
+    )
+
+
+def test_the_local_work_on_a_reduction_is_shown_and_the_axis_is_the_one_that_sent() -> None:
+    records = _life(0, 100, (NOTHING, NOTHING), ((0, 1, 0, 24), NOTHING), lane="outer")
+    found = build(Begin(90, Phase.REDUCE_ACROSS, 1, None), *records, End(300, Phase.REDUCE_ACROSS, 1))
+    (one,) = found.collectives
+    assert (one.purpose, one.axis, one.lane, one.num_bytes, one.done_ns) == ("reduce", "outer", "outer", 24, 210)
+    assert found.spans[1:] == (
+        span("blocked", 200, 210, depth=1, unit=1),
+        span("local sum", 210, 230, depth=1, unit=1),
+    )
+
+
+def test_on_streams_what_arrives_before_the_wait_blocks_nobody() -> None:
+    early = [
+        Told(100, 0, Moment.LAUNCHES, "reduce", (NOTHING,)),
+        Told(110, 0, Moment.LAUNCHED, "reduce", ((0, 1, 0, 8),)),
+        Told(150, 0, Moment.ARRIVED, "reduce", None),
+        Told(160, 0, Moment.FINISHED, "reduce", None),
+        Told(300, 0, Moment.WAITS, "reduce", None),
+        Told(302, 0, Moment.WAITED, "reduce", None),
+    ]
+    found = build_timeline([_step(0, 0, tuple(early))], _times(400), ("dp",), EMPTY)
+    assert found.collectives[0].in_flight == (100, 150)
+    assert found.collectives[0].blocked == (300, 300)
+
+
+def test_what_sent_nothing_is_no_collective() -> None:
+    assert build(*_life(0, 100, (NOTHING, NOTHING), (NOTHING, NOTHING))).collectives == ()
+
+
+def test_an_exception_leaves_out_what_it_ended() -> None:
+    found = build(
+        Begin(10, Phase.FORWARD, 0, None),
+        Begin(20, Phase.FORWARD, 1, None),
+        Begin(30, Phase.WAIT, 1, None),  # raises
+        End(40, Phase.FORWARD, 1),
+        End(50, Phase.FORWARD, 0),
+        Begin(52, Phase.RELEASE, 0, None),  # in nothing
+        End(54, Phase.RELEASE, 0),
+        Begin(60, Phase.BACKWARD, 0, None),  # raises
+        Broken(70),
+        Begin(80, Phase.FORWARD, 0, None),
+        End(90, Phase.FORWARD, 0),
+        End(95, Phase.BACKWARD, 0),  # nobody knows of it any more
+    )
+    assert found.spans == (
+        span("forward", 10, 50),
+        span("forward", 20, 40, depth=1, unit=1),
+        span("release", 52, 54),
+        span("forward", 80, 90),
+    )
+
+
+def test_steps_that_were_dropped_before_do_not_shift_the_clock() -> None:
+    launched_before = _life(3, 800, (NOTHING, NOTHING), (NOTHING, (1, 0, 4, 0)))[2:]
+    kept = [
+        _step(8, 900, (Begin(900, Phase.FORWARD, 0, None), *launched_before, End(950, Phase.FORWARD, 0))),
+        _step(9, 2000, (Begin(2010, Phase.FORWARD, 0, None), End(2020, Phase.FORWARD, 0), Done(2500, 77))),
+    ]
+    found = build_timeline(kept, _times(3000), AXES, EMPTY)
+    assert found.steps == (StepWindow(8, 900, 2000), StepWindow(9, 2000, 2500))
+    assert found.spans == (span("forward", 900, 950, step=8), span("forward", 2010, 2020, step=9))
+    assert found.collectives == ()
+
+
+def test_a_launch_that_failed_has_no_bytes() -> None:
+    told = Told(10, 0, Moment.LAUNCHES, "gather", (NOTHING, (1, 0, 9, 0)))
+    found = build(Begin(5, Phase.GATHER, 1, None), told, Broken(20))
+    assert replace(found, steps=()) == replace(EMPTY, steps=())

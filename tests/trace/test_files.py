@@ -1,0 +1,121 @@
+"""Folders of timelines: exact data back, and refusals that say what is wrong."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_fsdp.errors import TraceError
+from megatron_fsdp.trace.files import KEY, read_timelines, write_chrome, write_timeline
+from megatron_fsdp.trace.timeline import Timeline
+from tests.trace.synthetic import KNOWN, collective
+from tests.trace.test_chrome import check
+from tests.trace.test_summary import nested_timelines
+
+
+def test_what_is_written_comes_back_and_viewers_can_read_it(tmp_path: Path) -> None:
+    lost = collective((500, 510), None, None, number=1)
+    second = replace(KNOWN, rank=1, collectives=(*KNOWN.collectives, lost))
+    (tmp_path / "notes.txt").write_text("something else")
+    for timeline in (second, KNOWN):
+        path = write_timeline(tmp_path / "new", timeline)
+        assert path == tmp_path / "new" / f"trace-rank{timeline.rank}.json"
+        check(json.loads(path.read_text())["traceEvents"])
+    assert read_timelines(tmp_path / "new") == (KNOWN, second)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["trace-rank0.json", "trace-rank1.json"]
+    write_chrome(tmp_path / "all.json", [KNOWN, second])
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    check(events)
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+@settings(max_examples=25)
+@given(nested_timelines())
+def test_any_timeline_comes_back(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    write_timeline(folder, timeline)
+    assert read_timelines(folder) == (timeline,)
+
+
+def test_a_newer_recording_replaces_an_older_one(tmp_path: Path) -> None:
+    write_timeline(tmp_path, KNOWN)
+    newer = replace(KNOWN, spans=())
+    write_timeline(tmp_path, newer)
+    assert read_timelines(tmp_path) == (newer,)
+
+
+def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    """Change a value in the file, given by its keys."""
+
+    def change(told: dict[str, Any]) -> None:
+        place: Any = told[KEY]
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = to
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "other JSON": (lambda told: told.pop(KEY), "is JSON of something else"),
+    "newer": (_set("format", to=2), "has format 2; this version reads 1"),
+    "no rank": (lambda told: told[KEY].pop("rank"), "is damaged: KeyError: 'rank'"),
+    "text for a number": (_set("world_size", to="2"), "world_size is '2', not int"),
+    "truth for a number": (_set("spans", "rows", 0, 3, to=True), "start_ns is True, not int"),
+    "nothing for a number": (_set("spans", "rows", 0, 3, to=None), "start_ns is None, not int"),
+    "half a row": (_set("spans", "rows", 0, to=[0, 0]), "is damaged: ValueError"),
+    "other columns": (_set("memory", "columns", to=["a"]), "the columns of memory are ['a']"),
+    "a unit too many": (_set("spans", "rows", 0, 1, to=3), "unit 3 of 3"),
+    "a negative unit": (_set("memory", "rows", 0, 1, to=-1), "unit -1 of 3"),
+    "an unknown step": (_set("collectives", "rows", 0, 1, to=9), "step 9 is not among the steps"),
+    "an unknown phase": (_set("spans", "rows", 0, 2, to="nap"), "phase 'nap'"),
+    "negative time": (_set("spans", "rows", 0, 4, to=-1), "phase 'forward' of -1 ns"),
+    "an unknown lane": (_set("collectives", "rows", 0, 5, to="x"), "lane 'x'"),
+    "an unknown clock": (_set("clock", to="sundial"), "clock 'sundial'"),
+    "another rank": (_set("rank", to=4), "is of rank 4; do not rename"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_refused_with_the_name_of_the_file(tmp_path: Path, what: str) -> None:
+    change, message = DAMAGE[what]
+    path = write_timeline(tmp_path, KNOWN)
+    told = json.loads(path.read_text())
+    change(told)
+    path.write_text(json.dumps(told))
+    with pytest.raises(TraceError) as raised:
+        read_timelines(tmp_path)
+    assert message in str(raised.value)
+    assert "trace-rank0.json" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", '{"traceEvents": []}', "\udcff", "[" * 100_000, "NaN"])
+def test_what_is_no_timeline_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace-rank0.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(TraceError, match=r"trace-rank0\.json is (not JSON|JSON of something else)"):
+        read_timelines(tmp_path)
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    path = write_timeline(tmp_path, KNOWN)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(TraceError, match=r"trace-rank0\.json is not JSON, or was cut off: .*; record it again"):
+        read_timelines(tmp_path)
+
+
+def test_folders_without_timelines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"holds no trace-rank\*\.json; write_timeline makes them"):
+        read_timelines(tmp_path)
+    with pytest.raises(TraceError, match="is not a folder"):
+        read_timelines(tmp_path / "nowhere")
+
+
+def test_recordings_of_different_jobs_are_not_mixed(tmp_path: Path) -> None:
+    write_timeline(tmp_path, KNOWN)
+    write_timeline(tmp_path, replace(KNOWN, rank=1, units=("(root)", "a", "b")))
+    with pytest.raises(TraceError, match="mixes recordings: units differs between ranks 0 and 1"):
+        read_timelines(tmp_path)

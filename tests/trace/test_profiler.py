@@ -1,0 +1,74 @@
+"""Phases as ranges of torch's profiler: there while one runs, and of no influence."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.trace import trace
+from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
+from tests.conftest import RunRanks
+from tests.support.tower import FLOORS
+from tests.trace import training
+from tests.trace.training import data, sharded_tower
+
+
+def _profiled(is_profiled: bool) -> dict[str, Any]:
+    """Three steps with a recording; a profiler, if any, sees the second one."""
+    model, optimizer = sharded_tower(3)
+    losses: list[float] = []
+    names: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
+    with trace(model) as recording:
+        for step in range(3):
+            profiler = profile(activities=[ProfilerActivity.CPU]) if is_profiled and step == 1 else None
+            if profiler is not None:
+                profiler.start()
+            losses += training.plain(model, data(step))
+            optimizer.step()
+            optimizer.zero_grad()
+            if profiler is not None:
+                profiler.stop()
+                names.update(event.name for event in profiler.events() if event.name.startswith("mfsdp/"))
+    timeline = recording.result()
+    for span in timeline.spans:
+        if span.step == 1 and span.phase in [phase.value for phase in Phase]:
+            phases[f"mfsdp/{span.phase} {timeline.units[span.unit]}"] += 1
+    return {"losses": losses, "names": names, "phases": phases, "open": recording._ranges.is_open}
+
+
+def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing(run_ranks: RunRanks) -> None:
+    with_profiler, without = run_ranks(2, _profiled, True), run_ranks(2, _profiled, False)
+    for seen, plain in zip(with_profiler, without, strict=True):
+        assert seen["losses"] == plain["losses"]
+        assert plain["names"] == {}
+        assert seen["names"]["mfsdp/forward floors.3"] == 1
+        assert sum(name.startswith("mfsdp/backward") for name in seen["names"]) == FLOORS + 1
+        assert seen["names"] == seen["phases"]
+        assert not seen["open"]
+
+
+def test_ranges_that_an_exception_left_open_are_closed_with_what_is_around_them() -> None:
+    ranges = ProfilerRanges(["(root)", "a", "b"])
+    assert not ranges.is_open
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        ranges.begins(Phase.FORWARD, 0)
+        ranges.begins(Phase.FORWARD, 1)
+        ranges.begins(Phase.WAIT, 1)  # raises
+        ranges.ends(Phase.FORWARD, 2)  # began before there was a profiler
+        assert ranges.is_open
+        ranges.ends(Phase.FORWARD, 1)
+        torch.ones(1).add_(1)
+        ranges.ends(Phase.FORWARD, 0)
+        ranges.begins(Phase.BACKWARD, 1)
+        ranges.close()
+    events = {event.name: event for event in profiler.events()}
+    parents = {name: event.cpu_parent and event.cpu_parent.name for name, event in events.items()}
+    assert parents["mfsdp/forward (root)"] is None
+    assert parents["mfsdp/forward a"] == "mfsdp/forward (root)"
+    assert parents["mfsdp/wait a"] == "mfsdp/forward a"
+    assert parents["aten::add_"] == "mfsdp/forward (root)"
+    assert parents["mfsdp/backward a"] is None
+    assert "mfsdp/forward b" not in parents

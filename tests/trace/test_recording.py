@@ -1,0 +1,374 @@
+"""What is recorded, against what is known of a step: the same values, exact bytes and counts, phases in place."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as torch_optimizer
+
+from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.accounting import step_traffic
+from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.errors import ConfigurationError, TraceError
+from megatron_fsdp.hybrid_accounting import outer_step_traffic
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
+from megatron_fsdp.trace.summary import summarise
+from tests.conftest import RunRanks
+from tests.support.tower import FLOORS, tower_loss
+from tests.trace import training
+from tests.trace.training import Loop, bucketed_tower, data, sharded_tower, train
+
+Ran = tuple[dict[str, Any], Timeline]
+
+
+def _both(how: str, strategy: int, loop: Loop) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
+    """Values without a recording, values with one, and the recording."""
+    make = {
+        "flat": lambda: sharded_tower(strategy),
+        "hsdp": lambda: sharded_tower(strategy, outer=(0, 2, 2)),
+        "hfsdp": lambda: sharded_tower(strategy, outer=(1, 2, 2)),
+        "ddp": lambda: bucketed_tower(shards=bool(strategy)),
+    }[how]
+    without, _ = train(make(), loop, is_traced=False)
+    values, timeline = train(make(), loop, is_traced=True)
+    assert timeline is not None
+    return without, values, timeline
+
+
+def _assert_equal(got: Any, want: Any) -> None:
+    """Bit for bit."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            _assert_equal(got[key], want[key])
+    elif isinstance(want, torch.Tensor):
+        assert torch.equal(got, want)
+    else:
+        assert got == want
+
+
+def _sent(timeline: Timeline, axis: str | None = None) -> Traffic:
+    """What the collectives of a timeline add up to."""
+    total = Traffic()
+    for one in timeline.collectives:
+        if axis in (None, one.axis):
+            is_gather = one.purpose == "gather"
+            total = total.plus(
+                Traffic(
+                    one.count * is_gather,
+                    one.count * (not is_gather),
+                    one.num_bytes * is_gather,
+                    one.num_bytes * (not is_gather),
+                )
+            )
+    return total
+
+
+def _check_all(without: dict[str, Any], values: dict[str, Any], timeline: Timeline) -> None:
+    """What holds for every recording."""
+    _assert_equal(values, without)
+    assert _sent(timeline) == values["traffic"]
+    for axis, sent in values["by_axis"].items():
+        assert _sent(timeline, axis) == sent
+    assert sum(span.num_bytes for span in timeline.spans) == sum(one.num_bytes for one in timeline.collectives)
+    summary = summarise(timeline)
+    assert [step.step for step in summary.steps] == [0, 1]
+    assert sum(step.gather_bytes + step.reduce_bytes for step in summary.steps) == sum(
+        one.num_bytes for one in timeline.collectives
+    )
+    assert sum(step.collectives for step in summary.steps) == len(timeline.collectives)
+    for step in summary.steps:
+        assert step.times.total + step.outside_ns == step.duration_ns
+        assert 0 <= step.exposed_ns <= step.communication_ns
+        assert step.outside_ns >= 0
+    for one in timeline.collectives:
+        assert one.launch_ns <= one.launched_ns <= one.wait_ns <= one.arrived_ns <= one.waited_ns  # type: ignore[operator]
+        assert one.done_ns <= one.arrived_ns  # type: ignore[operator]
+    assert timeline.is_aligned
+    assert not timeline.is_cut
+    assert [span.phase for span in timeline.spans].count("optimizer") == 2
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
+    for rank, (without, values, timeline) in enumerate(run_ranks(2, _both, "flat", strategy, training.plain)):
+        _check_all(without, values, timeline)
+        assert timeline.rank == rank
+        assert timeline.units == ("(root)", *(f"floors.{floor}" for floor in range(FLOORS)))
+        expected = step_traffic(values["footprints"], ShardingStrategy(strategy))
+        steps = summarise(timeline).steps
+        assert [step.gather_bytes for step in steps] == [expected.gather_bytes] * 2
+        assert [step.reduce_bytes for step in steps] == [expected.reduce_bytes] * 2
+        assert [step.collectives for step in steps] == [expected.gathers + expected.reductions] * 2
+        for step in (0, 1):
+            phases = Counter((span.phase, span.unit) for span in timeline.spans if span.step == step)
+            for unit in range(FLOORS + 1):
+                assert phases["forward", unit] == phases["backward", unit] == phases["reduce", unit] == 1
+                assert phases["copy", unit] == 2  # a floor has two parameters, and so has the root
+                assert phases["local sum", unit] == 1
+            assert phases["install", 0] == phases["finalise", 0] == phases["optimizer", 0] == 1
+
+
+@pytest.mark.parametrize("how", ["hsdp", "hfsdp"])
+def test_hybrid_sharding_has_an_outer_lane(run_ranks: RunRanks, how: str) -> None:
+    for without, values, timeline in run_ranks(4, _both, how, 3, training.plain):
+        _check_all(without, values, timeline)
+        across = [one for one in timeline.collectives if one.lane == "outer"]
+        assert {one.axis for one in across} == {"dp_outer"}
+        assert {one.axis for one in timeline.collectives if one.lane != "outer"} == {"dp_shard"}
+        expected = outer_step_traffic(values["footprints"], ShardingStrategy.optim_grads_params)
+        for step in (0, 1):
+            count = Counter(one.purpose for one in across if one.step == step)
+            assert (count["gather"], count["reduce"]) == (expected.gathers, expected.reductions)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_buckets_of_the_ddp_wrapper(run_ranks: RunRanks, shards: bool) -> None:
+    for without, values, timeline in run_ranks(2, _both, "ddp", int(shards), training.plain):
+        _check_all(without, values, timeline)
+        assert values["traffic"].reductions == 2 * (len(timeline.units) - 1)
+        assert bool(values["traffic"].gathers) is shards
+
+
+def test_accumulation_sends_gradients_of_the_last_microbatch_only(run_ranks: RunRanks) -> None:
+    for without, values, timeline in run_ranks(2, _both, "flat", 3, training.accumulated):
+        _check_all(without, values, timeline)
+        for step in (0, 1):
+            reduced = [one for one in timeline.collectives if (one.step, one.purpose) == (step, "reduce")]
+            backwards = [s for s in timeline.spans if (s.step, s.phase, s.unit) == (step, "backward", 0)]
+            assert len(backwards) == 2
+            assert len(reduced) == FLOORS + 1
+            assert min(one.launch_ns for one in reduced) >= backwards[1].start_ns
+
+
+def test_recomputed_forwards_nest_in_backwards(run_ranks: RunRanks) -> None:
+    for without, values, timeline in run_ranks(2, _both, "flat", 3, training.recomputed):
+        _check_all(without, values, timeline)
+        for unit in range(1, FLOORS + 1):
+            first, again = [s for s in timeline.spans if (s.step, s.phase, s.unit) == (0, "forward", unit)]
+            assert first.depth == 1  # in that of the root
+            around = [
+                s
+                for s in timeline.spans
+                if s.phase == "backward" and s.start_ns <= again.start_ns and again.end_ns <= s.end_ns
+            ]
+            assert len(around) == again.depth == 1
+
+
+def _evaluate_much() -> Timeline:
+    model, optimizer = sharded_tower(2)
+    limit, recorder.MAX_RECORDS = recorder.MAX_RECORDS, 60
+    try:
+        with trace(model, align=False) as recording:
+            with torch.no_grad():
+                for _ in range(20):
+                    tower_loss(model, data())
+            training.plain(model, data())
+            optimizer.step()
+            training.plain(model, data())
+    finally:
+        recorder.MAX_RECORDS = limit
+    return recording.result()
+
+
+def test_a_step_that_never_ends_is_cut_and_the_next_one_is_whole(run_ranks: RunRanks) -> None:
+    (timeline,) = run_ranks(1, _evaluate_much)
+    assert timeline.is_cut
+    forwards = Counter(span.step for span in timeline.spans if span.phase == "forward" and not span.unit)
+    assert forwards[0] < 20
+    assert forwards[1] == 1
+    assert [span.phase for span in timeline.spans if span.step == 1].count("backward") == FLOORS + 1
+
+
+class RefusalError(Exception):
+    """Raised in the middle of a step."""
+
+
+def _break(model: MegatronFSDP, where: str) -> None:
+    """Fail in the middle of forward, or of backward, on every rank."""
+
+    def refuse(*_: Any) -> None:
+        raise RefusalError
+
+    floor = model.module.floors[3].up
+    handle = floor.register_forward_hook(refuse) if where == "forward" else None
+    x = data()
+    if where == "backward":
+        handle = floor.register_forward_hook(lambda _m, _i, out: out.register_hook(refuse) and None)
+    with pytest.raises(RefusalError):
+        tower_loss(model, x).backward()
+    assert handle is not None
+    handle.remove()
+    model.reset()
+
+
+def _survive(where: str) -> tuple[dict[str, Any], dict[str, Any], Timeline, Timeline]:
+    """A step, one that fails, and two more, which are compared with ones that nobody records."""
+    outcomes: list[Any] = []
+    timelines = []
+    for is_traced in (False, True):
+        wrapped = sharded_tower(3)
+        model, optimizer = wrapped
+        watcher = Recorder(model)
+        if is_traced:
+            watcher.start()
+        training.plain(model, data())
+        optimizer.step()
+        optimizer.zero_grad()
+        _break(model, where)
+        model.zero_grad()
+        if is_traced:
+            timelines.append(watcher.result())  # while it goes on
+        losses = training.plain(model, data(1))
+        optimizer.step()
+        watcher.stop()
+        outcomes.append({"losses": losses, "weights": [training.local(p.data) for p in model.parameters()]})
+        if is_traced:
+            timelines.append(watcher.result())
+    return outcomes[0], outcomes[1], timelines[0], timelines[1]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_fails_is_survived(run_ranks: RunRanks, where: str) -> None:
+    for without, with_trace, early, late in run_ranks(2, _survive, where):
+        assert with_trace["losses"] == without["losses"]
+        for got, want in zip(with_trace["weights"], without["weights"], strict=True):
+            assert torch.equal(got, want)
+        assert late.spans[: len(early.spans)] == early.spans
+        whole = [s for s in late.spans if (s.phase, s.unit, s.depth) == ("backward", 0, 0)]
+        assert len(whole) == 2 + (where == "backward")  # the root's part ends where that of floor 7 begins
+        assert [s.phase for s in late.spans].count("optimizer") == 2
+        last = max(late.spans, key=lambda span: span.end_ns)
+        assert (last.phase, last.depth) == ("optimizer", 0)
+        assert all(step.outside_ns >= 0 for step in summarise(late).steps)
+
+
+def _only_evaluate() -> tuple[Timeline, float, float]:
+    model, _ = sharded_tower(3)
+    with torch.no_grad():
+        plain_loss = tower_loss(model, data()).item()
+        with trace(model, align=False) as recording:
+            traced = [tower_loss(model, data()).item() for _ in range(3)]
+    assert traced == [plain_loss] * 3
+    return recording.result(), plain_loss, traced[0]
+
+
+def test_a_model_that_only_evaluates_is_one_step(run_ranks: RunRanks) -> None:
+    for timeline, _, _ in run_ranks(2, _only_evaluate):
+        assert [window.index for window in timeline.steps] == [0]
+        phases = Counter(span.phase for span in timeline.spans)
+        assert phases["forward"] == 3 * (FLOORS + 1)
+        assert not phases["backward"]
+        assert not phases["optimizer"]
+        assert not timeline.is_aligned
+
+
+def _hooks() -> tuple[int, int]:
+    pre = torch_optimizer._global_optimizer_pre_hooks  # type: ignore[attr-defined]
+    post = torch_optimizer._global_optimizer_post_hooks  # type: ignore[attr-defined]
+    return len(pre), len(post)
+
+
+def _leave_no_trace() -> dict[str, Any]:
+    model, optimizer = sharded_tower(2)
+    hooks = _hooks()
+    watcher = Recorder(model, steps=2)
+    watcher.stop()  # before it began: nothing
+    assert not model._engine.observers
+    with pytest.raises(TraceError, match="call start"):
+        watcher.result()
+    watcher.start()
+    assert model._engine.observers
+    assert _hooks() == (hooks[0] + 1, hooks[1] + 1)
+    with pytest.raises(TraceError, match="another Recorder"):
+        watcher.start()
+    for step in range(5):
+        training.plain(model, data(step))
+        optimizer.step()
+        other = torch.nn.Parameter(torch.zeros(1))
+        other.grad = torch.ones(1)
+        torch.optim.SGD([other]).step()  # of nobody's concern
+    watcher.stop()
+    watcher.stop()
+    after = _hooks()
+    is_off = not model._engine.observers
+    timeline = watcher.result()
+    training.plain(model, data())
+    optimizer.step()
+    return {
+        "hooks": (hooks, after),
+        "is_off": is_off,
+        "unchanged": watcher.result() == timeline,
+        "timeline": timeline,
+        "raised": _raise_inside(model),
+    }
+
+
+def _raise_inside(model: MegatronFSDP) -> bool:
+    with pytest.raises(RefusalError), trace(model, align=False):
+        raise RefusalError
+    return bool(model._engine.observers)
+
+
+def test_the_last_steps_are_kept_and_afterwards_nobody_watches(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, _leave_no_trace):
+        assert found["hooks"][0] == found["hooks"][1]
+        assert found["is_off"]
+        assert found["unchanged"]
+        assert found["raised"] is False
+        timeline = found["timeline"]
+        assert [window.index for window in timeline.steps] == [3, 4]
+        assert Counter(span.step for span in timeline.spans if span.phase == "optimizer") == {3: 1, 4: 1}
+        assert {span.depth for span in timeline.spans if span.phase == "optimizer"} == {0}
+        assert timeline.steps[0].start_ns > 0
+        assert timeline.steps[0].end_ns == timeline.steps[1].start_ns
+
+
+def _change_before() -> Timeline:
+    model, optimizer = sharded_tower(3)
+    with trace(model, align=False) as recording:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        training.plain(model, data())
+        optimizer.step()
+    return recording.result()
+
+
+def test_weights_installed_before_the_first_forward_end_no_step(run_ranks: RunRanks) -> None:
+    for timeline in run_ranks(2, _change_before):
+        assert [window.index for window in timeline.steps] == [0]
+        assert [span.phase for span in timeline.spans].count("install") == 2
+
+
+def _refused() -> list[str]:
+    model, _ = sharded_tower(1)
+    messages = []
+    for bad in (lambda: Recorder(torch.nn.Linear(1, 1)), lambda: Recorder(model, steps=0)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError) as raised:
+            bad()
+        messages.append(str(raised.value))
+    dist.barrier()
+    return messages
+
+
+def test_bad_arguments_are_refused_in_words(run_ranks: RunRanks) -> None:
+    (messages,) = run_ranks(1, _refused)
+    assert "a Linear cannot be traced; give the model that fully_shard_model" in messages[0]
+    assert messages[1] == "steps=0 keeps nothing; give 1 or more"
+
+
+def _alone() -> Timeline:
+    _, timeline = train(sharded_tower(3), training.plain, is_traced=True)
+    assert timeline is not None
+    return timeline
+
+
+def test_a_single_rank_communicates_nothing(run_ranks: RunRanks) -> None:
+    (timeline,) = run_ranks(1, _alone)
+    assert timeline.collectives == ()
+    assert summarise(timeline).hidden is None
+    assert Counter(span.phase for span in timeline.spans)["forward"] == 2 * (FLOORS + 1)

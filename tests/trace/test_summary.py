@@ -1,0 +1,150 @@
+"""Numbers of timelines whose answers are known, and what holds for all."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.trace.intervals import covered, union
+from megatron_fsdp.trace.summary import COLUMNS, StepSummary, Times, UnitStep, hidden_part, own_times, summarise
+from megatron_fsdp.trace.timeline import PHASES, Interval, Span, StepWindow, Timeline
+from tests.trace.synthetic import EMPTY, KNOWN, collective, span
+
+MOMENTS = 60
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, MOMENTS), st.integers(0, MOMENTS)).map(lambda ends: (min(ends), max(ends))), max_size=12
+)
+
+
+def moments(intervals: list[Interval]) -> set[int]:
+    """The definition, one nanosecond after another."""
+    return {moment for start, end in intervals for moment in range(start, end)}
+
+
+@given(INTERVALS, st.tuples(st.integers(0, MOMENTS), st.integers(0, MOMENTS)))
+def test_unions_and_what_they_cover_are_sets_of_moments(intervals: list[Interval], window: Interval) -> None:
+    found = union(intervals)
+    assert moments(found) == moments(intervals)
+    assert all(left[1] < right[0] for left, right in itertools.pairwise(found))
+    assert covered(window, found) == len(moments(intervals) & set(range(*window)))
+
+
+def test_a_step_worked_out_by_hand() -> None:
+    summary = summarise(KNOWN)
+    root = Times(compute=700 - 50 - 300, update=200)
+    layer = Times(gather=50, wait=80, compute=300 - 80)
+    assert summary.units == (
+        UnitStep(0, 0, root, 0, 0, 0, 64),
+        UnitStep(0, 1, layer, exposed_ns=10 + 50, gather_bytes=100, reduce_bytes=0, memory_bytes=96),
+    )
+    assert summary.steps == (
+        StepSummary(
+            step=0,
+            duration_ns=1000,
+            times=Times(gather=50, wait=80, compute=350 + 220, update=200),
+            outside_ns=100,
+            communication_ns=360,
+            exposed_ns=60,
+            collectives=1,
+            gather_bytes=100,
+            reduce_bytes=0,
+            memory_bytes=96,
+        ),
+    )
+    assert summary.hidden == pytest.approx(1 - 60 / 360)
+
+
+def test_on_streams_a_launch_holds_nobody_up() -> None:
+    assert summarise(replace(KNOWN, clock="stream")).steps[0].exposed_ns == 50
+
+
+def test_collectives_in_flight_together_count_once() -> None:
+    both = (collective((100, 100), 300, (250, 300, 300)), collective((200, 200), 400, (300, 360, 400)))
+    step = summarise(replace(EMPTY, collectives=both)).steps[0]
+    assert (step.communication_ns, step.exposed_ns) == (300, 50 + 60)
+
+
+def test_waiting_for_what_has_come_is_not_exposed() -> None:
+    late = collective((100, 100), 200, (500, 510, 510))
+    step = summarise(replace(EMPTY, collectives=(late,))).steps[0]
+    assert (step.communication_ns, step.exposed_ns, step.hidden) == (100, 0, 1.0)
+
+
+def test_communication_of_two_steps_is_cut_at_the_border_and_waits_count_where_they_are() -> None:
+    windows = (StepWindow(4, 0, 500), StepWindow(5, 500, 1000))
+    crossing = collective((400, 410), 700, (600, 700, 700), step=4, wait_step=5)
+    first, second = summarise(replace(EMPTY, steps=windows, collectives=(crossing,))).steps
+    assert (first.communication_ns, first.exposed_ns, first.gather_bytes) == (100, 10, 100)
+    assert (second.communication_ns, second.exposed_ns, second.gather_bytes) == (200, 100, 0)
+
+
+def test_without_communication_there_is_nothing_to_hide() -> None:
+    summary = summarise(replace(KNOWN, collectives=()))
+    assert summary.hidden is None
+    assert hidden_part(()) is None
+
+
+def test_what_was_never_waited_for_counts_its_bytes_only() -> None:
+    lost = collective((100, 110), None, None)
+    step = summarise(replace(EMPTY, collectives=(lost,))).steps[0]
+    assert (step.communication_ns, step.exposed_ns, step.collectives, step.gather_bytes) == (0, 0, 1, 100)
+
+
+def test_every_phase_has_a_column() -> None:
+    assert set(COLUMNS) == set(PHASES)
+    assert set(COLUMNS) >= {phase.value for phase in Phase}
+    assert set(COLUMNS.values()) == set(Times.__dataclass_fields__)
+
+
+def test_children_of_a_phase_that_an_exception_ended_take_nothing_from_others() -> None:
+    spans = [span("forward", 0, 100), span("wait", 150, 170, depth=1), span("copy", 155, 160, depth=2)]
+    assert own_times(spans) == [100, 15, 5]
+
+
+@st.composite
+def nested_timelines(draw: st.DrawFn) -> Timeline:
+    """Phases that nest at random, and collectives that are launched and waited for one after another."""
+    spans: list[Span] = []
+
+    def fill(start: int, end: int, depth: int) -> None:
+        while start < end and len(spans) < 40:
+            start = draw(st.integers(start, end))
+            stop = draw(st.integers(start, end))
+            spans.append(span(draw(st.sampled_from(PHASES)), start, stop, depth, draw(st.integers(0, 2))))
+            if depth < 3 and draw(st.booleans()):
+                fill(start, stop, depth + 1)
+            start = stop + 1
+
+    fill(0, 1000, 0)
+    collectives, now = [], 0
+    for number in range(draw(st.integers(0, 6))):
+        launch, launched, wait, arrived = sorted(draw(st.lists(st.integers(now, 1000), min_size=4, max_size=4)))
+        done = draw(st.integers(launch, arrived))
+        unit = draw(st.integers(0, 2))
+        collectives.append(
+            collective((launch, launched), done, (wait, arrived, arrived), number=number, unit=unit, num_bytes=number)
+        )
+        now = arrived
+    spans.sort(key=lambda one: (one.start_ns, one.depth))
+    return replace(EMPTY, spans=tuple(spans), collectives=tuple(collectives))
+
+
+@settings(max_examples=40)
+@given(nested_timelines())
+def test_units_add_up_to_their_step_and_time_counts_once(timeline: Timeline) -> None:
+    summary = summarise(timeline)
+    (step,) = summary.steps
+    assert Times.sum(unit.times for unit in summary.units) == step.times
+    assert step.times.total + step.outside_ns == step.duration_ns == 1000
+    assert step.times.total == len(moments([(one.start_ns, one.end_ns) for one in timeline.spans if not one.depth]))
+    assert all(value >= 0 for value in own_times(timeline.spans))
+    flying = moments([one.in_flight for one in timeline.collectives if one.in_flight])
+    held_up = moments([one.blocked for one in timeline.collectives if one.blocked])
+    held_up |= moments([one.launch for one in timeline.collectives])
+    assert step.communication_ns == len(flying)
+    assert step.exposed_ns == len(flying & held_up) == sum(unit.exposed_ns for unit in summary.units)
+    assert step.gather_bytes == sum(one.num_bytes for one in timeline.collectives)
+    assert summary.hidden is None if not flying else summary.hidden == 1 - len(flying & held_up) / len(flying)

@@ -1,0 +1,123 @@
+"""Small training runs on ranks, recorded or not."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard
+from megatron_fsdp.fully_shard import fully_shard_optimizer
+from megatron_fsdp.trace import Timeline, trace
+from tests.support.arrangements import hybrid_arguments
+from tests.support.parity import fixed_seed
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+
+Wrapped = tuple[MegatronFSDP, torch.optim.Optimizer]
+Loop = Callable[[MegatronFSDP, torch.Tensor], list[float]]
+
+
+def sharded_tower(strategy: int = 3, outer: tuple[int, int, int] | None = None, **options: Any) -> Wrapped:
+    """A tower on all ranks; `outer` is (outer strategy, outer ranks, inner ranks)."""
+    with fixed_seed(0):
+        model = Tower()
+    if outer is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        meshes: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp"}
+    else:
+        meshes = {**hybrid_arguments(outer[1], outer[2]), "outer_dp_sharding_strategy": outer[0]}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Floor], zero_dp_strategy=strategy, **meshes, **options)
+
+
+def bucketed_tower(shards: bool) -> Wrapped:
+    """The same under the DDP wrapper, two floors to a bucket."""
+    with fixed_seed(0):
+        model = Tower()
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=shards, overlap_param_gather=shards, bucket_size=2048
+    )
+    wrapped = DistributedDataParallel(config, model)
+    return wrapped, fully_shard_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
+
+
+def data(step: int = 0) -> torch.Tensor:
+    """A batch of this rank."""
+    values = torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES)
+    return values * (1 + dist.get_rank()) + step / 8
+
+
+def plain(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
+    """One microbatch."""
+    loss = tower_loss(model, x)
+    loss.backward()
+    return [loss.item()]
+
+
+def accumulated(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
+    """Two microbatches, of which the first sends no gradients."""
+    with model.no_sync():
+        losses = plain(model, x)
+    return losses + plain(model, 2 * x)
+
+
+def recomputed(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
+    """Floors are recomputed in backward."""
+
+    def through(floors: torch.nn.Sequential, h: torch.Tensor) -> torch.Tensor:
+        for floor in floors:
+            h = checkpoint(floor, h, use_reentrant=False)
+        return h
+
+    tower = model.module
+    with model_forward(tower, through):
+        return plain(model, x)
+
+
+class model_forward:  # noqa: N801  (reads as a function)
+    """Let the tower run its floors in another way."""
+
+    def __init__(self, tower: Any, through: Callable[..., torch.Tensor]) -> None:
+        self._tower, self._through = tower, through
+
+    def __enter__(self) -> None:
+        tower, through = self._tower, self._through
+        tower.forward = lambda x: tower.last(through(tower.floors, tower.first(x)))
+
+    def __exit__(self, *_: object) -> None:
+        del self._tower.forward
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's piece; asking for whole tensors would send something."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def train(wrapped: Wrapped, loop: Loop, is_traced: bool, steps: int = 3) -> tuple[dict[str, Any], Timeline | None]:
+    """Losses, gradients, weights and traffic of some steps, of which the first is never recorded."""
+    model, optimizer = wrapped
+    losses, gradients, recording = [], {}, None
+    for step in range(steps):
+        if step == 1:
+            before = model.traffic()
+            by_axis = model.traffic_by_axis()
+            context = trace(model) if is_traced else nullcontext()
+            recording = context.__enter__()
+        optimizer.zero_grad()
+        losses += loop(model, data(step))
+        gradients = {name: local(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+        optimizer.step()
+    context.__exit__(None, None, None)
+    values = {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": {name: local(param.data) for name, param in model.named_parameters()},
+        "traffic": model.traffic().since(before),
+        "by_axis": {name: sent.since(by_axis[name]) for name, sent in model.traffic_by_axis().items()},
+        "footprints": model.footprints(),
+    }
+    return values, None if recording is None else recording.result()
