@@ -39,3 +39,61 @@ def build() -> nn.Module:
 
 def tokens(seed: int) -> Tensor:
     return torch.randint(12, (12, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def build_frozen() -> nn.Module:
+    model = Patient()
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.embed.weight.requires_grad_(False)
+    return model
+
+
+def build_tied() -> nn.Module:
+    model = Patient()
+    model.head.weight = model.embed.weight
+    return model
+
+
+def build_unused() -> nn.Module:
+    model = Patient()
+    model.spare = nn.Linear(6, 6)
+    return model
+
+
+def build_bfloat16() -> nn.Module:
+    return Patient().to(torch.bfloat16)
+
+
+def vectors(seed: int) -> Tensor:
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def build_linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def build_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def build_normed() -> nn.Module:
+    """A constant that is added to all features is taken off again by the normalisation."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    return model
+
+
+def build_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.Linear(8, 3))
+
+
+def square_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def summed_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean(1).sum()
+
+
+def pairwise_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return (out @ out.t()).square().mean()

@@ -208,7 +208,7 @@ def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], ti
     running = [str(place.rank) for place, process in zip(places, processes, strict=True) if process.is_alive()]
     if running:
         raise RankError(
-            f"rank(s) {', '.join(running)} took more than {timeout_s:g} s and were ended; they may wait for each other, "
+            f"rank(s) {', '.join(running)} took more than {timeout_s:g} s and were ended; they wait for each other, "
             f"or need more time (timeout_s):\n{_log(places[int(running[0])])}"
         )
 
