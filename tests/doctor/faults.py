@@ -33,7 +33,7 @@ def sharded(model: nn.Module, optimizer: Optimizer, strategy: int = 3, **options
 
 def in_buckets(model: nn.Module, _optimizer: Optimizer) -> Pair:
     """This project's DistributedDataParallel."""
-    config = DistributedDataParallelConfig(bucket_size=100, data_parallel_sharding_strategy="optim")
+    config = DistributedDataParallelConfig(bucket_size=100, overlap_grad_reduce=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config, model)
     return wrapped, fully_shard_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-3))
 
@@ -139,13 +139,15 @@ def each_shard_its_own(model: nn.Module, optimizer: Optimizer) -> Pair:
     model, optimizer = sharded(model, optimizer)
     for group in model.parameter_groups():  # type: ignore[operator]
         for axis in group.plan.axes:
-            object.__setattr__(axis, "reduce_scatter", _keep_own)
+            object.__setattr__(axis, "exchange", _keep_own)
     return model, optimizer
 
 
-def _keep_own(shard: Tensor, full: Tensor, average: bool = False) -> None:
-    del average
-    shard.copy_(full.view(dist.get_world_size(), -1)[dist.get_rank()])
+def _keep_own(received: Tensor, full: Tensor) -> None:
+    """The pairwise half of a reduce-scatter on gloo, without the others' rows."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    received.zero_()
+    received.view(ranks, -1)[rank] = full.view(ranks, -1)[rank]
 
 
 def one_rank_left_out(model: nn.Module, optimizer: Optimizer) -> Pair:

@@ -78,8 +78,7 @@ def build_batch_norm() -> nn.Module:
 
 def build_normed() -> nn.Module:
     """A constant that is added to all features is taken off again by the normalisation."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-    return model
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def build_dropout() -> nn.Module:
