@@ -96,3 +96,11 @@ def summed_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def pairwise_loss(model: nn.Module, batch: Tensor) -> Tensor:
     out = model(batch)
     return (out @ out.t()).square().mean()
+
+
+def odd_vectors(seed: int) -> Tensor:
+    return vectors(seed)[:11]
+
+
+def uneven_batch() -> dict[str, Tensor]:
+    return {"x": torch.zeros(12, 6), "weight": torch.ones(3)}

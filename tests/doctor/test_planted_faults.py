@@ -4,11 +4,15 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
+from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.doctor import Difference, ParityReport, check_parity
+from megatron_fsdp.doctor import sharded as doctor_sharded
 from tests.conftest import RunRanks
 from tests.doctor import faults, patients
 from tests.doctor.faults import UP
@@ -160,6 +164,42 @@ def test_a_frozen_parameter_that_changes_is_named(run_ranks: RunRanks) -> None:
     found = first(run_ranks, 2, faults.frozen_decays, model_fn=patients.build_frozen)
     assert place(found) == ("weight", 1, UP, "frozen")
     assert found.words == "is a frozen parameter, and has changed in update 1"
+
+
+class ForgetfulCheckpointer(Checkpointer):
+    """Loads one momentum at half its size."""
+
+    def load(self, model: Any, optimizer: Any = None, **options: Any) -> Any:
+        report = super().load(model, optimizer, **options)
+        for param, state in optimizer.state.items():
+            if param.shape == (12, 6) and param is optimizer.param_groups[0]["params"][-1]:
+                state["exp_avg"].mul_(0.5)
+        return report
+
+
+def check_with_forgetful_checkpoints() -> ParityReport:
+    with patch.object(doctor_sharded, "Checkpointer", ForgetfulCheckpointer):
+        return check_parity(patients.build, patients.tokens, strategies=(3,), steps=2)
+
+
+def test_a_checkpoint_that_loads_something_else_is_named(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check_with_forgetful_checkpoints)[0]
+    loaded, resumed = report.differences
+    assert place(loaded) == ("checkpoint", 0, f"{LAST}: exp_avg", "factor")
+    assert (loaded.ratio, loaded.also) == (0.5, ())
+    assert "after saving and loading" in loaded.words
+    assert (resumed.where, resumed.step, resumed.name) == ("step after loading", 3, LAST)
+    assert report.runs[0].cells() == ["ok"] * 5 + ["DIFFERS"]
+
+
+def seeds_of_the_caller() -> tuple[bool, bool]:
+    before = torch.get_rng_state()
+    report = check_parity(patients.build, patients.tokens, strategies=(3,), steps=1, checkpoint=False)
+    return report.passed, torch.equal(before, torch.get_rng_state())
+
+
+def test_the_callers_random_state_is_put_back(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, seeds_of_the_caller) == [(True, True)] * 2
 
 
 def test_names_in_this_file_are_those_of_the_model() -> None:

@@ -28,7 +28,7 @@ class CausalModel:
         """The model."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_config(self._config())
+        model: nn.Module = AutoModelForCausalLM.from_config(self._config())  # type: ignore[no-untyped-call]
         return model.eval()
 
     def vocabulary_size(self) -> int:

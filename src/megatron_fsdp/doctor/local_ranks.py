@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 
+from megatron_fsdp.doctor.task import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
 _GRACE_S = 5.0
@@ -73,8 +75,7 @@ def run_on_local_ranks(
         RankError: A rank failed, died or took too long.
         MegatronFSDPError: What ranks raised themselves.
     """
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigurationError(f"ranks is {num_ranks!r}; give a whole number from 1")
+    require_count("ranks", num_ranks)
     device_type = choose_device(device, num_ranks)
     job = _pickled((act, task, device_type))
     with tempfile.TemporaryDirectory(prefix="mfsdp-ranks-") as folder:
@@ -169,7 +170,7 @@ def _join(place: _Place) -> None:
     if place.device_type != "cpu":
         torch.accelerator.set_device_index(place.rank)
         backend = f"cpu:gloo,{place.device_type}:{dist.get_default_backend_for_device(place.device_type)}"
-    store = dist.FileStore(str(Path(place.folder) / "store"), place.num_ranks)
+    store = FileStore(str(Path(place.folder) / "store"), place.num_ranks)
     timeout = timedelta(seconds=place.timeout_s + _GRACE_S)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.num_ranks, timeout=timeout)
 
@@ -191,25 +192,28 @@ def _wait(processes: Sequence[SpawnProcess], timeout_s: float) -> None:
 
 
 def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], timeout_s: float) -> None:
-    """Raise what came first: others fail because of it."""
+    """Raise what came first: others fail because of it. A rank that died could not even say what it met."""
     failures = {
         place.rank: pickle.loads(place.file("failure").read_bytes())
         for place in places
         if place.file("failure").exists()
     }
+    for place, process in zip(places, processes, strict=True):
+        if process.exitcode and place.rank not in failures:
+            raise RankError(
+                f"rank {place.rank} died with exit code {process.exitcode}, and all ranks were ended:\n{_log(place)}"
+            )
     if failures:
         rank, first = min(failures.items(), key=lambda item: item[1].time_ns)
         if first.error is not None:
             raise first.error
         raise RankError(f"rank {rank} failed, and all ranks were ended:\n{_short(first.text)}")
-    for place, process in zip(places, processes, strict=True):
-        if process.exitcode:
-            raise RankError(f"rank {place.rank} died with exit code {process.exitcode}:\n{_log(place)}")
-    running = [str(place.rank) for place, process in zip(places, processes, strict=True) if process.is_alive()]
+    running = [place for place, process in zip(places, processes, strict=True) if process.is_alive()]
     if running:
+        named = ", ".join(str(place.rank) for place in running)
         raise RankError(
-            f"rank(s) {', '.join(running)} took more than {timeout_s:g} s and were ended; they wait for each other, "
-            f"or need more time (timeout_s):\n{_log(places[int(running[0])])}"
+            f"rank(s) {named} took more than {timeout_s:g} s and were ended; they wait for each other, or need more "
+            f"time (timeout_s):\n{_log(running[0])}"
         )
 
 

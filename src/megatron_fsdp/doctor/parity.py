@@ -17,7 +17,7 @@ from megatron_fsdp.doctor.reference import run_reference
 from megatron_fsdp.doctor.report import ParityReport, RunReport
 from megatron_fsdp.doctor.selfcheck import SelfCheck
 from megatron_fsdp.doctor.sharded import run_sharded, shard_with
-from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task
+from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task, require_count
 from megatron_fsdp.doctor.tolerance import Tolerance
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.placement import resolve_strategy
@@ -115,6 +115,16 @@ def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
         The same report on every rank.
     """
     device = _device(device_name)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_generators(device)):
+        return _check_here(task, device)
+
+
+def _generators(device: torch.device) -> str:
+    """The accelerator whose random state is put back besides that of the CPU; torch wants one named in any case."""
+    return "cuda" if device.type == "cpu" else device.type
+
+
+def _check_here(task: Task, device: torch.device) -> ParityReport:
     num_ranks = dist.get_world_size()
     right = _on_first(lambda: run_reference(task, num_ranks, device))
     known = gather_objects(None if right is None else _names(right[0]))[0]
@@ -191,9 +201,8 @@ def _device(name: str | None) -> torch.device:
 
 def _check(task: Task) -> None:
     """Refuse what no run could honour, before ranks are started."""
-    for argument, value in (("steps", task.steps), ("microbatches", task.microbatches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")
+    require_count("steps", task.steps)
+    require_count("microbatches", task.microbatches)
     if task.reduction not in ("mean", "sum"):
         raise ConfigurationError(f'reduction is {task.reduction!r}; give "mean" or "sum"')
     if task.part_allowed is not None and not 0 <= task.part_allowed < 1:

@@ -13,6 +13,7 @@ from megatron_fsdp.doctor.recording import Trainee
 from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself
 from megatron_fsdp.doctor.task import Part, Task
 from megatron_fsdp.doctor.tolerance import Tolerance, tolerance_of
+from megatron_fsdp.errors import ConfigurationError
 
 
 def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Reference, SelfCheck, Tolerance]:
@@ -56,6 +57,9 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
 
 
 def _tolerance(task: Task, model: nn.Module) -> Tolerance:
+    complex_names = [name for name, param in model.named_parameters() if param.is_complex()]
+    if complex_names:
+        raise ConfigurationError(f"`{complex_names[0]}` is complex; only real parameters can be compared")
     if task.part_allowed is not None:
         return Tolerance(task.part_allowed)
     return tolerance_of(param.dtype for param in model.parameters() if param.is_floating_point())
@@ -134,7 +138,7 @@ def _watch_backward(trainee: Trainee) -> list[str]:
     order: list[str] = []
     for name, param in trainee.named_parameters():
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda _param, name=name: order.append(name))  # type: ignore[misc]
+            param.register_post_accumulate_grad_hook(lambda _param, name=name: order.append(name))
     return order
 
 

@@ -149,3 +149,13 @@ def _checked(loss: Any, gave: str, hint: str) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigurationError(f"{gave} {what} where the loss is wanted; {hint}")
     return loss.squeeze()
+
+
+def require_count(argument: str, value: Any) -> None:
+    """Refuse what is no whole number from 1.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")
