@@ -251,6 +251,11 @@ def not_in_the_optimizer(model: nn.Module, _optimizer: Optimizer) -> Pair:
     return sharded(model, torch.optim.AdamW(trained, lr=1e-3))
 
 
+def rate_times_ranks(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    """The learning rate is scaled by the number of ranks."""
+    return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * dist.get_world_size()))
+
+
 def frozen_is_trained(model: nn.Module, _optimizer: Optimizer) -> Pair:
     """Sharding forgets which parameters are frozen."""
     model.requires_grad_(True)

@@ -153,6 +153,12 @@ def test_a_weight_that_is_not_updated_is_named(run_ranks: RunRanks) -> None:
     assert "it equals its value before update 1 (not updated)" in found.words
 
 
+def test_a_learning_rate_times_the_ranks_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.rate_times_ranks)
+    assert (found.where, found.step, found.kind) == ("weight", 1, "factor")
+    assert "has an update that is 3 times what it should be (the number of ranks, 3" in found.words
+
+
 def test_a_trained_frozen_parameter_is_named(run_ranks: RunRanks) -> None:
     found = first(run_ranks, 2, faults.frozen_is_trained, model_fn=patients.build_frozen)
     assert place(found) == ("gradient", 1, "embed.weight", "frozen")

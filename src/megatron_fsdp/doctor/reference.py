@@ -50,7 +50,7 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
         of_ranks=check.of_ranks,
         of_microbatches=check.of_microbatches,
         stale=stale,
-        spread=_spread(task, steps, device, tolerance),
+        spread=_spread(task, steps, _other_gradients(check, stale), device, tolerance),
         betas=_betas(trainee.optimizer),
     )
     return Reference(observation, probes, notes), check, tolerance
@@ -105,11 +105,17 @@ def _stale_step(probe: Trainee, weights: Values, parts: list[Part]) -> StaleStep
 
 
 def _spread(
-    task: Task, steps: tuple[StepRecord, ...], device: torch.device, tolerance: Tolerance
+    task: Task,
+    steps: tuple[StepRecord, ...],
+    others: list[tuple[Values, ...]],
+    device: torch.device,
+    tolerance: Tolerance,
 ) -> tuple[Mapping[str, Tensor | None], ...]:
     """How far weights move when each gradient is changed by what rounding may change it, up and down.
 
     Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
+    What no sample reaches (a row of an embedding) has a gradient of zero without any rounding, and is left alone: it is
+    zero in the `others` too, further gradients of the samples of each step.
     """
     spread: list[dict[str, Tensor | None]] = [{} for _ in steps]
     for sign in (1.0, -1.0):
@@ -118,7 +124,9 @@ def _spread(
             for name, param in trainee.named_parameters():
                 grad = record.gradients[name]
                 if grad is not None:
-                    shift = sign * tolerance.at_step(number).allowed(grad) * (grad != 0)
+                    further = [values.get(name) for values in others[number - 1]]
+                    is_reached = torch.stack([each != 0 for each in (grad, *further) if each is not None]).any(0)
+                    shift = sign * tolerance.at_step(number).allowed(grad) * is_reached
                     param.grad = (grad.double() + shift).to(param.device, param.dtype)
             if task.max_norm is not None:
                 nn.utils.clip_grad_norm_(trainee.model.parameters(), task.max_norm)
@@ -131,6 +139,11 @@ def _spread(
                 moved, known = (value.double() - right.double()).abs(), spread[number - 1].get(name)
                 spread[number - 1][name] = moved if known is None else torch.maximum(known, moved)
     return tuple(spread)
+
+
+def _other_gradients(check: SelfCheck, stale: tuple[StaleStep, ...]) -> list[tuple[Values, ...]]:
+    """Gradients of the same samples in other ways, for each step."""
+    return [check.of_ranks, *((step.gradients,) for step in stale)]
 
 
 def _watch_backward(trainee: Trainee) -> list[str]:
