@@ -1,5 +1,7 @@
 """Small models and batches that the doctor looks at."""
 
+import random
+
 import torch
 from torch import Tensor, nn
 
@@ -104,3 +106,15 @@ def odd_vectors(seed: int) -> Tensor:
 
 def uneven_batch() -> dict[str, Tensor]:
     return {"x": torch.zeros(12, 6), "weight": torch.ones(3)}
+
+
+def build_random() -> nn.Module:
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.weight, random.random())
+    return model
+
+
+def build_broken() -> nn.Module:
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.bias, float("nan"))
+    return model

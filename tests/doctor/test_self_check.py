@@ -24,6 +24,20 @@ def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> Non
     assert not report.passed
 
 
+@pytest.mark.parametrize(
+    ("model_fn", "words"),
+    [
+        (patients.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
+        (patients.build_broken, "the loss of the first step is nan in one process already"),
+    ],
+)
+def test_models_that_nothing_can_be_compared_with_are_named(run_ranks: RunRanks, model_fn: Any, words: str) -> None:
+    report = run_ranks(2, check, model_fn, {"loss_fn": patients.square_loss})[0]
+    (found,) = report.differences
+    assert (found.kind, report.runs) == ("not repeatable", ())
+    assert words in found.words
+
+
 def test_a_summed_loss_is_named_and_sharding_is_right(run_ranks: RunRanks) -> None:
     report = run_ranks(3, check, patients.build_linear, {"loss_fn": patients.summed_loss})[0]
     (found,) = report.differences

@@ -14,7 +14,7 @@ from megatron_fsdp.doctor.diagnose import Context, Diagnosis, diagnose
 from megatron_fsdp.doctor.observation import Disagreement, Observation, Reference, RoundTrip, StepRecord, Values
 from megatron_fsdp.doctor.ratios import tell_ratio
 from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
-from megatron_fsdp.doctor.weights import diagnose_weight
+from megatron_fsdp.doctor.weights import Update, diagnose_weight
 
 INITIAL, LOSS, GRADIENT, NORM = "initial weight", "loss", "gradient", "gradient norm"
 COUNTER, WEIGHT, STATE, BUFFER = "step counter", "weight", "optimizer state", "buffer"
@@ -202,16 +202,8 @@ class _Sides:
         def explain(value: Tensor | None) -> Diagnosis:
             expected = want.get(name)
             if where == WEIGHT:
-                return diagnose_weight(
-                    expected,
-                    value,
-                    self._before(step, name),
-                    context,
-                    self.reference.probes,
-                    tolerance,
-                    step=step,
-                    name=name,
-                )
+                update = Update(step, name, self._before(step, name), self.reference.probes)
+                return diagnose_weight(expected, value, update, context, tolerance)
             if where == GRADIENT and name in self.reference.probes.frozen:
                 return Diagnosis(
                     "frozen", "belongs to a frozen parameter, which has none in one process: it is trained"

@@ -219,8 +219,12 @@ def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], ti
 
 def _log(place: _Place) -> str:
     path = place.file("log")
-    text = path.read_text(errors="replace") if path.exists() else ""
-    return _short(text) or "(it wrote nothing)"
+    if not path.exists():
+        return (
+            "it never began: new processes import the script again, so what starts ranks has to stand in a file, under "
+            '`if __name__ == "__main__":`'
+        )
+    return _short(path.read_text(errors="replace")) or "(it wrote nothing)"
 
 
 def _short(text: str) -> str:

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megatron_fsdp.doctor.observation import Observation, Probes, Reference, StaleStep, StepRecord, Values
 from megatron_fsdp.doctor.recording import Trainee
-from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself
+from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself, unfit
 from megatron_fsdp.doctor.task import Part, Task
-from megatron_fsdp.doctor.tolerance import Tolerance, tolerance_of
+from megatron_fsdp.doctor.tolerance import EXACT, Tolerance, tolerance_of
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -32,10 +32,17 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
     notes = _notes(probe.model)
     first = task.microbatches_of(1, num_ranks, device)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in probe.model.modules())
-    check = check_itself(task, probe, first, num_ranks, tolerance, samples_meet=has_batch_norm)
     trainee = Trainee(*task.build(device), task)
-    order = _watch_backward(trainee)
     initial = trainee.parameters()
+    changing = _first_changing(probe.parameters(), initial)
+    if changing is None:
+        check = check_itself(task, probe, first, num_ranks, tolerance, samples_meet=has_batch_norm)
+    else:
+        check = unfit(
+            f"model_fn gives `{changing}` other values each time, though torch.manual_seed is called before; draw them "
+            "from torch's generator, or load them"
+        )
+    order = _watch_backward(trainee)
     if not check.can_compare:
         empty = Probes(num_ranks, task.microbatches, frozenset(), ())
         return Reference(Observation(initial, (), {}), empty, notes), check, tolerance
@@ -54,6 +61,12 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
         betas=_betas(trainee.optimizer),
     )
     return Reference(observation, probes, notes), check, tolerance
+
+
+def _first_changing(once: Values, again: Values) -> str | None:
+    """The first weight that a second build made differently."""
+    pairs = ((name, value, again.get(name)) for name, value in once.items())
+    return next((name for name, a, b in pairs if a is not None and (b is None or not EXACT.agrees(a, b))), None)
 
 
 def _tolerance(task: Task, model: nn.Module) -> Tolerance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +64,11 @@ def check_itself(
         return _Pass(probe.backward(parts), probe.gradients())
 
     whole = run(task.parts_whole(microbatches))
+    if not math.isfinite(whole.loss):
+        return unfit(f"the loss of the first step is {whole.loss} in one process already, and sharding was not judged")
     random = _differing(whole, run(task.parts_whole(microbatches), task.seed + 1), tolerance)
     if random is not None:
-        return SelfCheck(False, False, ("one process against itself", _tell_random(probe.model, random)))
+        return unfit(_tell_random(probe.model, random))
     ranks = [run(task.parts_of_rank(microbatches, rank, num_ranks)) for rank in range(num_ranks)]
     alone = [run([part]) for part in task.parts_whole(microbatches)] if task.microbatches > 1 else []
     slices = run(task.parts_of_all(microbatches, num_ranks))
@@ -81,6 +84,11 @@ def check_itself(
         tuple(each.gradients for each in ranks),
         tuple(each.gradients for each in alone),
     )
+
+
+def unfit(words: str) -> SelfCheck:
+    """What is said of a model that nothing can be compared with."""
+    return SelfCheck(False, False, ("one process against itself", words))
 
 
 def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | None:
