@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ def told(expected: Tensor | None, found: Tensor | None, **context: object) -> Di
     return diagnose(expected, found, Context(**{"num_ranks": 2, **context}), FP32)  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(seeds, ranks, st.integers(1, 6), st.sampled_from(["N", "1/N", "sqrt(N)", "1/sqrt(N)", "2", "K", "1/K"]))
 def test_a_factor_is_named(seed: int, n: int, k: int, which: str) -> None:
     ratios = {
@@ -61,6 +62,7 @@ def test_a_factor_is_named(seed: int, n: int, k: int, which: str) -> None:
     assert found.ratio == pytest.approx(ratios[which])
 
 
+@settings(max_examples=40)
 @given(seeds, st.floats(-40, 40).filter(lambda r: abs(r) > 0.05 and abs(r - 1) > 0.05))
 def test_any_factor_is_measured(seed: int, ratio: float) -> None:
     right = noise(9, seed=seed)
@@ -69,6 +71,7 @@ def test_any_factor_is_measured(seed: int, ratio: float) -> None:
     assert found.ratio == pytest.approx(ratio, rel=1e-5)
 
 
+@settings(max_examples=40)
 @given(seeds, st.integers(2, 6), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_two_swapped_shards_are_placed(seed: int, n: int, rows: int, columns: int, data: st.DataObject) -> None:
     low = data.draw(st.integers(0, n - 2))
@@ -82,6 +85,7 @@ def test_two_swapped_shards_are_placed(seed: int, n: int, rows: int, columns: in
     assert f"rows {first}..{first + rows - 1} and {second}..{second + rows - 1} have changed places" in found.words
 
 
+@settings(max_examples=40)
 @given(seeds, st.integers(1, 5), st.integers(1, 5), st.integers(0, 9))
 def test_pieces_of_an_uneven_cut_are_placed_by_their_elements(seed: int, start: int, length: int, gap: int) -> None:
     right = noise(1, start + 2 * length + gap + 3, seed=seed)
@@ -94,6 +98,7 @@ def test_pieces_of_an_uneven_cut_are_placed_by_their_elements(seed: int, start: 
     assert f"elements {start}..{start + length - 1} and {second}..{second + length - 1}" in found.words
 
 
+@settings(max_examples=40)
 @given(seeds, st.integers(1, 4), st.integers(2, 5))
 def test_transposed_and_halved_tensors_are_told_apart(seed: int, half: int, width: int) -> None:
     right = noise(width, 2 * half + (2 * half == width), seed=seed)
@@ -103,6 +108,7 @@ def test_transposed_and_halved_tensors_are_told_apart(seed: int, half: int, widt
     assert "the two halves along dimension 1 have changed places" in told(even, swapped).words
 
 
+@settings(max_examples=40)
 @given(seeds, ranks)
 def test_gradients_that_are_not_reduced_are_told_by_rank(seed: int, n: int) -> None:
     own = tuple(noise(2 * n, 3, seed=seed + rank) for rank in range(n))
@@ -119,6 +125,7 @@ def test_gradients_that_are_not_reduced_are_told_by_rank(seed: int, n: int) -> N
     assert lacking.words == "lacks the gradient of rank 1's samples: it is not in the sum"
 
 
+@settings(max_examples=40)
 @given(seeds)
 def test_stale_and_foreign_values_are_named(seed: int) -> None:
     right, before, other = (noise(4, 3, seed=seed + i) for i in range(3))
@@ -127,6 +134,7 @@ def test_stale_and_foreign_values_are_named(seed: int) -> None:
     assert told(right, other, **context).words == "has the values of `head.weight`"
 
 
+@settings(max_examples=40)
 @given(seeds, st.integers(1, 5), st.integers(2, 6))
 def test_a_fault_in_a_part_is_placed(seed: int, start: int, length: int) -> None:
     right = noise(start + length + 2, seed=seed)
@@ -159,6 +167,7 @@ def test_what_fits_nothing_is_said_so() -> None:
     assert "fits no simple cause" in found.words
 
 
+@settings(max_examples=40)
 @given(seeds)
 def test_rounding_is_no_difference_and_more_is_one(seed: int) -> None:
     right = noise(20, seed=seed)

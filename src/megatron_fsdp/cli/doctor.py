@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.arguments import add_json
 from megatron_fsdp.cli.doctor_models import CausalModel, RandomTokens
 from megatron_fsdp.cli.output import write_json, write_line, write_table
 from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
-from megatron_fsdp.doctor import ParityReport, check_parity
-from megatron_fsdp.doctor.report import COLUMNS
 from megatron_fsdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_fsdp.doctor import ParityReport
 
 _STRATEGIES = ("0", "1", "2", "3", "all")
 
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatronFSDPError: It could not be run.
     """
+    from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
+
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
@@ -128,10 +131,11 @@ def _what(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _show(report: ParityReport) -> None:
+    from megatron_fsdp.doctor.report import COLUMNS
+
     if report.runs:
         write_table(["", *(title for title, _ in COLUMNS)], [[run.label, *run.cells()] for run in report.runs])
         write_line()
     for sentence in report.diagnosis():
         write_line(sentence)
-    against = f"{report.num_ranks} ranks against one process, {report.steps} steps"
-    write_line(f"{'passed' if report.passed else 'DIFFERS'}: {against}, tolerance {report.part_allowed:g}")
+    write_line(f"{'passed' if report.passed else 'DIFFERS'}: {report.compared()}")

@@ -93,9 +93,14 @@ class ParityReport:
         lines += [f"{run.label}: {run.differences[0].told()}" for run in self.runs if run.differences]
         return lines + [f"note: {note}" for note in self.notes]
 
+    def compared(self) -> str:
+        """What was compared with what: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
+        ranks, steps = _counted(self.num_ranks, "rank"), _counted(self.steps, "step")
+        return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
+
     def told(self) -> str:
         """Everything, as text."""
-        lines = [f"{self.num_ranks} ranks against one process, {self.steps} steps, tolerance {self.part_allowed:g}"]
+        lines = [self.compared()]
         for run in self.runs:
             cells = zip(COLUMNS, run.cells(), strict=True)
             lines.append(f"{run.label}: {', '.join(f'{title} {cell}' for (title, _), cell in cells)}")
@@ -123,3 +128,7 @@ class ParityReport:
             ],
             "notes": list(self.notes),
         }
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
