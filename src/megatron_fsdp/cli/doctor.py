@@ -1,0 +1,141 @@
+"""`doctor`: whether a model trains sharded as it does in one process, and what is wrong if not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_fsdp.cli.arguments import add_json
+from megatron_fsdp.cli.doctor_models import CausalModel, RandomTokens
+from megatron_fsdp.cli.output import write_json, write_line, write_table
+from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
+from megatron_fsdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_fsdp.doctor import ParityReport
+
+_STRATEGIES = ("0", "1", "2", "3", "all")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` returned.
+    """
+    parser = subparsers.add_parser(
+        "doctor",
+        help="train a model sharded on local ranks and in one process, and name what differs",
+        description="Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded "
+        "run with one process on the whole batch. Functions are given as package.module:name and are looked for in "
+        "the current folder too. Exit status: 0 the same, 1 they differ, 2 it could not be run.",
+    )
+    _add_model(parser)
+    _add_training(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a function that builds the model")
+    parser.add_argument(
+        "--hf-config",
+        metavar="PATH",
+        type=Path,
+        help="in place of MODEL: a transformers causal language model of this config.json (or its folder), with random "
+        "weights and tokens, in eval mode (no dropout)",
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="with --hf-config: so many layers")
+    parser.add_argument("--sequence-length", type=int, default=16, metavar="N", help="with --hf-config (default 16)")
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="with --hf-config (default: 2 per rank and microbatch)"
+    )
+    parser.add_argument("--batch", metavar="FN", help="a function of a seed, or of nothing, that makes a batch")
+    parser.add_argument("--loss", metavar="FN", help="(model, samples) -> loss; without it the model's own .loss")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="FN", help="adamw (default), sgd, or (model) -> optimizer"
+    )
+    parser.add_argument("--shard", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start (default 2)")
+    parser.add_argument(
+        "--strategy", nargs="+", default=["all"], choices=_STRATEGIES, help="of fully_shard (default all)"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    parser.add_argument("--microbatches", type=int, default=1, metavar="K", help="per step (default 1)")
+    parser.add_argument(
+        "--max-norm", type=float, default=1.0, metavar="X", help="clip gradients (default 1; 0: do not)"
+    )
+    parser.add_argument("--reduction", choices=("mean", "sum"), default="mean", help="how ranks' losses add up")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="allowed difference, relative (default: by dtype)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; default: accelerators if there are enough")
+    parser.add_argument("--no-checkpoint", action="store_true", help="leave the checkpoint round trip out")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for all of it (default 600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, and show the result.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MegatronFSDPError: It could not be run.
+    """
+    from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
+
+    model_fn, batch = _what(args)
+    strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
+    report = check_parity(
+        model_fn,
+        batch,
+        loss_fn=args.loss,
+        optimizer_fn=args.optimizer,
+        shard_fn=args.shard,
+        ranks=args.ranks,
+        strategies=strategies,
+        steps=args.steps,
+        microbatches=args.microbatches,
+        max_norm=args.max_norm or None,
+        reduction=args.reduction,
+        seed=args.seed,
+        tolerance=args.tolerance,
+        checkpoint=not args.no_checkpoint,
+        device=args.device,
+        timeout_s=args.timeout,
+    )
+    if args.json:
+        write_json(report.to_dict())
+    else:
+        _show(report)
+    return EXIT_SAME if report.passed else EXIT_DIFFERENT
+
+
+def _what(args: argparse.Namespace) -> tuple[Any, Any]:
+    """What builds the model, and its batch."""
+    if (args.model is None) == (args.hf_config is None):
+        raise ConfigurationError("give either MODEL (package.module:name) or --hf-config")
+    if args.model is not None:
+        if args.batch is None:
+            raise ConfigurationError("--batch is missing: give a function that makes a batch, as package.module:name")
+        return args.model, args.batch
+    samples = args.samples or 2 * args.ranks * args.microbatches
+    model_fn = CausalModel(str(args.hf_config.resolve()), args.layers)
+    return model_fn, args.batch or RandomTokens(model_fn.vocabulary_size(), samples, args.sequence_length)
+
+
+def _show(report: ParityReport) -> None:
+    from megatron_fsdp.doctor.report import COLUMNS
+
+    if report.runs:
+        write_table(["", *(title for title, _ in COLUMNS)], [[run.label, *run.cells()] for run in report.runs])
+        write_line()
+    for sentence in report.diagnosis():
+        write_line(sentence)
+    write_line(f"{'passed' if report.passed else 'DIFFERS'}: {report.compared()}")

@@ -1,0 +1,7 @@
+"""Parity checks: a sharded run against one process, and words for what differs."""
+
+from megatron_fsdp.doctor.compare import Difference
+from megatron_fsdp.doctor.parity import check_parity
+from megatron_fsdp.doctor.report import ParityReport, RunReport
+
+__all__ = ["Difference", "ParityReport", "RunReport", "check_parity"]

@@ -1,0 +1,331 @@
+"""Two observations side by side: what differs, in the order of causes (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fsdp.doctor.diagnose import Context, Diagnosis, diagnose
+from megatron_fsdp.doctor.observation import Disagreement, Observation, Reference, RoundTrip, StepRecord, Values
+from megatron_fsdp.doctor.ratios import tell_ratio
+from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
+from megatron_fsdp.doctor.weights import Update, diagnose_weight
+
+INITIAL, LOSS, GRADIENT, NORM = "initial weight", "loss", "gradient", "gradient norm"
+COUNTER, WEIGHT, STATE, BUFFER = "step counter", "weight", "optimizer state", "buffer"
+LOADED, RESUMED = "checkpoint", "step after loading"
+
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that differs in one place of a run.
+
+    Attributes:
+        where: What kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
+        step: Optimizer step, from 1; 0 before the first.
+        name: The tensor, by its name in the user's model; empty for the loss and the norm.
+        kind: The cause, for programs (`Diagnosis.kind`).
+        words: The cause, for people.
+        ratio: Found over expected, where that is one number.
+        error: Largest difference of an element.
+        allowed: What was allowed for that element.
+        also: Other tensors that differ in the same place.
+    """
+
+    where: str
+    step: int
+    name: str
+    kind: str
+    words: str
+    ratio: float | None = None
+    error: float = math.nan
+    allowed: float = math.nan
+    also: tuple[str, ...] = ()
+
+    def told(self) -> str:
+        """The difference in a sentence."""
+        when = f" of step {self.step}" if self.step else ""
+        name = f" `{self.name}`" if self.name else ""
+        size = "" if math.isnan(self.error) else f" [off by {self.error:.3g}, allowed {self.allowed:.3g}]"
+        more = f"; {len(self.also)} more differ there: {_few(self.also)}" if self.also else ""
+        return f"{self.where}{when}{name} {self.words}{size}{more}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that are not finite become None."""
+        numbers = {key: getattr(self, key) for key in ("ratio", "error", "allowed")}
+        return {
+            "where": self.where,
+            "step": self.step,
+            "name": self.name,
+            "kind": self.kind,
+            "words": self.words,
+            **{key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()},
+            "also": list(self.also),
+        }
+
+
+def compare(
+    reference: Reference, found: Observation, tolerance: Tolerance, *, repeats: bool = True
+) -> list[Difference]:
+    """Compare a sharded run with one process.
+
+    Args:
+        reference: What is right.
+        found: What the sharded run saw.
+        tolerance: How far apart right runs may be.
+        repeats: Whether the same work gives the same bits on this device; then a resumed run has to.
+
+    Returns:
+        At most one difference for each place, the earliest cause first.
+    """
+    right = reference.observation
+    sides = _Sides(reference, found, tolerance)
+    places: list[Difference | None] = [sides.tensors(INITIAL, 0, right.initial, found.initial)]
+    for number, (want, got) in enumerate(zip(right.steps, found.steps, strict=True), start=1):
+        places += [
+            sides.loss(number, want, got),
+            sides.tensors(GRADIENT, number, want.gradients, got.gradients),
+            sides.norm(number, want, got),
+            sides.counters(number, want, got),
+            sides.tensors(WEIGHT, number, want.parameters, got.parameters),
+            sides.tensors(STATE, number, want.state, got.state),
+        ]
+    places.append(sides.tensors(BUFFER, len(right.steps), _still(right.buffers), _still(found.buffers)))
+    places += _round_trip(found.round_trip, len(right.steps), EXACT if repeats else tolerance)
+    return [difference for difference in places if difference is not None]
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Both runs, and what is allowed between them."""
+
+    reference: Reference
+    found: Observation
+    tolerance: Tolerance
+
+    def loss(self, step: int, want: StepRecord, got: StepRecord) -> Difference | None:
+        allowed = self.tolerance.at_step(step)
+        if allowed.agree_numbers(want.loss, got.loss):
+            return None
+        kind, words, ratio = self._tell_loss(step, want, got)
+        return _number(LOSS, step, kind, words, ratio, want.loss, got.loss, allowed)
+
+    def _tell_loss(self, step: int, want: StepRecord, got: StepRecord) -> tuple[str, str, float | None]:
+        probes, allowed = self.reference.probes, self.tolerance.at_step(step)
+        bad = [str(rank) for rank, loss in enumerate(got.losses_of_ranks) if not math.isfinite(loss)]
+        if bad and math.isfinite(want.loss):
+            return "non-finite", f"is not finite on rank(s) {', '.join(bad)}", None
+        if step > 1 and allowed.agree_numbers(probes.stale[step - 2].loss, got.loss):
+            return "stale", f"is stale by one step: it is that of the weights before update {step - 1}", None
+        wrong = [
+            str(rank)
+            for rank, (right, own) in enumerate(zip(probes.losses_of_ranks, got.losses_of_ranks, strict=False))
+            if step == 1 and not allowed.agree_numbers(right, own)
+        ]
+        where = f" (wrong on rank(s) {', '.join(wrong)})" if wrong else ""
+        ratio = got.loss / want.loss if want.loss else math.nan
+        words = f"is {got.loss:.7g} where one process has {want.loss:.7g}: {self._tell_ratio(ratio)}{where}"
+        return "factor", words, ratio
+
+    def norm(self, step: int, want: StepRecord, got: StepRecord) -> Difference | None:
+        if want.norm is None or got.norm is None:
+            return None
+        allowed = self.tolerance.at_step(step)
+        if allowed.agree_numbers(want.norm, got.norm):
+            return None
+        ratio = got.norm / want.norm if want.norm else math.nan
+        words = f"is {got.norm:.7g} where one process has {want.norm:.7g}: {self._tell_ratio(ratio)}"
+        return _number(NORM, step, "factor", words, ratio, want.norm, got.norm, allowed)
+
+    def _tell_ratio(self, ratio: float) -> str:
+        return tell_ratio(ratio, self.reference.probes.num_ranks, self.reference.probes.microbatches)
+
+    def counters(self, step: int, want: StepRecord, got: StepRecord) -> Difference | None:
+        names = [name for name, count in want.counters.items() if got.counters.get(name, count) != count]
+        if not names:
+            return None
+        right, wrong = want.counters[names[0]], got.counters[names[0]]
+        off = "off by one: " if abs(wrong - right) == 1 else ""
+        words = (
+            f"is {off}{wrong:g} where one process has {right:g}, so Adam's bias correction is that of step {wrong:g}"
+        )
+        return Difference(COUNTER, step, names[0], "counter", words, None, abs(wrong - right), 0.0, tuple(names[1:]))
+
+    def tensors(self, where: str, step: int, want: Values, got: Values) -> Difference | None:
+        allowed = self.tolerance.at_step(max(step, 1)) if where != INITIAL else EXACT
+        ranks = {each.name: each for each in self.found.disagreements if each.place == (where, step)}
+        spread = self.reference.probes.spread[step - 1] if where == WEIGHT else {}
+        names = [
+            name
+            for name in self._ordered(where, want, got)
+            if name in ranks or _differs(want.get(name), got.get(name), allowed, spread.get(name), where)
+        ]
+        if not names:
+            return None
+        name = names[0]
+        diagnosis = self._diagnose(where, step, name, want, got, ranks.get(name), allowed)
+        error, limit = _worst(want.get(name), got.get(name), allowed, spread.get(name))
+        return Difference(
+            where, step, name, diagnosis.kind, diagnosis.words, diagnosis.ratio, error, limit, tuple(names[1:])
+        )
+
+    def _ordered(self, where: str, want: Values, got: Values) -> Iterator[str]:
+        """Names in the order of causes: gradients as backward makes them, then frozen weights before others."""
+        probes = self.reference.probes
+        every = dict.fromkeys([*want, *got])
+        if where == GRADIENT:
+            yield from (name for name in probes.backward_order if name in every)
+            yield from (name for name in every if name not in probes.backward_order)
+        else:
+            yield from sorted(every, key=lambda name: name not in probes.frozen)
+
+    def _diagnose(
+        self,
+        where: str,
+        step: int,
+        name: str,
+        want: Values,
+        got: Values,
+        ranks: Disagreement | None,
+        tolerance: Tolerance,
+    ) -> Diagnosis:
+        by_rank = tuple(value for value in ranks.by_rank if value is not None) if ranks is not None else ()
+        context = self._context(where, step, name, got, by_rank)
+
+        def explain(value: Tensor | None) -> Diagnosis:
+            expected = want.get(name)
+            if where == WEIGHT:
+                update = Update(step, name, self._before(step, name), self.reference.probes)
+                return diagnose_weight(expected, value, update, context, tolerance)
+            if where == GRADIENT and name in self.reference.probes.frozen:
+                return Diagnosis(
+                    "frozen", "belongs to a frozen parameter, which has none in one process: it is trained"
+                )
+            return diagnose(expected, value, context, tolerance)
+
+        if ranks is None:
+            return explain(got.get(name))
+        return _explain_ranks(ranks, want.get(name), explain, tolerance)
+
+    def _before(self, step: int, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """A weight before the update: expected and found."""
+        if step == 1:
+            return self.reference.observation.initial.get(name), self.found.initial.get(name)
+        right, found = self.reference.observation.steps[step - 2], self.found.steps[step - 2]
+        return right.parameters.get(name), found.parameters.get(name)
+
+    def _context(self, where: str, step: int, name: str, got: Values, by_rank: tuple[Tensor, ...]) -> Context:
+        probes = self.reference.probes
+        earlier = list[tuple[str, Tensor]]()
+        of_ranks: tuple[Tensor, ...] = ()
+        of_microbatches: tuple[Tensor, ...] = ()
+        if where == GRADIENT and step > 1:
+            stale = probes.stale[step - 2].gradients.get(name)
+            earlier += [] if stale is None else [(f"the gradient at the weights before update {step - 1}", stale)]
+            previous = self.reference.observation.steps[step - 2].gradients.get(name)
+            earlier += [] if previous is None else [(f"the gradient of step {step - 1}", previous)]
+        elif where == GRADIENT:
+            of_ranks = _all_or_none(values.get(name) for values in probes.of_ranks)
+            of_microbatches = _all_or_none(values.get(name) for values in probes.of_microbatches)
+        elif where == STATE and step > 1:
+            before = self.reference.observation.steps[step - 2].state.get(name)
+            earlier += [] if before is None else [(f"its value before update {step}", before)]
+        others = {
+            other: value for other, value in self._right(where, step).items() if other != name and value is not None
+        }
+        what = GRADIENT if where == GRADIENT else WEIGHT if where in (WEIGHT, INITIAL) else "value"
+        context = Context(probes.num_ranks, probes.microbatches, what, of_ranks, of_microbatches, tuple(earlier))
+        return replace(context, by_rank=by_rank, others=others if got.get(name) is not None else {})
+
+    def _right(self, where: str, step: int) -> Mapping[str, Tensor | None]:
+        right = self.reference.observation
+        if where == INITIAL:
+            return right.initial
+        if where == GRADIENT:
+            return right.steps[step - 1].gradients
+        return right.steps[step - 1].parameters if where == WEIGHT else {}
+
+
+def _explain_ranks(
+    ranks: Disagreement, expected: Tensor | None, explain: Callable[[Tensor | None], Diagnosis], tolerance: Tolerance
+) -> Diagnosis:
+    """The cause on the first rank that is wrong, of a tensor that is not the same on all of them."""
+    wrong = [
+        rank
+        for rank, value in enumerate(ranks.by_rank)
+        if value is None or expected is None or not tolerance.agrees(expected, value)
+    ]
+    if not wrong:
+        return Diagnosis("ranks disagree", "is not the same on all ranks, though each is within what rounding allows")
+    told = explain(ranks.by_rank[wrong[0]])
+    words = f"is not the same on all ranks: on rank {wrong[0]} it {told.words}"
+    return Diagnosis(told.kind, words, told.ratio)
+
+
+def _differs(want: Tensor | None, got: Tensor | None, allowed: Tolerance, extra: Tensor | None, where: str) -> bool:
+    if want is None or got is None:
+        present = want if got is None else got
+        # A parameter that nobody used may have zeros in place of no gradient; an update by it would show in weights.
+        is_nothing = where == GRADIENT and present is not None and not bool(present.any())
+        return want is not got and not (is_nothing and want is None)
+    return not allowed.agrees(want, got, extra)
+
+
+def _worst(want: Tensor | None, got: Tensor | None, tolerance: Tolerance, extra: Tensor | None) -> tuple[float, float]:
+    """The largest difference, and what was allowed there."""
+    if want is None or got is None or want.shape != got.shape or want.numel() == 0:
+        return math.nan, math.nan
+    error = (got.double() - want.double()).abs()
+    allowed = tolerance.allowed(want, extra)
+    place = int(torch.nan_to_num(error - allowed, nan=math.inf).argmax())
+    return float(error.flatten()[place]), float(allowed.flatten()[place])
+
+
+def _number(
+    where: str, step: int, kind: str, words: str, ratio: float | None, want: float, got: float, allowed: Tolerance
+) -> Difference:
+    limit = float(allowed.allowed(torch.tensor(want, dtype=torch.float64)))
+    return Difference(where, step, "", kind, words, ratio, abs(got - want), limit)
+
+
+def _round_trip(trip: RoundTrip | None, steps: int, resumed: Tolerance) -> list[Difference | None]:
+    if trip is None:
+        return []
+    return [
+        _compare_copies(LOADED, 0, trip.saved, trip.loaded, EXACT),
+        _compare_copies(RESUMED, steps + 1, trip.went_on, trip.resumed, resumed),
+    ]
+
+
+def _compare_copies(where: str, step: int, want: Values, got: Values, tolerance: Tolerance) -> Difference | None:
+    names = [
+        name for name in dict.fromkeys([*want, *got]) if _differs(want.get(name), got.get(name), tolerance, None, "")
+    ]
+    if not names:
+        return None
+    name = names[0]
+    told = diagnose(want.get(name), got.get(name), Context(1, what="value"), tolerance)
+    words = f"{told.words} after saving and loading" if where == LOADED else f"{told.words} in the run that was loaded"
+    error, limit = _worst(want.get(name), got.get(name), tolerance, None)
+    return Difference(where, step, name, told.kind, words, told.ratio, error, limit, tuple(names[1:]))
+
+
+def _all_or_none(values: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    found = tuple(values)
+    return tuple(value for value in found if value is not None) if all(value is not None for value in found) else ()
+
+
+def _still(buffers: Values) -> Values:
+    """Buffers that do not depend on which samples a rank has seen."""
+    return {name: value for name, value in buffers.items() if not name.endswith(_RUNNING)}
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,213 @@
+"""`check_parity`: the user's own model, sharded, against one process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.doctor.compare import Difference, compare
+from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
+from megatron_fsdp.doctor.observation import Reference
+from megatron_fsdp.doctor.reference import run_reference
+from megatron_fsdp.doctor.report import ParityReport, RunReport
+from megatron_fsdp.doctor.selfcheck import SelfCheck
+from megatron_fsdp.doctor.sharded import run_sharded, shard_with
+from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task, require_count
+from megatron_fsdp.doctor.tolerance import Tolerance
+from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.placement import resolve_strategy
+
+Result = TypeVar("Result")
+
+
+def check_parity(
+    model_fn: ModelFn | str,
+    batch: Any,
+    *,
+    loss_fn: LossFn | str | None = None,
+    optimizer_fn: OptimizerFn | str = "adamw",
+    shard_fn: ShardFn | str | None = None,
+    ranks: int = 2,
+    strategies: tuple[int | str, ...] = (0, 1, 2, 3),
+    steps: int = 3,
+    microbatches: int = 1,
+    max_norm: float | None = 1.0,
+    reduction: Literal["mean", "sum"] = "mean",
+    seed: int = 0,
+    tolerance: float | None = None,
+    checkpoint: bool = True,
+    checkpoint_dir: str | None = None,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+) -> ParityReport:
+    """Run a model sharded and in one process, and compare everything that training makes of it.
+
+    Loss, every gradient, the gradient norm, optimizer steps and a checkpoint round trip are compared in the order of
+    causes. Where torch.distributed is initialised, its ranks are used (then every rank calls this, and all get the same
+    report); else ranks are started on this machine, and functions have to be importable there. One process trains on
+    the whole batch; rank r of N on slice r of N equal ones. The model and some ten copies of its weights have to fit
+    into the memory of one process.
+
+    Args:
+        model_fn: Builds the model; it is called several times, each after the same `torch.manual_seed`. This and the
+            other functions may be import paths, "package.module:name".
+        batch: A tensor, or tensors in a dict, tuple or list, whose first dimension is samples; or a function of a seed
+            (one per step) or of nothing that makes one.
+        loss_fn: (model, samples) -> scalar loss; None: `model(**samples).loss` of a dict, `model(*samples)` of a tuple,
+            `model(samples)` of a tensor.
+        optimizer_fn: (model) -> optimizer; or "adamw" or "sgd", of learning rate 1e-3.
+        shard_fn: (model, optimizer) -> (model, optimizer), on every rank: any way to shard; None: `fully_shard`.
+        ranks: How many ranks to start.
+        strategies: For `fully_shard`, one run each: 0 to 3, or their names. Left aside with `shard_fn`.
+        steps: Optimizer steps to compare.
+        microbatches: Into how many microbatches a batch is cut; gradients add up over them.
+        max_norm: Gradients are clipped to this norm, by the model's own `clip_grad_norm_` if it has one, else by
+            torch's; None: not clipped.
+        reduction: "mean": ranks' losses are averaged; "sum": they are summed, for shardings that sum gradients.
+        seed: Of weights and batches.
+        tolerance: Allowed difference, as a part of an element plus the same part of the tensor's largest one; None:
+            by the coarsest dtype of the parameters (float32: 1e-5). Four times as much after every update.
+        checkpoint: Whether to save, load into a fresh model and make one more step.
+        checkpoint_dir: A folder that all ranks share; None: a temporary one of this machine.
+        device: "cpu" or an accelerator, such as "cuda"; None: that of the process group; without one, the accelerator
+            where there is one for every rank, else the CPU.
+        timeout_s: Seconds that ranks started here may take.
+
+    Returns:
+        What differs; `.passed`, `.differences`, `.told()`, `.to_dict()`.
+
+    Raises:
+        ConfigurationError: An argument cannot be honoured: a batch that does not divide, a loss that is no scalar, a
+            function that other processes cannot import.
+        RankError: A rank failed, or took too long; says which one and what it met. All ranks are ended.
+    """
+    task = Task(
+        model_fn=model_fn,
+        batch=batch,
+        loss_fn=loss_fn,
+        optimizer_fn=optimizer_fn,
+        shard_fn=shard_fn,
+        strategies=strategies,
+        steps=steps,
+        microbatches=microbatches,
+        max_norm=max_norm,
+        reduction=reduction,
+        seed=seed,
+        part_allowed=tolerance,
+        checkpoint=checkpoint,
+        checkpoint_dir=checkpoint_dir,
+    )
+    _check(task)
+    if dist.is_initialized():
+        return check_on_ranks(task, device)
+    return run_on_local_ranks(check_on_ranks, task, ranks, device, timeout_s)
+
+
+def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
+    """The check on the ranks that there are; collective. Rank 0 is the one process, while the others wait.
+
+    Returns:
+        The same report on every rank.
+    """
+    device = _device(device_name)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_generators(device)):
+        return _check_here(task, device)
+
+
+def _generators(device: torch.device) -> str:
+    """The accelerator whose random state is put back besides that of the CPU; torch wants one named in any case."""
+    return "cuda" if device.type == "cpu" else device.type
+
+
+def _check_here(task: Task, device: torch.device) -> ParityReport:
+    num_ranks = dist.get_world_size()
+    right = _on_first(lambda: run_reference(task, num_ranks, device))
+    known = gather_objects(None if right is None else _names(right[0]))[0]
+    runs = []
+    if gather_objects(right is not None and right[1].can_compare)[0]:
+        for label, shard in _shardings(task, device):
+            observation = run_sharded(task, shard, known, device)
+            if right is not None:
+                reference, _, tolerance = right
+                found = compare(reference, observation, tolerance, repeats=device.type == "cpu")
+                runs.append(RunReport(label, tuple(found), () if task.checkpoint else ("checkpoint",)))
+    report = None if right is None else _report(task, num_ranks, *right, tuple(runs))
+    told: ParityReport = gather_objects(report)[0]
+    return told
+
+
+def _on_first(act: Callable[[], Result]) -> Result | None:
+    """Do something on rank 0; what it raises there is raised on all ranks."""
+    result, failure, told = None, None, None
+    if dist.get_rank() == 0:
+        try:
+            result = act()
+        except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
+            failure = error
+            is_usage = isinstance(error, ConfigurationError)
+            told = (is_usage, str(error) if is_usage else "".join(traceback.format_exception(error)).strip())
+    met = gather_objects(told)[0]
+    if met is None:
+        return result
+    is_usage, text = met
+    if is_usage:
+        raise ConfigurationError(text) from failure
+    raise RankError(f"the model could not be trained in one process, without any sharding:\n{text}") from failure
+
+
+def _report(
+    task: Task,
+    num_ranks: int,
+    reference: Reference,
+    check: SelfCheck,
+    tolerance: Tolerance,
+    runs: tuple[RunReport, ...],
+) -> ParityReport:
+    findings = []
+    if check.finding is not None:
+        where, words = check.finding
+        findings.append(Difference(where, 0, "", "not a mean" if check.can_compare else "not repeatable", words))
+    return ParityReport(num_ranks, task.steps, tolerance.part, tuple(findings), runs, reference.notes)
+
+
+def _names(reference: Reference) -> tuple[str, ...]:
+    return (*reference.observation.initial, *reference.observation.buffers)
+
+
+def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:
+    own = task.sharding()
+    if own is not None:
+        return [(str(getattr(own, "__name__", "shard_fn")), own)]
+    return [
+        (f"strategy {place.value} ({place.name})", shard_with(place.name, device))
+        for place in map(resolve_strategy, task.strategies)
+    ]
+
+
+def _device(name: str | None) -> torch.device:
+    """Where this rank computes."""
+    if name is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        name = "cpu" if found is None or dist.get_backend() == "gloo" else found.type
+    if name == "cpu":
+        return torch.device("cpu")
+    return torch.device(name, torch.accelerator.current_device_index())
+
+
+def _check(task: Task) -> None:
+    """Refuse what no run could honour, before ranks are started."""
+    require_count("steps", task.steps)
+    require_count("microbatches", task.microbatches)
+    if task.reduction not in ("mean", "sum"):
+        raise ConfigurationError(f'reduction is {task.reduction!r}; give "mean" or "sum"')
+    if task.part_allowed is not None and not 0 <= task.part_allowed < 1:
+        raise ConfigurationError(f"tolerance is {task.part_allowed!r}; give a part from 0 to 1, such as 1e-5, or None")
+    if not task.strategies and task.shard_fn is None:
+        raise ConfigurationError("strategies is empty; give one of 0 to 3 at least, or a shard_fn")
+    for strategy in task.strategies:
+        resolve_strategy(strategy)

@@ -1,0 +1,134 @@
+"""What a parity check found, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_fsdp.doctor.compare import (
+    BUFFER,
+    COUNTER,
+    GRADIENT,
+    INITIAL,
+    LOADED,
+    LOSS,
+    NORM,
+    RESUMED,
+    STATE,
+    WEIGHT,
+    Difference,
+)
+
+COLUMNS = (
+    ("initial weights", (INITIAL,)),
+    ("loss", (LOSS,)),
+    ("gradients", (GRADIENT,)),
+    ("norm", (NORM,)),
+    ("updates", (COUNTER, WEIGHT, STATE, BUFFER)),
+    ("checkpoint", (LOADED, RESUMED)),
+)
+"""What is shown of each run, and the places that belong to it."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One sharded run.
+
+    Attributes:
+        label: Such as "strategy 3 (optim_grads_params)".
+        differences: The earliest cause first; empty where everything agrees.
+        left_out: Columns that were not looked at.
+    """
+
+    label: str
+    differences: tuple[Difference, ...]
+    left_out: tuple[str, ...] = ()
+
+    def cells(self) -> list[str]:
+        """One word for each column: ok, "step 2" (where it differs first) or "-"."""
+        return [self._cell(title, places) for title, places in COLUMNS]
+
+    def _cell(self, title: str, places: tuple[str, ...]) -> str:
+        if title in self.left_out:
+            return "-"
+        here = [difference for difference in self.differences if difference.where in places]
+        if not here:
+            return "ok"
+        return f"DIFFERS, step {here[0].step}" if here[0].step else "DIFFERS"
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The result of `check_parity`.
+
+    Attributes:
+        num_ranks: Ranks of the sharded runs.
+        steps: Optimizer steps.
+        part_allowed: Allowed difference, as a part of an element and of the largest one; times 4 with every update.
+        findings: What is wrong with the model or its loss, before any sharding.
+        runs: One per strategy.
+        notes: What is worth knowing, and no fault.
+    """
+
+    num_ranks: int
+    steps: int
+    part_allowed: float
+    findings: tuple[Difference, ...] = ()
+    runs: tuple[RunReport, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Everything that differs, in the order of causes, one run after another."""
+        return (*self.findings, *(difference for run in self.runs for difference in run.differences))
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def diagnosis(self) -> list[str]:
+        """Sentences: each finding, the first difference of each run, and the notes."""
+        lines = [f"before sharding: {finding.told()}" for finding in self.findings]
+        lines += [f"{run.label}: {run.differences[0].told()}" for run in self.runs if run.differences]
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def compared(self) -> str:
+        """What was compared with what: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
+        ranks, steps = _counted(self.num_ranks, "rank"), _counted(self.steps, "step")
+        return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
+
+    def told(self) -> str:
+        """Everything, as text."""
+        lines = [self.compared()]
+        for run in self.runs:
+            cells = zip(COLUMNS, run.cells(), strict=True)
+            lines.append(f"{run.label}: {', '.join(f'{title} {cell}' for (title, _), cell in cells)}")
+        return "\n".join([*lines, *self.diagnosis(), "passed" if self.passed else "DIFFERS"])
+
+    def __str__(self) -> str:
+        return self.told()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "passed": self.passed,
+            "num_ranks": self.num_ranks,
+            "steps": self.steps,
+            "tolerance": self.part_allowed,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "runs": [
+                {
+                    "label": run.label,
+                    "passed": not run.differences,
+                    "results": {title: cell for (title, _), cell in zip(COLUMNS, run.cells(), strict=True)},
+                    "differences": [difference.to_dict() for difference in run.differences],
+                }
+                for run in self.runs
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,0 +1,139 @@
+"""Before sharding is judged: whether the model agrees with itself in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.doctor.observation import Values
+from megatron_fsdp.doctor.ratios import tell_ratio
+from megatron_fsdp.doctor.recording import Trainee
+from megatron_fsdp.doctor.task import Part, Task
+from megatron_fsdp.doctor.tolerance import Tolerance
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What one process says about the model.
+
+    Attributes:
+        can_compare: Whether it repeats itself.
+        is_mean: Whether the loss of a batch is that of its slices together.
+        finding: What is wrong, as the name of the place and words; None if nothing is.
+        losses_of_ranks: Loss of each rank's samples in step 1.
+        of_ranks: Gradients of each rank's samples alone.
+        of_microbatches: Gradients of each microbatch alone.
+    """
+
+    can_compare: bool
+    is_mean: bool
+    finding: tuple[str, str] | None
+    losses_of_ranks: tuple[float, ...] = ()
+    of_ranks: tuple[Values, ...] = ()
+    of_microbatches: tuple[Values, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    loss: float
+    gradients: Values
+
+
+def check_itself(
+    task: Task, probe: Trainee, microbatches: list[Any], num_ranks: int, tolerance: Tolerance, *, samples_meet: bool
+) -> SelfCheck:
+    """Run the first step's batch in several ways, without an update.
+
+    Args:
+        task: How losses add up.
+        probe: The model.
+        microbatches: Of the first step.
+        num_ranks: Slices of each.
+        tolerance: How near is the same.
+        samples_meet: Whether the model is known to let samples of a batch see each other (batch normalisation).
+    """
+
+    def run(parts: list[Part], seed: int = task.seed) -> _Pass:
+        torch.manual_seed(seed)
+        probe.model.zero_grad()
+        return _Pass(probe.backward(parts), probe.gradients())
+
+    whole = run(task.parts_whole(microbatches))
+    if not math.isfinite(whole.loss):
+        return unfit(f"the loss of the first step is {whole.loss} in one process already, and sharding was not judged")
+    random = _differing(whole, run(task.parts_whole(microbatches), task.seed + 1), tolerance)
+    if random is not None:
+        return unfit(_tell_random(probe.model, random))
+    ranks = [run(task.parts_of_rank(microbatches, rank, num_ranks)) for rank in range(num_ranks)]
+    alone = [run([part]) for part in task.parts_whole(microbatches)] if task.microbatches > 1 else []
+    slices = run(task.parts_of_all(microbatches, num_ranks))
+    is_mean = _differing(whole, slices, tolerance) is None
+    finding = None
+    if not is_mean and not samples_meet:
+        finding = ("loss", _tell_not_mean(task, whole.loss, slices.loss, num_ranks))
+    return SelfCheck(
+        True,
+        is_mean,
+        finding,
+        tuple(each.loss for each in ranks),
+        tuple(each.gradients for each in ranks),
+        tuple(each.gradients for each in alone),
+    )
+
+
+def unfit(words: str) -> SelfCheck:
+    """What is said of a model that nothing can be compared with."""
+    return SelfCheck(False, False, ("one process against itself", words))
+
+
+def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | None:
+    """What differs first; None if nothing does."""
+    if not tolerance.agree_numbers(expected.loss, found.loss):
+        return f"the loss is {expected.loss:.6g}, then {found.loss:.6g}"
+    for name, want in expected.gradients.items():
+        got = found.gradients.get(name)
+        if (want is None) != (got is None) or (
+            want is not None and got is not None and not tolerance.agrees(want, got)
+        ):
+            return f"the gradient of `{name}` changes"
+    return None
+
+
+def _tell_random(model: nn.Module, difference: str) -> str:
+    layers = list(dict.fromkeys(_random_layers(model)))
+    told = (
+        f"it draws random numbers ({', '.join(layers[:4])})"
+        if layers
+        else "it draws random numbers or is not deterministic"
+    )
+    return (
+        f"the model does not repeat itself on the same samples: {difference}; {told}. Sharding was not judged: set "
+        "dropout to 0, or put the model into eval mode in model_fn"
+    )
+
+
+def _random_layers(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        p = getattr(module, "p", 0.0)
+        if module.training and "dropout" in type(module).__name__.lower() and isinstance(p, float) and p > 0:
+            yield f"`{name}` is {type(module).__name__}({p:g})"
+
+
+def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int) -> str:
+    """Why losses of ranks do not make up that of the batch; sharding has no part in it."""
+    told = f"one process has {whole:.6g} on the whole batch, and its {num_ranks} slices together {slices:.6g}"
+    if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
+        return (
+            f"the loss is a sum over samples, not a mean: {told}. Gradients are averaged over ranks, so those of this "
+            f"loss come out as {tell_ratio(1 / num_ranks, num_ranks, 1)}. Use a mean, or calculate_per_token_loss=True "
+            'in your shard_fn with reduction="sum" here'
+        )
+    return (
+        f"the loss is not a mean over samples: {told}. Slices may hold unequal numbers of counted tokens, or samples "
+        "of a batch see each other; ranks train on the mean of their own losses"
+    )

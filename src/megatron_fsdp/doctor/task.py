@@ -1,0 +1,161 @@
+"""What is to be checked: how to build, feed and shard the user's model."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from megatron_fsdp.doctor.batches import check_divides, part_of
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.import_path import import_by_path
+
+ModelFn = Callable[[], nn.Module]
+LossFn = Callable[[nn.Module, Any], Tensor]
+OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+ShardFn = Callable[[nn.Module, torch.optim.Optimizer], Pair]
+Part = tuple[float, Any]
+"""A weight and the samples whose loss it weighs."""
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to run; a callable may be given by its import path, "package.module:name".
+
+    Attributes:
+        model_fn: Builds the model.
+        batch: Samples of all ranks together, or a function of a seed (or of nothing) that makes them.
+        loss_fn: (model, samples) -> scalar loss; None: see `loss_of`.
+        optimizer_fn: (model) -> optimizer, "adamw" or "sgd".
+        shard_fn: (model, optimizer) -> both, sharded; None: `fully_shard` with each of `strategies`.
+        strategies: 0 to 3, by number or name.
+        steps: Optimizer steps.
+        microbatches: Per step.
+        max_norm: Gradients are clipped to this norm; None: not clipped.
+        reduction: Whether the loss is a mean over samples or a sum; says how losses of ranks add up.
+        seed: Of weights and batches.
+        part_allowed: Allowed difference, as a part; None: by dtype.
+        checkpoint: Whether to check a round trip.
+        checkpoint_dir: A folder that all ranks share; None: a temporary one of this machine.
+    """
+
+    model_fn: ModelFn | str
+    batch: Any
+    loss_fn: LossFn | str | None = None
+    optimizer_fn: OptimizerFn | str = "adamw"
+    shard_fn: ShardFn | str | None = None
+    strategies: tuple[int | str, ...] = (0, 1, 2, 3)
+    steps: int = 3
+    microbatches: int = 1
+    max_norm: float | None = 1.0
+    reduction: Literal["mean", "sum"] = "mean"
+    seed: int = 0
+    part_allowed: float | None = None
+    checkpoint: bool = True
+    checkpoint_dir: str | None = None
+
+    def build(self, device: torch.device, seed: int | None = None) -> Pair:
+        """The model on a device and its optimizer, from a known state of the random generators.
+
+        Raises:
+            ConfigurationError: `model_fn` or `optimizer_fn` gives something else.
+        """
+        torch.manual_seed(self.seed if seed is None else seed)
+        model = _resolve(self.model_fn, "model_fn")()
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model_fn gave {type(model).__name__}; it has to give a torch.nn.Module")
+        model = model.to(device)
+        optimizer = self._optimizer_of(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"optimizer_fn gave {type(optimizer).__name__}; it has to give an optimizer")
+        return model, optimizer
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        if self.optimizer_fn == "adamw":
+            return torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        if self.optimizer_fn == "sgd":
+            return torch.optim.SGD(trained, lr=LEARNING_RATE)
+        return cast(torch.optim.Optimizer, _resolve(self.optimizer_fn, "optimizer_fn")(model))
+
+    def sharding(self) -> ShardFn | None:
+        """The user's own function, if there is one."""
+        return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
+
+    def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
+        """The microbatches of a step (counted from 1), each of all ranks together.
+
+        Raises:
+            ConfigurationError: The batch does not divide.
+        """
+        batch = _resolve(self.batch, "batch") if isinstance(self.batch, str) else self.batch
+        if callable(batch):
+            batch = batch(self.seed + step) if inspect.signature(batch).parameters else batch()
+        check_divides(batch, num_ranks, self.microbatches)
+        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+        return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
+
+    def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
+        """The samples of one rank."""
+        return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
+
+    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[Part]:
+        """The samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
+        share = self.share_of_rank(num_ranks) / self.microbatches
+        return [(share, part_of(micro, rank, num_ranks)) for micro in microbatches for rank in range(num_ranks)]
+
+    def parts_whole(self, microbatches: list[Any]) -> list[Part]:
+        """Whole microbatches."""
+        return [(1 / self.microbatches, micro) for micro in microbatches]
+
+    def share_of_rank(self, num_ranks: int) -> float:
+        """What the loss of one rank counts in that of all."""
+        return 1 / num_ranks if self.reduction == "mean" else 1.0
+
+    def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
+        """The loss: of `loss_fn`, or `model(**samples)`, `model(*samples)` or `model(samples)` and its `.loss`.
+
+        Raises:
+            ConfigurationError: That is not a scalar tensor.
+        """
+        if self.loss_fn is not None:
+            loss = _resolve(self.loss_fn, "loss_fn")(model, samples)
+            return _checked(loss, "loss_fn gave", "it has to give a scalar tensor")
+        if isinstance(samples, dict):
+            out = model(**samples)
+        else:
+            out = model(*samples) if isinstance(samples, tuple | list) else model(samples)
+        loss = getattr(out, "loss", None)
+        if loss is None:
+            loss = out["loss"] if isinstance(out, dict) and "loss" in out else out
+        return _checked(loss, "the model gave", "give loss_fn=(model, samples) -> scalar loss")
+
+
+def _resolve(given: Any, argument: str) -> Callable[..., Any]:
+    found = import_by_path(given, argument) if isinstance(given, str) else given
+    if not callable(found) and argument != "batch":
+        raise ConfigurationError(f"{argument} is {found!r}; give a function, or the import path of one")
+    return cast(Callable[..., Any], found)
+
+
+def _checked(loss: Any, gave: str, hint: str) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigurationError(f"{gave} {what} where the loss is wanted; {hint}")
+    return loss.squeeze()
+
+
+def require_count(argument: str, value: Any) -> None:
+    """Refuse what is no whole number from 1.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")

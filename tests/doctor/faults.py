@@ -1,0 +1,296 @@
+"""Ways to shard, right ones and ones with a planted fault; the doctor has to tell which."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    fully_shard,
+    fully_shard_optimizer,
+)
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+Optimizer = torch.optim.Optimizer
+UP = "blocks.0.up.weight"
+
+
+# ---- right ways ----------------------------------------------------------------------------------------------------
+
+
+def sharded(model: nn.Module, optimizer: Optimizer, strategy: int = 3, **options: Any) -> Pair:
+    return fully_shard(model, optimizer, zero_dp_strategy=strategy, **options)
+
+
+def in_buckets(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    """This project's DistributedDataParallel."""
+    config = DistributedDataParallelConfig(bucket_size=100, overlap_grad_reduce=True, use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(config, model)
+    return wrapped, fully_shard_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-3))
+
+
+def by_torch_fsdp(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    for block in model.blocks:  # type: ignore[union-attr]
+        torch_fully_shard(block)
+    torch_fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def by_torch_ddp(model: nn.Module, optimizer: Optimizer) -> Pair:
+    return TorchDDP(model), optimizer
+
+
+def by_hand(
+    model: nn.Module, optimizer: Optimizer, name: str = "", change: Callable[[Tensor], Tensor] | None = None
+) -> Pair:
+    """Data parallelism with one all-reduce per gradient; `change` is done to the reduced gradient of one parameter."""
+
+    def reduce(param: nn.Parameter, is_changed: bool) -> None:
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+        if is_changed and change is not None:
+            param.grad = change(param.grad).contiguous()
+
+    for own, param in model.named_parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda p, is_changed=own == name: reduce(p, is_changed))
+    return model, optimizer
+
+
+# ---- wrong factors -------------------------------------------------------------------------------------------------
+
+
+def summed(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """The sum over ranks, where the loss is a mean."""
+    return sharded(model, optimizer, calculate_per_token_loss=True)
+
+
+def scaled(model: nn.Module, optimizer: Optimizer, ratio: float, strategy: int = 3) -> Pair:
+    """One sharded gradient times a number, by a hook."""
+    model, optimizer = sharded(model, optimizer, strategy)
+    _local_hook(model, lambda local: local.mul_(ratio))
+    return model, optimizer
+
+
+def norm_of_own_shard(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """A norm that forgets to add up over ranks before the root: off by a factor."""
+    model, optimizer = sharded(model, optimizer)
+    right = model.clip_grad_norm_
+    ranks = math.sqrt(dist.get_world_size())
+    object.__setattr__(model, "clip_grad_norm_", lambda limit: right(limit) / ranks)
+    return model, optimizer
+
+
+# ---- pieces in the wrong place -------------------------------------------------------------------------------------
+
+
+def swapped_shards(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Ranks 0 and 1 hold each other's piece of one weight."""
+    model, optimizer = by_torch_fsdp(model, optimizer)
+    local = _local(_parameter(model))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, local)
+    if dist.get_rank() < 2:
+        local.copy_(everyone[1 - dist.get_rank()])
+    return model, optimizer
+
+
+def swap_halves(grad: Tensor) -> Tensor:
+    first, second = grad.chunk(2, 1)
+    return torch.cat([second, first], 1)
+
+
+def transpose_halves(grad: Tensor) -> Tensor:
+    return torch.cat([half.t().reshape(half.shape) for half in grad.chunk(2, 0)])
+
+
+def negate(grad: Tensor) -> Tensor:
+    return -grad
+
+
+def wipe(grad: Tensor) -> Tensor:
+    return torch.zeros_like(grad)
+
+
+def spoil(grad: Tensor) -> Tensor:
+    return torch.full_like(grad, torch.nan)
+
+
+# ---- reductions that are missed ------------------------------------------------------------------------------------
+
+
+def never_reduced(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Nobody exchanges anything."""
+    return model, optimizer
+
+
+def each_shard_its_own(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Every rank keeps its piece of its own gradient in place of the sum of all."""
+    model, optimizer = sharded(model, optimizer)
+    for group in model.parameter_groups():  # type: ignore[operator]
+        for axis in group.plan.axes:
+            object.__setattr__(axis, "exchange", _keep_own)
+    return model, optimizer
+
+
+def _keep_own(received: Tensor, full: Tensor) -> None:
+    """The pairwise half of a reduce-scatter on gloo, without the others' rows."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    received.zero_()
+    received.view(ranks, -1)[rank] = full.view(ranks, -1)[rank]
+
+
+def one_rank_left_out(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """The last rank adds zeros."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for param in model.parameters():
+            param.register_hook(torch.zeros_like)
+    return by_hand(model, optimizer)
+
+
+def dropped(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """One gradient is lost on the way."""
+    model, optimizer = sharded(model, optimizer)
+
+    def lose(param: Tensor) -> None:
+        param.grad = None
+
+    _parameter(model).register_post_accumulate_grad_hook(lose)
+    return model, optimizer
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------
+
+
+def counter_ahead(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Adam believes that one step was made already."""
+    model, optimizer = sharded(model, optimizer)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            zeros = {slot: torch.zeros_like(param) for slot in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {"step": torch.tensor(1.0), **zeros}
+    return model, optimizer
+
+
+class HiddenCounter(torch.optim.Optimizer):
+    """Adam that counts steps in itself, one too many."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})
+        self.count = 1
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.count += 1
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            first = state.setdefault("first", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+            second = (
+                state.setdefault("second", torch.zeros_like(param))
+                .mul_(0.999)
+                .addcmul_(param.grad, param.grad, value=0.001)
+            )
+            size = (second / (1 - 0.999**self.count)).sqrt() + 1e-8
+            param -= 1e-3 * first / (1 - 0.9**self.count) / size
+
+
+def counts_in_secret(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    return by_hand(model, HiddenCounter(model))
+
+
+class Louder(nn.Module):
+    """Gives three times the loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return 3 * self.module(*args)
+
+
+def louder(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """The loss is not divided by the microbatches."""
+    model, optimizer = sharded(model, optimizer)
+    return Louder(model), optimizer
+
+
+class StaleForward(nn.Module):
+    """Computes with the weights of before the last update."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.before: list[dict[str, Tensor]] = []
+
+    def forward(self, *args: Any) -> Any:
+        params = dict(self.module.named_parameters())
+        self.before.append({name: param.detach().clone() for name, param in params.items()})
+        old = self.before[-2] if len(self.before) > 1 else self.before[-1]
+        return functional_call(self.module, {name: p + (old[name] - p).detach() for name, p in params.items()}, args)
+
+
+def stale_forward(model: nn.Module, optimizer: Optimizer) -> Pair:
+    model, optimizer = by_hand(model, optimizer)
+    return StaleForward(model), optimizer
+
+
+def not_in_the_optimizer(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    """One parameter is forgotten when the optimizer is built."""
+    trained = [param for name, param in model.named_parameters() if name != UP]
+    return sharded(model, torch.optim.AdamW(trained, lr=1e-3))
+
+
+def rate_times_ranks(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    """The learning rate is scaled by the number of ranks."""
+    return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * dist.get_world_size()))
+
+
+def frozen_is_trained(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    """Sharding forgets which parameters are frozen."""
+    model.requires_grad_(True)
+    return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def frozen_decays(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Something writes to a frozen weight after each step."""
+    model, optimizer = sharded(model, optimizer)
+    local = _local(_parameter(model))
+    optimizer.register_step_post_hook(lambda *_: local.mul_(0.99))
+    return model, optimizer
+
+
+def one_rank_fails(model: nn.Module, optimizer: Optimizer) -> Pair:
+    if dist.get_rank() == 1:
+        raise KeyError("no such layer on this rank")
+    return sharded(model, optimizer)
+
+
+# ---- hands ---------------------------------------------------------------------------------------------------------
+
+
+def _parameter(model: nn.Module) -> nn.Parameter:
+    return next(param for name, param in model.named_parameters() if name.removeprefix("module.") == UP)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_hook(model: nn.Module, change: Callable[[Tensor], Any]) -> None:
+    def apply(param: Tensor) -> None:
+        assert param.grad is not None
+        change(_local(param.grad))
+
+    _parameter(model).register_post_accumulate_grad_hook(apply)

@@ -1,0 +1,120 @@
+"""Small models and batches that the doctor looks at."""
+
+import random
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A residual block with a fused projection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Patient(nn.Module):
+    """An embedding, two blocks and a head; returns the mean loss of next tokens."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, vocabulary: int = 12, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.blocks(self.embed(tokens)))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def build() -> nn.Module:
+    return Patient()
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(12, (12, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def build_frozen() -> nn.Module:
+    model = Patient()
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.embed.weight.requires_grad_(False)
+    return model
+
+
+def build_tied() -> nn.Module:
+    model = Patient()
+    model.head.weight = model.embed.weight
+    return model
+
+
+def build_unused() -> nn.Module:
+    model = Patient()
+    model.spare = nn.Linear(6, 6)
+    return model
+
+
+def build_bfloat16() -> nn.Module:
+    return Patient().to(torch.bfloat16)
+
+
+def vectors(seed: int) -> Tensor:
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def build_linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def build_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def build_normed() -> nn.Module:
+    """A constant that is added to all features is taken off again by the normalisation."""
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def build_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.Linear(8, 3))
+
+
+def square_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def summed_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean(1).sum()
+
+
+def pairwise_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    return (out @ out.t()).square().mean()
+
+
+def odd_vectors(seed: int) -> Tensor:
+    return vectors(seed)[:11]
+
+
+def uneven_batch() -> dict[str, Tensor]:
+    return {"x": torch.zeros(12, 6), "weight": torch.ones(3)}
+
+
+def build_random() -> nn.Module:
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.weight, random.random())
+    return model
+
+
+def build_broken() -> nn.Module:
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.bias, float("nan"))
+    return model

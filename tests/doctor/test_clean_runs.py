@@ -1,0 +1,93 @@
+"""Right runs pass: every strategy, other ways to shard, tied, frozen, mixed and accumulating models."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.doctor import ParityReport, check_parity
+from tests.conftest import RunRanks
+from tests.doctor import faults, patients
+
+
+def check(options: dict[str, Any]) -> ParityReport:
+    options = {"model_fn": patients.build, "batch": patients.tokens, **options}
+    return check_parity(options.pop("model_fn"), options.pop("batch"), **options)
+
+
+def passed(run_ranks: RunRanks, num_ranks: int, **options: Any) -> ParityReport:
+    report: ParityReport = run_ranks(num_ranks, check, options)[0]
+    assert report.passed, report.told()
+    return report
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_strategy_passes(run_ranks: RunRanks, num_ranks: int) -> None:
+    report = passed(run_ranks, num_ranks)
+    assert [run.label for run in report.runs] == [
+        "strategy 0 (no_shard)",
+        "strategy 1 (optim)",
+        "strategy 2 (optim_grads)",
+        "strategy 3 (optim_grads_params)",
+    ]
+    assert [run.cells() for run in report.runs] == [["ok"] * 6] * 4
+    assert (report.num_ranks, report.steps, report.part_allowed) == (num_ranks, 3, 1e-5)
+
+
+@pytest.mark.parametrize("model_fn", [patients.build_tied, patients.build_frozen, patients.build_unused])
+def test_tied_frozen_and_unused_parameters_pass(run_ranks: RunRanks, model_fn: Any) -> None:
+    passed(run_ranks, 2, model_fn=model_fn, strategies=(0, 3), microbatches=2)
+
+
+@pytest.mark.parametrize("shard_fn", [faults.in_buckets, faults.by_torch_fsdp, faults.by_torch_ddp])
+def test_other_ways_to_shard_pass(run_ranks: RunRanks, shard_fn: Any) -> None:
+    report = passed(run_ranks, 2, shard_fn=shard_fn)
+    assert [run.label for run in report.runs] == [shard_fn.__name__]
+
+
+def test_bfloat16_passes_within_its_own_tolerance(run_ranks: RunRanks) -> None:
+    report = passed(run_ranks, 2, model_fn=patients.build_bfloat16, strategies=(3,))
+    assert report.part_allowed == 3e-2
+
+
+def test_batch_normalisation_is_compared_slice_by_slice(run_ranks: RunRanks) -> None:
+    report = passed(
+        run_ranks,
+        2,
+        model_fn=patients.build_batch_norm,
+        batch=patients.vectors,
+        loss_fn=patients.square_loss,
+        strategies=(0, 3),
+    )
+    assert "each rank normalises by its own samples" in report.notes[0]
+
+
+def test_a_summed_loss_passes_where_gradients_are_summed(run_ranks: RunRanks) -> None:
+    passed(
+        run_ranks,
+        3,
+        batch=patients.vectors,
+        model_fn=patients.build_linear,
+        loss_fn=patients.summed_loss,
+        shard_fn=faults.summed,
+        reduction="sum",
+    )
+
+
+def test_gradients_of_rounding_size_are_not_taken_for_faults(run_ranks: RunRanks) -> None:
+    """The bias in front of a normalisation has a gradient of nothing but rounding, which Adam makes as large as any."""
+    report = passed(
+        run_ranks,
+        2,
+        model_fn=patients.build_normed,
+        batch=patients.vectors,
+        loss_fn=patients.square_loss,
+        shard_fn=partial(faults.sharded, strategy=2),
+    )
+    assert report.runs[0].label == "shard_fn"
+
+
+def test_the_report_is_the_same_on_every_rank(run_ranks: RunRanks) -> None:
+    reports = run_ranks(2, check, {"strategies": (1,), "steps": 1, "checkpoint": False})
+    assert reports[0] == reports[1]
+    assert reports[0].runs[0].cells() == ["ok"] * 5 + ["-"]

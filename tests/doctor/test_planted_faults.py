@@ -1,0 +1,214 @@
+"""Each planted fault is found, named, and put on the right tensor."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp.checkpoint import Checkpointer
+from megatron_fsdp.doctor import Difference, ParityReport, check_parity
+from megatron_fsdp.doctor import sharded as doctor_sharded
+from tests.conftest import RunRanks
+from tests.doctor import faults, patients
+from tests.doctor.faults import UP
+
+LAST = "head.weight"
+"""Its gradient is the first one that backward makes."""
+
+
+def check(shard_fn: Any, options: dict[str, Any]) -> ParityReport:
+    return check_parity(
+        options.pop("model_fn", patients.build), patients.tokens, shard_fn=shard_fn, checkpoint=False, **options
+    )
+
+
+def first(run_ranks: RunRanks, num_ranks: int, shard_fn: Any, **options: Any) -> Difference:
+    """The first difference that every rank is told."""
+    reports = run_ranks(num_ranks, check, shard_fn, options)
+    assert all(report.to_dict() == reports[0].to_dict() for report in reports)
+    assert not reports[0].passed
+    found: Difference = reports[0].differences[0]
+    assert found.told() in reports[0].told()
+    return found
+
+
+def place(found: Difference) -> tuple[str, int, str, str]:
+    return found.where, found.step, found.name, found.kind
+
+
+def test_a_sum_over_ranks_is_named_by_their_number(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.summed)
+    assert place(found) == ("gradient", 1, LAST, "factor")
+    assert found.ratio == 3.0
+    assert "3 times what it should be (the number of ranks, 3: summed over ranks" in found.words
+    assert len(found.also) == len(list(patients.build().parameters())) - 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (2.0, "is 2 times what it should be"),
+        (1 / 3, "1/3, one over the number of ranks"),
+        (math.sqrt(3), "sqrt(3), the square root of the number of ranks"),
+        (1.37, "is 1.37 times what it should be"),
+    ],
+)
+def test_a_factor_on_one_gradient_is_named(run_ranks: RunRanks, ratio: float, words: str) -> None:
+    found = first(run_ranks, 3, partial(faults.scaled, ratio=ratio))
+    assert place(found) == ("gradient", 1, UP, "factor")
+    assert words in found.words
+    assert found.ratio == pytest.approx(ratio, rel=1e-5)
+    assert found.also == ()
+
+
+def test_a_loss_that_is_not_divided_by_microbatches_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.louder, microbatches=3)
+    assert place(found) == ("loss", 1, "", "factor")
+    assert "3 times what it should be (the number of microbatches, 3: the loss is not divided by it)" in found.words
+
+
+def test_a_norm_off_by_a_root_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.norm_of_own_shard)
+    assert place(found) == ("gradient norm", 1, "", "factor")
+    assert "1/sqrt(3), one over the square root of the number of ranks" in found.words
+
+
+def test_swapped_shards_are_named_by_their_rows(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.swapped_shards)
+    assert place(found) == ("initial weight", 0, UP, "moved")
+    assert found.words == (
+        "has two shards swapped: rows 0..3 and 4..7 have changed places (with an even cut, the shards of ranks 0 and 1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (faults.swap_halves, "moved", "transposed halves: the two halves along dimension 1 have changed places"),
+        (faults.transpose_halves, "moved", "transposed halves: each half along dimension 0 is transposed by itself"),
+        (faults.negate, "factor", "the sign is flipped"),
+        (faults.wipe, "zero", "is zero"),
+        (faults.spoil, "non-finite", "is NaN in 72 of 72 elements"),
+    ],
+)
+def test_a_changed_gradient_is_named(run_ranks: RunRanks, change: Callable[..., Any], kind: str, words: str) -> None:
+    found = first(run_ranks, 2, partial(faults.by_hand, name=UP, change=change))
+    assert place(found) == ("gradient", 1, UP, kind)
+    assert words in found.words
+
+
+def test_ranks_that_never_reduce_are_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.never_reduced)
+    assert place(found) == ("gradient", 1, LAST, "not reduced")
+    assert found.words == (
+        "is not the same on all ranks: on rank 0 it is not reduced over ranks: it equals the gradient of rank 0's "
+        "samples alone"
+    )
+
+
+def test_shards_that_each_hold_their_ranks_own_gradient_are_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.each_shard_its_own)
+    assert place(found) == ("gradient", 1, LAST, "not reduced")
+    assert "is not reduced over ranks" in found.words
+
+
+def test_a_rank_that_is_left_out_of_the_sum_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.one_rank_left_out)
+    assert place(found) == ("gradient", 1, LAST, "not reduced")
+    assert found.words == "lacks the gradient of rank 2's samples: it is not in the sum"
+
+
+def test_a_dropped_gradient_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.dropped)
+    assert place(found) == ("gradient", 1, UP, "missing")
+    assert found.words == "is missing (None): one process has a gradient"
+
+
+def test_a_step_counter_off_by_one_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.counter_ahead)
+    assert (found.where, found.step, found.kind) == ("step counter", 1, "counter")
+    assert found.words == "is off by one: 2 where one process has 1, so Adam's bias correction is that of step 2"
+
+
+def test_a_step_counter_that_nobody_shows_is_named_by_the_updates(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.counts_in_secret)
+    assert (found.where, found.step, found.kind) == ("weight", 1, "counter")
+    assert "Adam's bias correction is that of step 2 in step 1" in found.words
+
+
+def test_a_stale_forward_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.stale_forward)
+    assert place(found) == ("loss", 2, "", "stale")
+    assert found.words == "is stale by one step: it is that of the weights before update 1"
+
+
+def test_a_weight_that_is_not_updated_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.not_in_the_optimizer)
+    assert place(found) == ("weight", 1, UP, "stale")
+    assert "it equals its value before update 1 (not updated)" in found.words
+
+
+def test_a_learning_rate_times_the_ranks_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.rate_times_ranks)
+    assert (found.where, found.step, found.kind) == ("weight", 1, "factor")
+    assert "has an update that is 3 times what it should be (the number of ranks, 3" in found.words
+
+
+def test_a_trained_frozen_parameter_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.frozen_is_trained, model_fn=patients.build_frozen)
+    assert place(found) == ("gradient", 1, "embed.weight", "frozen")
+    assert found.words == "belongs to a frozen parameter, which has none in one process: it is trained"
+    assert found.also == (UP,)
+
+
+def test_a_frozen_parameter_that_changes_is_named(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 2, faults.frozen_decays, model_fn=patients.build_frozen)
+    assert place(found) == ("weight", 1, UP, "frozen")
+    assert found.words == "is a frozen parameter, and has changed in update 1"
+
+
+class ForgetfulCheckpointer(Checkpointer):
+    """Loads one momentum at half its size."""
+
+    def load(self, model: Any, optimizer: Any = None, **options: Any) -> Any:
+        report = super().load(model, optimizer, **options)
+        for param, state in optimizer.state.items():
+            if param.shape == (12, 6) and param is optimizer.param_groups[0]["params"][-1]:
+                state["exp_avg"].mul_(0.5)
+        return report
+
+
+def check_with_forgetful_checkpoints() -> ParityReport:
+    with patch.object(doctor_sharded, "Checkpointer", ForgetfulCheckpointer):
+        return check_parity(patients.build, patients.tokens, strategies=(3,), steps=2)
+
+
+def test_a_checkpoint_that_loads_something_else_is_named(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check_with_forgetful_checkpoints)[0]
+    loaded, resumed = report.differences
+    assert place(loaded) == ("checkpoint", 0, f"{LAST}: exp_avg", "factor")
+    assert (loaded.ratio, loaded.also) == (0.5, ())
+    assert "after saving and loading" in loaded.words
+    assert (resumed.where, resumed.step, resumed.name) == ("step after loading", 3, LAST)
+    assert report.runs[0].cells() == ["ok"] * 5 + ["DIFFERS"]
+
+
+def seeds_of_the_caller() -> tuple[bool, bool]:
+    before = torch.get_rng_state()
+    report = check_parity(patients.build, patients.tokens, strategies=(3,), steps=1, checkpoint=False)
+    return report.passed, torch.equal(before, torch.get_rng_state())
+
+
+def test_the_callers_random_state_is_put_back(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, seeds_of_the_caller) == [(True, True)] * 2
+
+
+def test_names_in_this_file_are_those_of_the_model() -> None:
+    model: nn.Module = patients.build()
+    names = [name for name, _ in model.named_parameters()]
+    assert {UP, LAST} <= set(names)

@@ -1,0 +1,93 @@
+"""What is wrong with a model or its loss is not blamed on sharding."""
+
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.doctor import ParityReport, check_parity
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.doctor import faults, patients
+
+
+def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
+    options = {"strategies": (3,), "steps": 1, "checkpoint": False, "batch": patients.vectors, **options}
+    return check_parity(model_fn, options.pop("batch"), **options)
+
+
+def refusal(model_fn: Any, options: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        check(model_fn, options)
+    return str(raised.value)
+
+
+def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check, patients.build_dropout, {"loss_fn": patients.square_loss})[1]
+    (found,) = report.differences
+    assert (found.where, found.kind, report.runs) == ("one process against itself", "not repeatable", ())
+    assert "it draws random numbers (`1` is Dropout(0.25))" in found.words
+    assert not report.passed
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "words"),
+    [
+        (patients.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
+        (patients.build_broken, "the loss of the first step is nan in one process already"),
+    ],
+)
+def test_models_that_nothing_can_be_compared_with_are_named(run_ranks: RunRanks, model_fn: Any, words: str) -> None:
+    report = run_ranks(2, check, model_fn, {"loss_fn": patients.square_loss})[0]
+    (found,) = report.differences
+    assert (found.kind, report.runs) == ("not repeatable", ())
+    assert words in found.words
+
+
+def test_a_summed_loss_is_named_and_sharding_is_right(run_ranks: RunRanks) -> None:
+    report = run_ranks(3, check, patients.build_linear, {"loss_fn": patients.summed_loss})[0]
+    (found,) = report.differences
+    assert (found.where, found.kind) == ("loss", "not a mean")
+    assert "the loss is a sum over samples, not a mean" in found.words
+    assert "0.33333 times what it should be (1/3, one over the number of ranks" in found.words
+    assert report.runs[0].cells() == ["ok"] * 5 + ["-"]
+
+
+def test_a_loss_between_samples_is_named_and_sharding_is_right(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check, patients.build_linear, {"loss_fn": patients.pairwise_loss})[0]
+    (found,) = report.differences
+    assert "the loss is not a mean over samples" in found.words
+    assert report.runs[0].differences == ()
+
+
+def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRanks) -> None:
+    options = {"loss_fn": patients.summed_loss, "shard_fn": faults.summed}
+    report = run_ranks(2, check, patients.build_linear, options)[0]
+    assert [difference.where for difference in report.differences[:2]] == ["loss", "gradient"]
+    assert report.differences[1].ratio == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": patients.odd_vectors}, "a batch of 11 samples does not divide into 1 microbatch"),
+        ({"batch": patients.uneven_batch}, "is samples, and these differ: ['x'] 12, ['weight'] 3"),
+        ({}, "the model gave a tensor of shape (12, 3) where the loss is wanted; give loss_fn"),
+        ({"steps": 0}, "steps is 0; give a whole number from 1"),
+        ({"strategies": (7,)}, "is not a sharding strategy"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"optimizer_fn": "tests.doctor.patients:nothing"}, "'tests.doctor.patients' has no 'nothing'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_on_every_rank(run_ranks: RunRanks, options: Any, message: str) -> None:
+    texts = run_ranks(2, refusal, patients.build_linear, options)
+    assert texts[0] == texts[1]
+    assert message in texts[0]
+
+
+def test_arguments_are_refused_before_ranks_are_started() -> None:
+    with pytest.raises(ConfigurationError, match="ranks is 0"):
+        check_parity(patients.build, patients.tokens, ranks=0)
+    with pytest.raises(ConfigurationError, match=r"give functions of a module \(not lambdas"):
+        check_parity(lambda: patients.build(), patients.tokens)
+    with pytest.raises(ConfigurationError, match="device is 'npu'"):
+        check_parity(patients.build, patients.tokens, device="npu")
