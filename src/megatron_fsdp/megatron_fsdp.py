@@ -180,6 +180,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
+        self._log_as_told()
         for line in self._assembly.plan_lines:
             logger.info(line)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_fsdp.cli import checkpoint
+from megatron_fsdp.cli import checkpoint, hang
 from megatron_fsdp.cli.guard import run_guarded
 from megatron_fsdp.cli.parser import Parser
 from megatron_fsdp.package_info import __version__
@@ -24,4 +24,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     checkpoint.add_parser(commands)
+    hang.add_parser(commands)
     return run_guarded(parser, sys.argv[1:] if argv is None else argv)

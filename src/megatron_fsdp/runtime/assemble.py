@@ -26,6 +26,7 @@ from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
+from megatron_fsdp.runtime.hang_settings import FOLDER_VARIABLE, HangSettings, resolve_hang_log
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
@@ -99,6 +100,7 @@ class Assembly:
         handles: The hooks on modules and parameters.
         state_dict_handles: The hooks that describe shards in state dicts.
         device: Where the shards live.
+        hang_settings: The log that the environment asks for; None: it asks for none.
     """
 
     engine: Engine
@@ -107,6 +109,7 @@ class Assembly:
     handles: tuple[RemovableHandle, ...]
     state_dict_handles: tuple[RemovableHandle, ...]
     device: torch.device
+    hang_settings: HangSettings | None = None
 
 
 def assemble(
@@ -133,7 +136,7 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     sharding = _sharding(switches, index, device)
-    plan = _plan_together(module, grouping, switches, sharding)
+    plan, hang_settings = _plan_together(module, grouping, switches, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
@@ -168,6 +171,7 @@ def assemble(
         handles,
         tuple(register_state_dict_hooks(engine, module)),
         device,
+        hang_settings,
     )
 
 
@@ -221,10 +225,13 @@ def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.dev
     )
 
 
-def _plan_together(module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding) -> UnitPlan:
+def _plan_together(
+    module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding
+) -> tuple[UnitPlan, HangSettings | None]:
     """Check the model and find its units; every rank gets the same answer or the same error."""
-    plan, problem, facts = None, None, []
+    plan, hang_settings, problem, facts = None, None, None, []
     try:
+        hang_settings = resolve_hang_log()
         if switches.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(switches.strategy)
         check_module(module, switches.init_meta)
@@ -233,11 +240,12 @@ def _plan_together(module: nn.Module, grouping: Grouping, switches: Switches, sh
         sharding.check_patterns([name for name, param in module.named_parameters() if param.requires_grad])
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
+        facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
-    return plan
+    return plan, hang_settings
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:

@@ -18,11 +18,15 @@ from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
+from megatron_fsdp.runtime.wire_bytes import gathered_bytes
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.weight_plan import WeightPlan
 
 _FINGERPRINT_LIMIT = 2**61 - 1
-_HANG_ADVICE = "if a rank is missing, MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (docs/ranks.md)"
+_HANG_ADVICE = (
+    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
+    "finds the first difference between ranks (docs/ranks.md)"
+)
 
 
 @dataclass
@@ -123,11 +127,19 @@ class Executor:
                 if self.observers:
                     self.observers.ends(PHASE_OF[action], index)
                 self.is_broken = before
-            except MegatronFSDPError:
+            except BaseException as error:
+                if self.observers:
+                    self.observers.fails(PHASE_OF[action], index, error)
+                if isinstance(error, RuntimeError) and not isinstance(error, MegatronFSDPError):
+                    self._add_notes(error, f"during {action.value!r} of unit {unit.label}")
                 raise
-            except RuntimeError as error:  # such as a collective that timed out
-                error.add_note(f"during {action.value!r} of unit {unit.label}; {_HANG_ADVICE}")
-                raise
+
+    def _add_notes(self, error: RuntimeError, where: str) -> None:
+        """Say of an error, such as that of a collective that timed out, where it happened and what is known of it."""
+        explanations = self.observers.explanations()
+        error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
+        for text in explanations:
+            error.add_note(text)
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is Action.GATHER:
@@ -149,8 +161,7 @@ class Executor:
     def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, reach: Reach) -> None:
         """Compare with the other ranks before anything is sent; what stays local is not compared."""
         if action is Action.GATHER:
-            plans = [group.plan for group in unit.groups if group.is_gathered]
-            num_bytes = sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
+            num_bytes = gathered_bytes(unit)
             if num_bytes:
                 verifier.gather(unit.index, num_bytes)
         elif action is Action.REDUCE and reach is not Reach.NOWHERE:

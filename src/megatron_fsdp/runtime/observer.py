@@ -6,6 +6,7 @@ test of a truth value. Observers see what happens on this rank, in order, and ch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -31,6 +32,9 @@ class Phase(Enum):
     BACKWARD = "backward"  # the unit's backward computes, until that of another unit begins or the backward ends
     COPY = "copy"  # a gradient goes into its bucket
     INSTALL = "install"  # main weights go into compute weights; a step is what lies between two of these
+    AGREE = "agree"  # comparing notes with the other ranks: used parameters, checks of gradients, arguments
+    NORM = "norm"  # the norm of all gradients
+    WHOLE = "whole tensors"  # putting whole tensors together, or handing them out, outside of forward and backward
 
 
 PHASE_OF: dict[Action, Phase] = {action: Phase(action.value) for action in Action}
@@ -57,6 +61,16 @@ class Observer:
             lane: "gather", "reduce" or "outer".
             work: Its handle where it was just launched, if the back end gave one.
         """
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
+        """An exception has ended a phase; the phases inside of it end untold."""
+
+    def breaks_off(self) -> None:
+        """The model was brought to rest after an exception: no phase is under way."""
+
+    def explains(self) -> str:
+        """What it knows about why communication has just failed; empty: nothing."""
+        return ""
 
 
 class Observers:
@@ -102,7 +116,12 @@ class Observers:
         """Tell all, before and after."""
         if self:
             self.begins(phase, unit)
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if self:
+                self.fails(phase, unit, error)
+            raise
         if self:
             self.ends(phase, unit)
 
@@ -111,9 +130,28 @@ class Observers:
         while self._computing:
             self.ends(Phase.BACKWARD, self._computing.pop())
 
+    def leaves(self, phase: Phase, unit: int, failed: bool) -> None:
+        """Tell all that it is over; where it failed, by the exception that is being handled."""
+        error = sys.exc_info()[1] if failed else None
+        if error is None:
+            self.ends(phase, unit)
+        else:
+            self.fails(phase, unit, error)
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
+        """Tell all."""
+        for observer in self._all:
+            observer.fails(phase, unit, error)
+
     def forget(self) -> None:
         """A pass was broken off."""
         self._computing.clear()
+        for observer in self._all:
+            observer.breaks_off()
+
+    def explanations(self) -> list[str]:
+        """What they know about why communication has just failed."""
+        return [text for text in (observer.explains() for observer in self._all) if text]
 
     def number(self) -> int:
         """Count a collective."""
