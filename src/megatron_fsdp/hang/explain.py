@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
 from megatron_fsdp.hang.compare import Difference, Mismatch, first_mismatch
 from megatron_fsdp.hang.reading import Logs, RankLog
 from megatron_fsdp.hang.state import Doing, State, communicates, state_of
-from megatron_fsdp.hang.words import doing_told, listed, operation_told, seconds, unit_told, where
+from megatron_fsdp.hang.words import doing_told, listed, operation_told, seconds, subject, unit_told, where
 from megatron_fsdp.hang.writer import UnitFacts
+from megatron_fsdp.runtime.observer import Phase
 
 _UNSURE_S = 1.5
 """Between two signs of life."""
 _SILENT_S = 5.0
 """How much earlier than the others a rank on another machine has to fall silent to count as gone."""
+
+
+_BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOLE))
+"""Phases that the caller asks for, outside of forward and backward too."""
 
 
 class Kind(Enum):
@@ -30,7 +35,9 @@ class Kind(Enum):
     SKIPPED = "a rank skipped a unit"
     ORDER = "ranks communicate in another order"
     BYTES = "ranks communicate another number of bytes"
+    RESET = "not all ranks were reset"
     ELSEWHERE = "a rank is busy elsewhere"
+    ALONE = "a rank does alone what takes all"
     BEHIND = "a rank is behind"
     EQUAL = "all ranks wait for the same"
 
@@ -149,16 +156,21 @@ class _Ranks:
 
     def find(self) -> Finding:
         """What is odd; what explains everything else comes first."""
-        steps = (self._missing, self._over, self._different, partial(self._elsewhere, self._stuck()))
+        # Before what is over: back ends end a process where others send it what it does not expect.
+        steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
         for step in steps:
             finding = step()
             if finding is not None:
-                return finding
+                return replace(finding, sentences=tuple(dict.fromkeys(finding.sentences)))
         return Finding(Kind.NOTHING)
 
     def _stuck(self) -> list[State]:
-        """Ranks in which nothing has happened for too long while they communicate."""
-        return [state for state in self.states.values() if state.waits and state.quiet_s >= self.after_s]
+        """Ranks in which nothing has happened for too long while they communicate, or that could wait no longer."""
+        return [
+            state
+            for state in self.states.values()
+            if state.waited_in_vain or (state.waits and state.quiet_s >= self.after_s)
+        ]
 
     # ---- ranks that are not there -------------------------------------------------------------------------------
 
@@ -183,7 +195,9 @@ class _Ranks:
             return self._raised(tuple(rank for rank, at in own.items() if at == first_own))
         if first_gone is not None:
             return self._died(tuple(rank for rank, at in gone.items() if at <= first_gone + _UNSURE_S * 1e9))
-        ended = tuple(rank for rank, state in self.states.items() if state.doing is Doing.ENDED)
+        ended = tuple(
+            rank for rank, state in self.states.items() if state.doing is Doing.ENDED and not state.waited_in_vain
+        )
         if ended and self._stuck():
             told = f"{listed(ended)} ended its program, while others go on"
             return Finding(Kind.ENDED, ended, (told, *self._others_told(ended)))
@@ -199,6 +213,9 @@ class _Ranks:
     def _gone(self) -> list[int]:
         """Ranks whose process died before those of others; none where all went together."""
         if all(state.is_gone for state in self.states.values()):
+            unsuspecting = [rank for rank, state in self.states.items() if state.failed_ns is None]
+            if 0 < len(unsuspecting) < len(self.states):  # the others still saw communication fail
+                return unsuspecting
             return [rank for rank, state in self.states.items() if self._silent_s(state) > 2 * _UNSURE_S]
         return [
             rank
@@ -215,7 +232,7 @@ class _Ranks:
         place = "outside of the model"
         if state.failed_ns is not None:
             place = f"while it {doing_told(state, self.units).rpartition(' while it ')[2]}"
-        told = f"{listed(ranks)} raised an error {place} {where(state.step, state.in_backward)}"
+        told = f"{listed(ranks)} raised an error {place} {where(state.step, state.in_backward, state.phase)}"
         words = tuple(f"  {line}" for line in log.words.splitlines())
         return Finding(Kind.RAISED, ranks, (f"{told}:", *words, *self._unit_line(state), *self._others_told(ranks)))
 
@@ -231,6 +248,9 @@ class _Ranks:
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
     def _different(self) -> Finding | None:
+        epochs = {state.epoch for state in self.states.values()}
+        if len(epochs) > 1:
+            return self._reset_alone() if self._stuck() else None
         found = first_mismatch({rank: state.operations for rank, state in self.states.items()})
         if found is None:
             return None
@@ -241,7 +261,7 @@ class _Ranks:
             Difference.EARLIER: Kind.ORDER,
         }[found.difference]
         named = found.others_do
-        place = f"(operation {found.number}, {where(named.step, named.in_backward)[3:]})"
+        place = f"(operation {found.number}, {where(named.step, named.in_backward, named.phase)})"
         if found.difference is Difference.EARLIER:
             told = (
                 f"{listed(found.odd)} did something else than {listed(found.others)} before operation {found.number}, "
@@ -249,11 +269,19 @@ class _Ranks:
             )
             return Finding(kind, found.odd, (told, *self._advice()))
         both = (
-            f"it {operation_told(found.odd_does, self.units)} where {listed(found.others)} "
+            f"it {operation_told(found.odd_does, self.units)} where {subject(found.others)} "
             f"{operation_told(named, self.units)} {place}"
         )
         told = f"{listed(found.odd)} {self._accused(found)}: {both}"
         return Finding(kind, found.odd, (told, unit_told(self.units[named.unit]), *self._stuck_told(), *self._advice()))
+
+    def _reset_alone(self) -> Finding:
+        by_epoch: dict[int, list[int]] = {}
+        for rank, state in self.states.items():
+            by_epoch.setdefault(state.epoch, []).append(rank)
+        odd = tuple(min(by_epoch.values(), key=len))
+        told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
+        return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 
     def _accused(self, found: Mismatch) -> str:
         if found.difference is Difference.SKIPPED:
@@ -270,7 +298,9 @@ class _Ranks:
     def _elsewhere(self, stuck: Sequence[State]) -> Finding | None:
         if not stuck:
             return None
-        elsewhere = [state for state in self.states.values() if not state.waits]
+        elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
+        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in _BESIDE for state in stuck):
+            return self._alone(stuck)
         if elsewhere:
             ranks = tuple(state.rank for state in elsewhere)
             told = [f"rank {s.rank} {doing_told(s, self.units)} since {seconds(s.quiet_s)}" for s in elsewhere[:4]]
@@ -290,6 +320,12 @@ class _Ranks:
         )
         return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
 
+    def _alone(self, stuck: Sequence[State]) -> Finding:
+        """A few ranks have begun something that most have not, such as a norm that only they ask for."""
+        ranks = tuple(state.rank for state in stuck)
+        told = f"only {subject(ranks)} {doing_told(stuck[0], self.units)}, and most ranks have not come to that"
+        return Finding(Kind.ALONE, ranks, (told, *self._others_told(ranks)))
+
     # ---- sentences ----------------------------------------------------------------------------------------------
 
     def _others_told(self, odd: Sequence[int]) -> tuple[str, ...]:
@@ -297,7 +333,7 @@ class _Ranks:
         return self._told([state for rank, state in self.states.items() if rank not in odd])
 
     def _stuck_told(self) -> tuple[str, ...]:
-        return self._told([state for state in self.states.values() if state.waits])
+        return self._told([state for state in self.states.values() if state.waits or state.waited_in_vain])
 
     def _told(self, states: Sequence[State]) -> tuple[str, ...]:
         doing: dict[str, list[State]] = {}
@@ -308,9 +344,10 @@ class _Ranks:
             last = max(alike[0].operations.values(), key=lambda o: o.number, default=None)
             number = f" (operation {last.number})" if last is not None and alike[0].waits else ""
             quiet = seconds(max(state.quiet_s for state in alike))
-            lines.append(f"{listed(state.rank for state in alike)} {what}{number} since {quiet}")
-        waiting = [state for state in states if state.waits]
+            lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet}")
+        waiting = [state for state in states if state.waits or state.waited_in_vain]
         return (*lines, *(self._unit_line(waiting[0]) if waiting else ()))
 
     def _unit_line(self, state: State) -> tuple[str, ...]:
-        return (unit_told(self.units[state.unit]),) if state.phase else ()
+        """What the unit holds that a rank is concerned with, if it is."""
+        return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in _BESIDE else ()

@@ -82,6 +82,7 @@ class State:
         failed_ns: When it failed; None: it did not.
         failed_in: Name of the phase that the error came out of.
         is_gone: Its process is dead and said no goodbye; None: nobody here can know.
+        epoch: How often the model was reset, modulo 256.
     """
 
     rank: int
@@ -96,11 +97,17 @@ class State:
     failed_ns: int | None = None
     failed_in: str = ""
     is_gone: bool | None = False
+    epoch: int = 0
 
     @property
     def waits(self) -> bool:
         """Whether it communicates."""
         return self.doing is Doing.WAITS
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether communication ended in an error, such as that of a time limit."""
+        return self.failed_ns is not None and communicates(self.failed_in)
 
     @property
     def quiet_s(self) -> float:
@@ -124,7 +131,7 @@ def state_of(log: RankLog) -> State:
     names = writer.phases
     open_phases, failure = _unwind(records)
     last = records[-1]
-    innermost = open_phases[-1] if open_phases else last
+    innermost = failure or (open_phases[-1] if open_phases else last)
     phase, unit = names[innermost.phase], innermost.unit
     doing = Doing.OUTSIDE
     if last.mark is Mark.GOODBYE:
@@ -148,6 +155,7 @@ def state_of(log: RankLog) -> State:
         failure.time_ns if failure is not None else None,
         names[failure.phase] if failure is not None else "",
         is_gone,
+        last.epoch,
     )
 
 

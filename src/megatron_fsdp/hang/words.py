@@ -36,6 +36,7 @@ _DONE = {
     Phase.NORM: "computes the norm of all gradients",
     Phase.WHOLE: "puts whole tensors together",
 }
+_BETWEEN = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
 _BY_NAME = {phase.value: phase for phase in Phase}
 
 
@@ -54,13 +55,27 @@ def listed(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(spans) > 1 or (spans and spans[0][0] != spans[0][1]) else ''} {', '.join(parts)}"
 
 
+def subject(ranks: Iterable[int]) -> str:
+    """Some ranks in front of a verb in the singular."""
+    told = listed(ranks)
+    return f"each of {told}" if told.startswith("ranks") else told
+
+
 def seconds(value: float) -> str:
     """A time with one decimal."""
     return f"{value:.1f} s"
 
 
-def where(step: int, in_backward: bool) -> str:
-    """`in the forward of step 3`; steps count from 0, as optimizer steps do."""
+def where(step: int, in_backward: bool, phase: str = "") -> str:
+    """`in the forward of step 3`; steps count from 0, as optimizer steps do.
+
+    Args:
+        step: The step.
+        in_backward: Whether autograd ran.
+        phase: What was under way; some phases also stand between forward and backward.
+    """
+    if not in_backward and _BY_NAME.get(phase) in _BETWEEN:
+        return f"in step {step}"
     return f"in the {'backward' if in_backward else 'forward'} of step {step}"
 
 
@@ -82,7 +97,7 @@ def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
     if state.doing is Doing.OUTSIDE:
         last = _phase_told(state.phase, state.unit, units)
         return f"runs code outside of the model (the last it did there: {last}, step {state.step})"
-    return f"{_phase_told(state.phase, state.unit, units)} {where(state.step, state.in_backward)}"
+    return f"{_phase_told(state.phase, state.unit, units)} {where(state.step, state.in_backward, state.phase)}"
 
 
 def _phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:

@@ -64,6 +64,7 @@ class Record:
         num_bytes: What the phase communicates, in bytes; 0 for phases that send a few numbers.
         count: How many phases have communicated, this one included.
         hash: Over (phase, unit, bytes) of all of these.
+        epoch: How often the model was reset, modulo 256; `count` and `hash` begin anew each time.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Record:
     num_bytes: int
     count: int
     hash: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def write_record(memory: Any, places: Places, record: tuple[int, ...]) -> None:
         places: Where things are in it.
         record: The fields of `Record`, in order; a bare tuple, because this is done for every event.
     """
-    packed = _RECORD.pack(*record[:7], 0, *record[7:])
+    packed = _RECORD.pack(*record[:7], record[11], *record[7:11])
     at = places.record(record[0])
     memory[at : at + RECORD_BYTES] = packed + _CHECK.pack(zlib.crc32(packed))
 
@@ -207,12 +209,14 @@ def read_records(content: bytes, places: Places) -> tuple[list[Record], int]:
 def _record(raw: bytes) -> Record | None:
     if len(raw) < RECORD_BYTES or _CHECK.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
         return None
-    number, time_ns, step, unit, phase, mark, back, _, collective, num_bytes, count, hashed = _RECORD.unpack_from(raw)
+    number, time_ns, step, unit, phase, mark, back, epoch, collective, num_bytes, count, hashed = _RECORD.unpack_from(
+        raw
+    )
     try:
         known = Mark(mark)
     except ValueError:
         return None
-    return Record(number, time_ns, step, unit, phase, known, bool(back), collective, num_bytes, count, hashed)
+    return Record(number, time_ns, step, unit, phase, known, bool(back), collective, num_bytes, count, hashed, epoch)
 
 
 def write_beat(memory: Any, places: Places, beat: Beat) -> None:

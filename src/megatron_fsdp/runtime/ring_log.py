@@ -65,7 +65,7 @@ class Ring:
         self.last_ns = time.time_ns()
         self.fails = False
         self._pid = os.getpid()
-        self._last: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+        self._last: tuple[int, ...] = (0, NO_NUMBER, 0, 0, 0, 0)
         # A reader of what was there keeps its pages, and none ever sees half a header.
         beside = path.with_name(f"{path.name}.{self._pid}")
         beside.write_bytes(content)
@@ -81,11 +81,11 @@ class Ring:
             phase: Which.
             unit: Of which unit.
             in_backward: Whether autograd runs.
-            after: Step, collective, bytes, count and hash.
+            after: Step, collective, bytes, count, hash and epoch.
         """
         if self._memory is None:
             return
-        step, collective, num_bytes, count, hashed = after
+        step, collective, num_bytes, count, hashed, epoch = after
         record = (
             self.written,
             time.time_ns(),
@@ -98,6 +98,7 @@ class Ring:
             num_bytes,
             count,
             hashed,
+            epoch,
         )
         write_record(self._memory, self._places, record)
         self.written += 1
@@ -123,7 +124,7 @@ class Ring:
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not self.fails:
             self.say(error)
-        self.add(Mark.GOODBYE, 0, 0, False, *(self._last if self.written else (0, NO_NUMBER, 0, 0, 0)))
+        self.add(Mark.GOODBYE, 0, 0, False, *self._last)
         self._memory = None  # not closed: another thread may be writing a sign of life
 
 
@@ -142,7 +143,7 @@ class RingLog(Observer):
         self._units = units
         self._keeps_handles = keeps_handles
         self._open: list[tuple[Phase, int, bool]] = []  # phase, unit, and whether it has been counted
-        self._step = self._count = self._hash = 0
+        self._step = self._count = self._hash = self._epoch = 0
         self._collective = NO_NUMBER
         self._error = 0  # identity of the one that was told last: it passes through many phases
         self._handles: deque[tuple[dist.Work, int, int, int]] = deque(maxlen=_MOST_HANDLES)
@@ -181,6 +182,7 @@ class RingLog(Observer):
         self._open.clear()
         self._handles.clear()
         self._error = self._count = self._hash = 0  # ranks may have been stopped at different points
+        self._epoch = (self._epoch + 1) % 256
         self.ring.fails = False
         self._add(Mark.RESET, Phase.FORWARD, 0)
 
@@ -224,7 +226,7 @@ class RingLog(Observer):
 
     def _add(self, mark: Mark, phase: Phase, unit: int, num_bytes: int = 0) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        after = self._step, self._collective, num_bytes, self._count, self._hash
+        after = self._step, self._collective, num_bytes, self._count, self._hash, self._epoch
         self.ring.add(mark, _NUMBER_OF[phase], unit, in_backward, *after)
 
 
