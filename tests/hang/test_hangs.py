@@ -11,7 +11,7 @@ import torch
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
-from tests.support.hanging import DEADLINE_S, explained, misbehaving, step
+from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until_said
 
 _LAYER_2 = (
     "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
@@ -103,8 +103,8 @@ CASES = [
         send_other_bytes,
         Kind.BYTES,
         [
-            "rank 1 communicates another number of bytes for layers.3: it reduces layers.3 (384 bytes) where rank 0 "
-            "reduces layers.3 (640 bytes) ",
+            "rank 1 communicates another number of bytes for layers.3: ",
+            ": it reduces layers.3 (384 bytes) where rank 0 reduces layers.3 (640 bytes) (operation ",
             "layers.3 holds layers.3.up.weight, ",
         ],
     ),
@@ -180,9 +180,7 @@ def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
 ) -> None:
     with misbehaving(sleep_outside, tmp_path, world=3, watch_s=1.0):
         explained(tmp_path, Kind.ELSEWHERE)
-        deadline = time.monotonic() + DEADLINE_S
-        while not (said := (tmp_path / "stderr-0").read_text()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        said = until_said(tmp_path / "stderr-0", "nothing has happened for")
         time.sleep(1.5)  # long enough for a second message, if there were one
         assert said == (tmp_path / "stderr-0").read_text()
         assert main(["hang", str(tmp_path), "--after", "1"]) == 1
@@ -199,12 +197,7 @@ def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
 def test_an_error_that_ends_the_wait_carries_the_explanation(tmp_path: Path) -> None:
     """No thread has to be awake for it."""
     with misbehaving(sleep_outside, tmp_path, limit_s=3.0):
-        deadline = time.monotonic() + DEADLINE_S
-        path = tmp_path / "stderr-0"
-        while "RuntimeError" not in (path.read_text() if path.exists() else "") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(0.2)
-        said = path.read_text()
+        said = until_said(tmp_path / "stderr-0", "(root) holds ")
     assert "during 'wait' of unit (root)\nrank 1 runs code outside of the model (" in said
     assert "\nrank 0 raised an error while it waits for the weights of (root) since " in said
     assert _ROOT in said

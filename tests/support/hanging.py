@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,9 @@ def step(model: nn.Module) -> Tensor:
     return loss
 
 
-def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, limit_s: float, watch_s: float) -> None:
+def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
     """One rank: two steps as they should be, and the third with the misbehaviour."""
+    limit_s, watch_s, verify = settings
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)
@@ -45,7 +47,7 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=limit_s)
     )
     torch.manual_seed(0)
-    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
+    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=verify)
     model.log_for_hangs(folder, timeout_s=watch_s or None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(NORMAL_STEPS):
@@ -60,7 +62,12 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
 
 @contextmanager
 def misbehaving(
-    misbehave: Misbehave, folder: Path, world: int = 2, limit_s: float = DEADLINE_S, watch_s: float = 0.0
+    misbehave: Misbehave,
+    folder: Path,
+    world: int = 2,
+    limit_s: float = DEADLINE_S,
+    watch_s: float = 0.0,
+    verify: str | None = None,
 ) -> Iterator[None]:
     """Ranks that run a scenario, until the block ends.
 
@@ -70,13 +77,14 @@ def misbehaving(
         world: How many ranks.
         limit_s: The time limit of their process group.
         watch_s: The time after which they explain by themselves; 0: never.
+        verify: Their `verify_ranks`.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED_MODULES, __name__])
     with tempfile.TemporaryDirectory() as beside:
         ranks = [
             context.Process(
-                target=_main, args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s)
+                target=_main, args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify)
             )
             for rank in range(world)
         ]
@@ -104,3 +112,14 @@ def explained(folder: Path, kind: Kind) -> Explanation:
             return found
     assert found is not None, "no rank has begun a log"
     return found
+
+
+def until_said(path: Path, words: str) -> str:
+    """What a rank has said, as soon as some words are in it; at the deadline, whatever it said."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if path.exists() and words in path.read_text():
+            time.sleep(0.2)  # the rest of it
+            break
+    return path.read_text() if path.exists() else ""

@@ -36,6 +36,7 @@ from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.unit_grouping import Grouping
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
+from megatron_fsdp.runtime.verify_steps import StepVerifier
 from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, plan_lines
@@ -65,6 +66,7 @@ class Switches:
         numel_multiple: What the elements of every trainable group are padded to a multiple of.
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
+        verify_each_step: Compare them once a step, after they have communicated.
         check_large: Look for unexpectedly large values in every gradient.
         own_groups: Communicate over process groups that the model's own collectives do not use.
     """
@@ -81,6 +83,7 @@ class Switches:
     init_meta: bool | str = False
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
+    verify_each_step: bool = False
     find_unused_parameters: bool = False
     scales_first: bool = False
     numel_multiple: int = 1
@@ -159,8 +162,9 @@ def assemble(
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, switches, device)
     if switches.verify_ranks_s and sharding.dense.group is not None:
+        make_verifier = StepVerifier if switches.verify_each_step else RankVerifier
         labels = [unit.label for unit in units]
-        engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
+        engine.executor.verify_with(make_verifier(sharding.dense.group, labels, switches.verify_ranks_s))
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)

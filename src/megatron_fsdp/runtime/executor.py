@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.buffer.lanes import Ticket, make_lane
+from megatron_fsdp.buffer.lanes import HostLane, Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
@@ -17,7 +17,7 @@ from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
-from megatron_fsdp.runtime.verify_ranks import RankVerifier
+from megatron_fsdp.runtime.verify_ranks import Verifier
 from megatron_fsdp.runtime.wire_bytes import gathered_bytes
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.weight_plan import WeightPlan
@@ -77,10 +77,17 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
-        self.verifier: RankVerifier | None = None
+        self.verifier: Verifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
+
+    def verify_with(self, verifier: Verifier) -> None:
+        """Compare ranks from now on."""
+        self.verifier = verifier
+        for lane in (self._gather_lane, self._reduce_lane, self._outer_lane):
+            if isinstance(lane, HostLane):  # on streams the host never waits
+                lane.limit = verifier.wait_limit
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
@@ -131,6 +138,8 @@ class Executor:
                 if self.observers:
                     self.observers.fails(PHASE_OF[action], index, error)
                 if isinstance(error, RuntimeError) and not isinstance(error, MegatronFSDPError):
+                    if self.verifier is not None:
+                        self.verifier.communication_failed(error)
                     self._add_notes(error, f"during {action.value!r} of unit {unit.label}")
                 raise
 
@@ -158,7 +167,7 @@ class Executor:
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
-    def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, reach: Reach) -> None:
+    def _verify(self, verifier: Verifier, action: Action, unit: Unit, reach: Reach) -> None:
         """Compare with the other ranks before anything is sent; what stays local is not compared."""
         if action is Action.GATHER:
             num_bytes = gathered_bytes(unit)
@@ -293,6 +302,8 @@ class Executor:
         self.observers.forget()
         self.is_broken = False
         self.fingerprint = 0  # ranks may have been stopped at different points
+        if self.verifier is not None:
+            self.verifier.forget()
         self.retire_all()
         for unit in self._units:
             unit.wait()
