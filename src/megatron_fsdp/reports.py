@@ -19,7 +19,8 @@ from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.footprint import MemoryUse, footprints_of, memory_of
 from megatron_fsdp.runtime.hang_settings import check_timeout
 from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
-from megatron_fsdp.runtime.observer import Observer
+from megatron_fsdp.runtime.observer import Observer, Phase
+from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.unit.grad_slot import GRAD
 from megatron_fsdp.unit.param_group import ParameterGroup
 
@@ -72,11 +73,13 @@ class Reports:
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """All main weights, whole, by canonical name, on every rank. Collective."""
-        return full_parameters(self._engine)
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return full_parameters(self._engine)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
-        return full_gradients(self._engine)
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return full_gradients(self._engine)
 
     # ---- watching ----------------------------------------------------------------------------------------------
 
