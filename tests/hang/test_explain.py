@@ -140,6 +140,25 @@ def test_an_error_of_its_own_comes_before_those_that_follow_from_it() -> None:
     ]
 
 
+def test_ranks_that_saw_communication_fail_did_not_start_it() -> None:
+    """They end one after another, some of them while it is looked at."""
+    follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
+    logs = [follows.log(0, 4, alive=False), Story().gather(1).log(1, 4, alive=False)]
+    kind, ranks, _ = _found(*logs, follows.log(2, 4), follows.log(3, 4, alive=False))
+    assert (kind, ranks) == (Kind.DIED, (1,))
+    kind, ranks, _ = _found(follows.log(0, alive=False), Story().gather(1).log(1))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+
+
+def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:
+    waits = [Story().gather(1).wait(1).log(rank, 40) for rank in range(39)]
+    text = _found(*waits, Story().gather(1).log(39, 40))[2].splitlines()
+    assert text[0].startswith("rank 39 runs code outside of the model (")
+    assert text[1].startswith("each of ranks 0-38 waits for the weights of a in the forward of step 0")
+    assert text[3].startswith("  rank 39 (odd): runs code outside")
+    assert text[-1] == "  and 24 more"
+
+
 def test_a_collective_that_an_accelerator_has_not_finished_counts_as_waiting() -> None:
     """The host has gone on, out of the model."""
     beat = Beat(_NOW, 3, 2, _number(Phase.REDUCE))

@@ -1,4 +1,4 @@
-"""Models that keep logs: switched on by argument and environment, on all ranks or none, and without effect on values."""
+"""Models that keep logs: switched on by a call or the environment, on all ranks or none, without effect on values."""
 
 import os
 from pathlib import Path

@@ -20,6 +20,8 @@ _SILENT_S = 5.0
 """How much earlier than the others a rank on another machine has to fall silent to count as gone."""
 
 
+_ROWS_SHOWN = 16
+_FLIGHTS_SHOWN = 2
 _BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOLE))
 """Phases that the caller asks for, outside of forward and backward too."""
 
@@ -104,9 +106,10 @@ class Explanation:
         rows = [
             f"  rank {row.rank}{f' model {row.model}' if row.model else ''}{' (odd)' if row.is_odd else ''}: "
             f"{row.doing}; {row.operations} operations, quiet for {seconds(row.quiet_s)}, process {row.process}"
-            for row in self.rows
+            for row in sorted(self.rows, key=lambda row: not row.is_odd)[:_ROWS_SHOWN]
         ]
-        return "\n".join([*(sentences or ["no rank stands out"]), *rows, *self.remarks])
+        more = [f"  and {len(self.rows) - len(rows)} more"] if len(self.rows) > len(rows) else []
+        return "\n".join([*(sentences or ["no rank stands out"]), *rows, *more, *self.remarks])
 
 
 def explain(logs: Logs, after_s: float) -> Explanation:
@@ -133,7 +136,8 @@ def explain(logs: Logs, after_s: float) -> Explanation:
         )
         for log, state in zip(logs.ranks, states, strict=True)
     ]
-    flights = [f"flight recorder of rank {log.writer.rank}: {line}" for log in logs.ranks for line in log.flight]
+    recorded = [log for log in logs.ranks if log.flight][:_FLIGHTS_SHOWN]
+    flights = [f"flight recorder of rank {log.writer.rank}: {line}" for log in recorded for line in log.flight]
     return Explanation(tuple(findings.values()), tuple(rows), (*logs.remarks, *flights))
 
 
@@ -211,7 +215,10 @@ class _Ranks:
         return state.since_ns if state.doing is Doing.ENDED and log.words else None
 
     def _gone(self) -> list[int]:
-        """Ranks whose process died before those of others; none where all went together."""
+        """Ranks whose process died before those of others; none where all went together.
+
+        One that still saw its communication fail did not start it, however it ended.
+        """
         if all(state.is_gone for state in self.states.values()):
             unsuspecting = [rank for rank, state in self.states.items() if state.failed_ns is None]
             if 0 < len(unsuspecting) < len(self.states):  # the others still saw communication fail
@@ -220,8 +227,9 @@ class _Ranks:
         return [
             rank
             for rank, state in self.states.items()
-            if state.is_gone
-            or (state.is_gone is None and state.doing is not Doing.ENDED and self._silent_s(state) > _SILENT_S)
+            if not state.waited_in_vain
+            and state.doing is not Doing.ENDED
+            and (state.is_gone or (state.is_gone is None and self._silent_s(state) > _SILENT_S))
         ]
 
     def _silent_s(self, state: State) -> float:
