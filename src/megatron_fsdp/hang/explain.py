@@ -287,7 +287,8 @@ class _Ranks:
         by_epoch: dict[int, list[int]] = {}
         for rank, state in self.states.items():
             by_epoch.setdefault(state.epoch, []).append(rank)
-        odd = tuple(min(by_epoch.values(), key=lambda ranks: len(ranks)))
+        fewest = min(by_epoch.values(), key=len)
+        odd = tuple(fewest)
         told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
         return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 
