@@ -62,7 +62,8 @@ def read_log(path: Path) -> RankLog:
     """
     if path.stat().st_size > MOST_FILE_BYTES:
         raise ValueError(f"it has more than {MOST_FILE_BYTES} bytes")
-    content = path.read_bytes()
+    alive = is_alive(from_json(read_head(path.read_bytes())[0]).process)
+    content = path.read_bytes()  # again: of a process that is dead, this is the last
     who, places = read_head(content)
     writer = from_json(who)
     records, torn = read_records(content, places)
@@ -73,7 +74,7 @@ def read_log(path: Path) -> RankLog:
         torn + len(records) - len(known),
         read_beat(content, places),
         read_words(content, places),
-        is_alive(writer.process),
+        alive,
         read_flight(path.with_name(flight_name(writer.rank, writer.model))),
         time.time_ns(),
     )
