@@ -40,7 +40,7 @@ _API_MODULES = {
 }
 """Top-level modules that are the public face of the engine; every other top-level module is pure."""
 
-_ENGINE = {"pure", "buffer", "dtensor", "unit", "runtime", "api"}
+_ENGINE = {"pure", "buffer", "dtensor", "unit", "runtime", "hang", "api"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "pure": {"pure"},
@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dtensor": {"pure", "dtensor"},
     "unit": {"pure", "buffer", "dtensor", "unit"},
     "runtime": {"pure", "buffer", "dtensor", "unit", "runtime"},
+    "hang": _ENGINE - {"api"},
     "api": _ENGINE,
     "ddp": _ENGINE | {"ddp"},
     "front": _ENGINE | {"ddp"},

@@ -87,7 +87,7 @@ def fully_shard_model(
     max_gathered_units: int | None = None,
     forward_prefetch_units: int | None = None,
     backward_prefetch_units: int | None = None,
-    verify_ranks: bool | float | None = None,
+    verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
@@ -153,7 +153,8 @@ def fully_shard_model(
         forward_prefetch_units: How many units to gather ahead in forward; None: 1.
         backward_prefetch_units: The same in backward.
         verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
-            differ. True; or seconds to wait for a rank (300); None: what MFSDP_VERIFY_RANKS says, else off.
+            differ. True; or seconds to wait for a rank (300); "step" or "step:SECONDS": once a step, after the fact;
+            None: what MFSDP_VERIFY_RANKS says, else off.
         find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.
@@ -308,7 +309,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     max_gathered_units: int | None = None,
     forward_prefetch_units: int | None = None,
     backward_prefetch_units: int | None = None,
-    verify_ranks: bool | float | None = None,
+    verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.

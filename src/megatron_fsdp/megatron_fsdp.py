@@ -29,7 +29,7 @@ from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.unit_grouping import Grouping, UnitGrouping
-from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
+from megatron_fsdp.runtime.verify_ranks import compares_steps, resolve_verify_ranks
 
 logger = logging.getLogger("megatron_fsdp")
 
@@ -102,7 +102,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         max_gathered_units: int | None = None,
         forward_prefetch_units: int | None = None,
         backward_prefetch_units: int | None = None,
-        verify_ranks: bool | float | None = None,
+        verify_ranks: bool | float | str | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         given = dict(locals())
@@ -134,6 +134,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             scales_first=not config.gradient_reduce_div_fusion,
             fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
+            verify_each_step=compares_steps(verify_ranks),
             find_unused_parameters=find_unused_parameters,
             check_large=config.check_for_large_grads,
         )
@@ -180,6 +181,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
+        self._log_as_told()
         for line in self._assembly.plan_lines:
             logger.info(line)
 

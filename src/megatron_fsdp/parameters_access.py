@@ -19,6 +19,8 @@ from megatron_fsdp.runtime.full_tensors import (
     iter_optimizer_state,
     iter_parameters,
 )
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.statistics import ModelStatistics, gradient_statistics, parameter_statistics
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, set_grad
 
@@ -99,11 +101,13 @@ class ParametersAccess:
 
     def parameter_statistics(self) -> ModelStatistics:
         """Mean, std, norm, extremes, zeros and non-finite elements of every main weight. One small collective."""
-        return parameter_statistics(self._engine)
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return parameter_statistics(self._engine)
 
     def gradient_statistics(self) -> ModelStatistics:
         """The same of every gradient that is not None. One small collective."""
-        return gradient_statistics(self._engine)
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return gradient_statistics(self._engine)
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; nothing to do where gradients are in `.grad`."""

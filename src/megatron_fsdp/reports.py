@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,13 +15,18 @@ from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.description import Description
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.assemble import Assembly, Switches
 from megatron_fsdp.runtime.describe_model import Subject, describe_model
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.footprint import MemoryUse, footprints_of, memory_of
+from megatron_fsdp.runtime.hang_settings import check_timeout
 from megatron_fsdp.runtime.inspect import full_gradients, full_parameters
-from megatron_fsdp.runtime.observer import Observer
+from megatron_fsdp.runtime.observer import Observer, Phase
+from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.unit.grad_slot import GRAD
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -39,6 +46,7 @@ class Reports:
     ddp_config: DistributedDataParallelConfig
     mp_policy: MixedPrecisionPolicy
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None
+    _hang_log: HangLog | None = None
 
     @property
     def raw_param(self) -> dict[str, nn.Parameter]:
@@ -81,11 +89,13 @@ class Reports:
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """All main weights, whole, by canonical name, on every rank. Collective."""
-        return full_parameters(self._engine)
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return full_parameters(self._engine)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
-        return full_gradients(self._engine)
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return full_gradients(self._engine)
 
     # ---- watching ----------------------------------------------------------------------------------------------
 
@@ -106,6 +116,53 @@ class Reports:
             ScheduleError: A forward or backward is under way.
         """
         self._engine.check_lifetimes()
+
+    def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
+        """Keep a log of what this rank does last, so that a hang can be explained: see `docs/hangs.md`. Collective.
+
+        Args:
+            folder: Where the logs of all ranks go, one file each; one that all ranks see, where there is one. `mfsdp
+                hang FOLDER` reads it, at any time and from any machine.
+            timeout_s: Print the explanation when nothing has happened for so many seconds while a rank communicates;
+                training is not stopped. None: only when asked, and with errors of communication.
+
+        Raises:
+            ConfigurationError: On every rank, where one cannot write, or `timeout_s` is no time; or this model keeps a
+                log already.
+        """
+        if self._hang_log is not None:
+            raise ConfigurationError(
+                f"this model keeps a log for hangs in {self._hang_log.folder} already; call stop_logging_for_hangs() "
+                "first"
+            )
+        log, problem = None, None
+        try:
+            check_timeout(timeout_s)
+            log = HangLog(Path(folder), self._engine, timeout_s)
+        except ConfigurationError as error:
+            problem = error
+        try:
+            agree_over(self._engine.reaching_all, problem)
+        except BaseException:
+            if log is not None:
+                log.close()
+            raise
+        assert log is not None
+        self._hang_log = log
+        self.observe(log)
+
+    def stop_logging_for_hangs(self) -> None:
+        """Say goodbye in the log, if there is one, and write no more."""
+        log, self._hang_log = self._hang_log, None
+        if log is not None:
+            self.stop_observing(log)
+            log.close()
+
+    def _log_as_told(self) -> None:
+        """Keep a log where the environment says so; that it says the same everywhere was agreed before."""
+        settings = self._assembly.hang_settings
+        if settings is not None:
+            self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ _STACK_DUMP_TIMEOUT_S = 3.0
 _MAX_CALLS = 40  # long-lived gloo processes leak threads
 _MAX_PROCESS_GROUPS = 48  # each group of a worker holds threads until the worker ends
 _SHOWN_CHARACTERS = 6000
-_PRELOADED_MODULES = ["torch", "torch.distributed.tensor", "torch.distributed.device_mesh", "tests.support.worker_main"]
+PRELOADED_MODULES = ["torch", "torch.distributed.tensor", "torch.distributed.device_mesh", "tests.support.worker_main"]
 
 
 class WorkerError(Exception):
@@ -131,7 +131,7 @@ class WorkerPool:
             return
         self.stop()
         context = get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED_MODULES)
+        context.set_forkserver_preload(PRELOADED_MODULES)
         self._folder = tempfile.TemporaryDirectory(prefix="worker-pool-")
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_TIMEOUT_S)

@@ -148,3 +148,7 @@ def test_units_add_up_to_their_step_and_time_counts_once(timeline: Timeline) -> 
     assert step.exposed_ns == len(flying & held_up) == sum(unit.exposed_ns for unit in summary.units)
     assert step.gather_bytes == sum(one.num_bytes for one in timeline.collectives)
     assert summary.hidden is None if not flying else summary.hidden == 1 - len(flying & held_up) / len(flying)
+
+
+def test_every_phase_counts_somewhere() -> None:
+    assert {phase.value for phase in Phase} <= COLUMNS.keys()

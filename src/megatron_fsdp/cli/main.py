@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_fsdp.cli import checkpoint, describe, doctor, plan, trace
+from megatron_fsdp.cli import checkpoint, describe, doctor, hang, plan, trace
 from megatron_fsdp.cli.guard import run_guarded
 from megatron_fsdp.cli.parser import Parser
 from megatron_fsdp.package_info import __version__
@@ -23,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mfsdp", description="Tools of Megatron-FSDP.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    checkpoint.add_parser(commands)
-    for command in (plan, doctor, describe, trace):
+    for command in (plan, doctor, describe, trace, hang, checkpoint):
         command.add_parser(commands)
     return run_guarded(parser, sys.argv[1:] if argv is None else argv)

@@ -26,7 +26,7 @@ from megatron_fsdp.mesh_arguments import index_from_mesh, mesh_and_dim
 from megatron_fsdp.runtime.agreement import agree
 from megatron_fsdp.runtime.assemble import Switches
 from megatron_fsdp.runtime.describe_model import Subject
-from megatron_fsdp.runtime.verify_ranks import resolve_verify_ranks
+from megatron_fsdp.runtime.verify_ranks import compares_steps, resolve_verify_ranks
 from megatron_fsdp.unit.tensor_parallel import local_part
 
 logger = logging.getLogger("megatron_fsdp")
@@ -91,7 +91,7 @@ class DistributedDataParallel(MegatronFSDP):
         device: torch.device | str | int | None = None,
         sync_model_each_microbatch: bool = True,
         find_unused_parameters: bool = False,
-        verify_ranks: bool | float | None = None,
+        verify_ranks: bool | float | str | None = None,
     ) -> None:
         _check_types(config, module)
         mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
@@ -120,12 +120,13 @@ class DistributedDataParallel(MegatronFSDP):
                     f"fsdp_unit_modules={fsdp_unit_modules!r} has no effect without use_megatron_fsdp=True, where "
                     "parameters are cut by size; set that or leave it out"
                 )
-            verify_ranks_s = resolve_verify_ranks(verify_ranks)
+            verify_ranks_s, each_step = resolve_verify_ranks(verify_ranks), compares_steps(verify_ranks)
             switches = replace(
-                _switches(resolved, verify_ranks_s),
+                _switches(resolved, 0.0 if each_step else verify_ranks_s),
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,
+                verify_each_step=each_step,
                 find_unused_parameters=find_unused_parameters,
             )
             delayed = _delay_weight_gradients(module) if resolved.config.delay_wgrad_compute else None

@@ -27,6 +27,7 @@ from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
+from megatron_fsdp.runtime.hang_settings import FOLDER_VARIABLE, HangSettings, resolve_hang_log
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.lifetimes import resolve_check_lifetimes
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
@@ -37,6 +38,7 @@ from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.unit_grouping import Grouping
 from megatron_fsdp.runtime.verify_ranks import RankVerifier
+from megatron_fsdp.runtime.verify_steps import StepVerifier
 from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, plan_lines
@@ -66,6 +68,7 @@ class Switches:
         numel_multiple: What the elements of every trainable group are padded to a multiple of.
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
+        verify_each_step: Compare them once a step, after they have communicated.
         check_large: Look for unexpectedly large values in every gradient.
         own_groups: Communicate over process groups that the model's own collectives do not use.
     """
@@ -82,6 +85,7 @@ class Switches:
     init_meta: bool | str = False
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
+    verify_each_step: bool = False
     find_unused_parameters: bool = False
     scales_first: bool = False
     numel_multiple: int = 1
@@ -101,6 +105,7 @@ class Assembly:
         handles: The hooks on modules and parameters.
         state_dict_handles: The hooks that describe shards in state dicts.
         device: Where the shards live.
+        hang_settings: The log that the environment asks for; None: it asks for none.
     """
 
     engine: Engine
@@ -109,6 +114,7 @@ class Assembly:
     handles: tuple[RemovableHandle, ...]
     state_dict_handles: tuple[RemovableHandle, ...]
     device: torch.device
+    hang_settings: HangSettings | None = None
 
 
 def assemble(
@@ -135,7 +141,7 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     sharding = _sharding(switches, index, device)
-    plan = _plan_together(module, grouping, switches, sharding)
+    plan, hang_settings = _plan_together(module, grouping, switches, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
@@ -158,8 +164,9 @@ def assemble(
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, switches, device)
     if switches.verify_ranks_s and sharding.dense.group is not None:
+        make_verifier = StepVerifier if switches.verify_each_step else RankVerifier
         labels = [unit.label for unit in units]
-        engine.executor.verifier = RankVerifier(sharding.dense.group, labels, switches.verify_ranks_s)
+        engine.executor.verify_with(make_verifier(sharding.dense.group, labels, switches.verify_ranks_s))
     if resolve_check_lifetimes():
         engine.check_lifetimes()
     delays = resolve_delays()
@@ -175,6 +182,7 @@ def assemble(
         handles,
         tuple(register_state_dict_hooks(engine, module)),
         device,
+        hang_settings,
     )
 
 
@@ -228,10 +236,13 @@ def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.dev
     )
 
 
-def _plan_together(module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding) -> UnitPlan:
+def _plan_together(
+    module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding
+) -> tuple[UnitPlan, HangSettings | None]:
     """Check the model and find its units; every rank gets the same answer or the same error."""
-    plan, problem, facts = None, None, []
+    plan, hang_settings, problem, facts = None, None, None, []
     try:
+        hang_settings = resolve_hang_log()
         if switches.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(switches.strategy)
         check_module(module, switches.init_meta)
@@ -240,11 +251,12 @@ def _plan_together(module: nn.Module, grouping: Grouping, switches: Switches, sh
         sharding.check_patterns([name for name, param in module.named_parameters() if param.requires_grad])
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
+        facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
-    return plan
+    return plan, hang_settings
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:

@@ -116,15 +116,13 @@ class Engine(OnRequest):
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].install_full()
-        if self.observers:
-            self.observers.begins(Phase.FORWARD, index)
+        self.observers.begins(Phase.FORWARD, index)
 
     def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
         if not self.scheduler.forward_depth(index):
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
-        if self.observers:
-            self.observers.ends(Phase.FORWARD, index)
+        self.observers.leaves(Phase.FORWARD, index, failed)
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if not self.scheduler.forward_depth(index):
             self.units[index].install_sharded()
@@ -261,7 +259,8 @@ class Engine(OnRequest):
         finally:
             self._ending = False
         for check in self._checks:
-            check.conclude()
+            with self.observers.during(Phase.AGREE, ROOT):
+                check.conclude()
 
     @property
     def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
@@ -313,7 +312,8 @@ class Engine(OnRequest):
                 self.executor.reduce_across(unit)
         self.executor.retire_all()
         if check is not None and concludes:
-            check.conclude()
+            with self.observers.during(Phase.AGREE, ROOT):
+                check.conclude()
 
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
@@ -328,7 +328,8 @@ class Engine(OnRequest):
             used_here = [flag for _, gradients in trainable for flag in gradients.arrived]
             if not used_here:
                 continue
-            used = usage.agree(used_here, self.executor.fingerprint)
+            with self.observers.during(Phase.AGREE, ROOT):
+                used = usage.agree(used_here, self.executor.fingerprint)
             first = 0
             for group, gradients in trainable:
                 last = first + len(group.sharded)
@@ -395,4 +396,5 @@ class Engine(OnRequest):
         self._may_differ = False
         for is_expert in self._usage:
             groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
-            match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
+            with self.observers.during(Phase.AGREE, ROOT):
+                match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)

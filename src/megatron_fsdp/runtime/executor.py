@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.buffer.lanes import Ticket, make_lane
+from megatron_fsdp.buffer.lanes import HostLane, Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
@@ -18,12 +18,16 @@ from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
 from megatron_fsdp.runtime.sync import Reach
-from megatron_fsdp.runtime.verify_ranks import RankVerifier
+from megatron_fsdp.runtime.verify_ranks import Verifier
+from megatron_fsdp.runtime.wire_bytes import gathered_bytes
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.weight_plan import WeightPlan
 
 _FINGERPRINT_LIMIT = 2**61 - 1
-_HANG_ADVICE = "if a rank is missing, MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (docs/ranks.md)"
+_HANG_ADVICE = (
+    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
+    "finds the first difference between ranks (docs/ranks.md)"
+)
 
 
 @dataclass
@@ -74,10 +78,17 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
-        self.verifier: RankVerifier | None = None
+        self.verifier: Verifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
+
+    def verify_with(self, verifier: Verifier) -> None:
+        """Compare ranks from now on."""
+        self.verifier = verifier
+        for lane in (self._gather_lane, self._reduce_lane, self._outer_lane):
+            if isinstance(lane, HostLane):  # on streams the host never waits
+                lane.limit = verifier.wait_limit
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
@@ -124,11 +135,21 @@ class Executor:
                 if self.observers:
                     self.observers.ends(PHASE_OF[action], index)
                 self.is_broken = before
-            except MegatronFSDPError:
+            except BaseException as error:
+                if self.observers:
+                    self.observers.fails(PHASE_OF[action], index, error)
+                if isinstance(error, RuntimeError) and not isinstance(error, MegatronFSDPError):
+                    if self.verifier is not None:
+                        self.verifier.communication_failed(error)
+                    self._add_notes(error, f"during {action.value!r} of unit {unit.label}")
                 raise
-            except RuntimeError as error:  # such as a collective that timed out
-                error.add_note(f"during {action.value!r} of unit {unit.label}; {_HANG_ADVICE}")
-                raise
+
+    def _add_notes(self, error: RuntimeError, where: str) -> None:
+        """Say of an error, such as that of a collective that timed out, where it happened and what is known of it."""
+        explanations = self.observers.explanations()
+        error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
+        for text in explanations:
+            error.add_note(text)
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is Action.GATHER:
@@ -147,11 +168,10 @@ class Executor:
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
-    def _verify(self, verifier: RankVerifier, action: Action, unit: Unit, reach: Reach) -> None:
+    def _verify(self, verifier: Verifier, action: Action, unit: Unit, reach: Reach) -> None:
         """Compare with the other ranks before anything is sent; what stays local is not compared."""
         if action is Action.GATHER:
-            plans = [group.plan for group in unit.groups if group.is_gathered]
-            num_bytes = sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
+            num_bytes = gathered_bytes(unit)
             if num_bytes:
                 verifier.gather(unit.index, num_bytes)
         elif action is Action.REDUCE and reach is not Reach.NOWHERE:
@@ -295,6 +315,8 @@ class Executor:
         self.observers.forget()
         self.is_broken = False
         self.fingerprint = 0  # ranks may have been stopped at different points
+        if self.verifier is not None:
+            self.verifier.forget()
         self.retire_all()
         for unit in self._units:
             unit.wait()

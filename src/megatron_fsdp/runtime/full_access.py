@@ -16,6 +16,8 @@ from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.inspect import gather_buffer
 from megatron_fsdp.runtime.match_ranks import differing_tensors
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.unit.param_group import ParameterGroup
 from megatron_fsdp.unit.tensor_parallel import local_part
 from megatron_fsdp.unit.unit import Unit
@@ -40,7 +42,8 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
             different values (nothing is taken in then).
     """
     _check(engine, units, writeback, compute_dtype)
-    copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
+    with engine.observers.during(Phase.WHOLE, ROOT):
+        copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
     try:
         for unit in units:
             unit.install_copies(copies[unit.index])
@@ -48,7 +51,8 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         yield
     except Exception as error:
         if writeback:
-            with suppress(ConfigurationError):  # so that ranks that go on hear of it instead of waiting
+            # So that ranks that go on hear of it instead of waiting.
+            with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
                 agree_over(engine.reaching_all, error)
         raise
     else:
@@ -100,8 +104,9 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
         _check_copies(units, copies)
     except ConfigurationError as error:
         problem = error
-    agree_over(engine.reaching_all, problem)
-    _compare(engine, units, copies)
+    with engine.observers.during(Phase.AGREE, ROOT):
+        agree_over(engine.reaching_all, problem)
+        _compare(engine, units, copies)
     with torch.no_grad():
         for unit in units:
             for group, params in zip(unit.groups, copies[unit.index], strict=True):

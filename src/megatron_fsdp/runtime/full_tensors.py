@@ -20,9 +20,13 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.agreement import agree_over
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 DEFAULT_BUCKET_BYTES = 2**28
+
+_Named = tuple[tuple[str, ...], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class _Bucket:
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Main weights, whole, in their main dtype, by canonical name."""
     entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
-    for (name,), full in _stream(entries, bucket_bytes):
+    for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
         yield name, full
 
 
@@ -56,7 +60,7 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
     found = {id(group): group.grads() for group in engine.groups()}
     entries = _entries(engine, lambda group, index: _local(found[id(group)][index]))
     _agree(engine, entries)
-    for (name,), full in _stream(entries, bucket_bytes):
+    for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
         yield name, full
 
 
@@ -70,7 +74,7 @@ def iter_optimizer_state(
     for key in keys:
         entries += _entries(engine, partial(_state_piece, states, key), key)
     _agree(engine, entries)
-    for (name, key), full in _stream(entries, bucket_bytes):
+    for (name, key), full in _watched(engine, _stream(entries, bucket_bytes)):
         yield name, key, full
 
 
@@ -102,14 +106,26 @@ def _entries(
 
 def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """What a rank lacks, the others would wait for."""
-    agree_over(
-        engine.reaching_all,
-        None,
-        [f"{' '.join(entry.label)} in {entry.piece.dtype}" for entry in entries],
-    )
+    with engine.observers.during(Phase.AGREE, ROOT):
+        agree_over(
+            engine.reaching_all,
+            None,
+            [f"{' '.join(entry.label)} in {entry.piece.dtype}" for entry in entries],
+        )
 
 
-def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
+    """The same, with observers told while the next one is put together, and not while the caller looks at it."""
+    while True:
+        with engine.observers.during(Phase.WHOLE, ROOT):
+            found = next(stream, None)
+        if found is None:
+            return
+        yield found
+        del found
+
+
+def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
     """Every tensor as a view of its bucket.
 
     A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.

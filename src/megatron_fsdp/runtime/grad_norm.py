@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.shared_out import Groups, shared_out_over
 
 
@@ -33,7 +35,8 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
     local = [_local(grad) for group in engine.groups() for grad in group.grads() if grad is not None]
-    norm = _total_norm(engine, norm_type)
+    with engine.observers.during(Phase.NORM, ROOT):
+        norm = _total_norm(engine, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "

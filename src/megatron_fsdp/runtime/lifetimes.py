@@ -118,6 +118,11 @@ class LifetimeChecker(Observer):
         elif phase is Phase.REDUCE and unit in self._buckets:
             self._use(Memory.BUCKET, self._buckets.pop(unit), Event.REDUCE, weights.label)
 
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
+        """A forward that failed is over; whatever else did leaves a state that only a reset mends."""
+        if phase is Phase.FORWARD:
+            self.ends(phase, unit)
+
     def _move(self, weights: _Weights, event: Event) -> None:
         if weights.is_gathered:
             weights.state = next_state(Memory.WEIGHTS, weights.state, event, weights.label)

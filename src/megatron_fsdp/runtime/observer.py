@@ -6,6 +6,7 @@ test of a truth value. Observers see what happens on this rank, in order, and ch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -33,6 +34,9 @@ class Phase(Enum):
     BACKWARD = "backward"  # the unit's backward computes, until that of another unit begins or the backward ends
     COPY = "copy"  # a gradient goes into its bucket
     INSTALL = "install"  # main weights go into compute weights; a step is what lies between two of these
+    AGREE = "agree"  # comparing notes with the other ranks: used parameters, checks of gradients, arguments
+    NORM = "norm"  # the norm of all gradients
+    WHOLE = "whole tensors"  # putting whole tensors together, or handing them out, outside of forward and backward
 
 
 PHASE_OF: dict[Action, Phase] = {action: Phase(action.value) for action in Action}
@@ -54,7 +58,7 @@ class Observer:
         """A bucket or scratch is free again, after the reduction was waited for. Weights are released instead."""
 
     def forgets(self) -> None:
-        """A pass was broken off by an exception: the model is reset, and what has begun does not end."""
+        """A pass was broken off by an exception, and the model is brought to rest: no phase is under way."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
         """A collective, counted from 0 on this rank and for this model, has come to a moment of its life.
@@ -68,6 +72,13 @@ class Observer:
             lane: "gather", "reduce" or "outer".
             work: Its handle where it was just launched, if the back end gave one.
         """
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
+        """An exception has ended a phase; the phases inside of it end untold."""
+
+    def explains(self) -> str:
+        """What it knows about why communication has just failed; empty: nothing."""
+        return ""
 
 
 class Observers:
@@ -113,7 +124,12 @@ class Observers:
         """Tell all, before and after."""
         if self:
             self.begins(phase, unit)
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if self:
+                self.fails(phase, unit, error)
+            raise
         if self:
             self.ends(phase, unit)
 
@@ -132,11 +148,28 @@ class Observers:
         for observer in self._all:
             observer.takes_back(memory, unit, block)
 
+    def leaves(self, phase: Phase, unit: int, failed: bool) -> None:
+        """Tell all that it is over; where it failed, by the exception that is being handled."""
+        error = sys.exc_info()[1] if failed else None
+        if error is None:
+            self.ends(phase, unit)
+        else:
+            self.fails(phase, unit, error)
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
+        """Tell all."""
+        for observer in self._all:
+            observer.fails(phase, unit, error)
+
     def forget(self) -> None:
         """A pass was broken off: tell all."""
         self._computing.clear()
         for observer in self._all:
             observer.forgets()
+
+    def explanations(self) -> list[str]:
+        """What they know about why communication has just failed."""
+        return [text for text in (observer.explains() for observer in self._all) if text]
 
     def number(self) -> int:
         """Count a collective."""

@@ -13,8 +13,8 @@ from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.executor import Executor
 from megatron_fsdp.runtime.lifetimes import LifetimeChecker
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, bucket_count, unit_numels
-from megatron_fsdp.runtime.observer import Observers
-from megatron_fsdp.runtime.schedule import Scheduler
+from megatron_fsdp.runtime.observer import Observers, Phase
+from megatron_fsdp.runtime.schedule import ROOT, Scheduler
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -142,5 +142,6 @@ class OnRequest:
         for group in self.groups():
             for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
                 if axis.group is not None and placement is not Placement.SHARD:
-                    dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
+                    with self.observers.during(Phase.WHOLE, ROOT):
+                        dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
         self.install_main_weights()

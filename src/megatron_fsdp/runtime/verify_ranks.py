@@ -13,14 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.row_exchange import AbsentError, RowExchange
 
 VARIABLE = "MFSDP_VERIFY_RANKS"
 DEFAULT_TIMEOUT_S = 300.0
+EACH_STEP = "step"
+"""The value that asks for one comparison a step; `step:30` waits 30 seconds for a rank."""
 
 
 class Deed(IntEnum):
@@ -66,30 +70,79 @@ class Announcement:
         return f"{verb} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
 
 
-def resolve_verify_ranks(verify_ranks: bool | float | None, environment: Mapping[str, str] = os.environ) -> float:
+def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
     """How long to wait for a rank, in seconds; 0.0: ranks are not compared.
 
     Args:
-        verify_ranks: The argument: True, False, seconds to wait for a rank, or None to ask the environment.
-        environment: Where `MFSDP_VERIFY_RANKS` may be: 1 for on, 0 for off, or seconds.
+        verify_ranks: The argument: True, False, seconds to wait for a rank, "step" or "step:SECONDS" to compare once a
+            step only, or None to ask the environment.
+        environment: Where `MFSDP_VERIFY_RANKS` may be: 1 for on, 0 for off, seconds, or as the argument.
 
     Raises:
         ConfigurationError: Neither a switch nor a number of seconds.
     """
-    value: object = verify_ranks
-    if verify_ranks is None:
-        value = environment.get(VARIABLE, "0")
-        value = {"0": False, "": False, "1": True}.get(str(value), value)
-    if isinstance(value, bool):
+    value = _value(verify_ranks, environment)
+    text = str(value)
+    if compares_steps(verify_ranks, environment):
+        text = text.partition(":")[2] if ":" in text else str(DEFAULT_TIMEOUT_S)
+    elif isinstance(value, bool):
         return DEFAULT_TIMEOUT_S if value else 0.0
     try:
-        seconds = float(str(value))
+        seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):
         where = VARIABLE if verify_ranks is None else "verify_ranks"
-        raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")
+        raise ConfigurationError(
+            f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait, or {EACH_STEP!r} or "
+            f"'{EACH_STEP}:SECONDS' to compare once a step"
+        )
     return seconds
+
+
+def compares_steps(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks are compared once a step, and not before every operation.
+
+    Args:
+        verify_ranks: As for `resolve_verify_ranks`, as is `environment`.
+        environment: Where `MFSDP_VERIFY_RANKS` may be.
+    """
+    return str(_value(verify_ranks, environment)).partition(":")[0] == EACH_STEP
+
+
+def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, str]) -> object:
+    if verify_ranks is not None:
+        return verify_ranks
+    value = environment.get(VARIABLE, "0")
+    return {"0": False, "": False, "1": True}.get(value, value)
+
+
+class Verifier(Protocol):
+    """What the executor tells of what it is about to do.
+
+    Attributes:
+        wait_limit: How long the host may wait for one collective; None: as long as its process group allows.
+    """
+
+    wait_limit: timedelta | None
+
+    def gather(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to gather a unit's weights."""
+
+    def reduce(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to reduce a unit's gradients."""
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over, perhaps by an exception."""
+
+    def end_backward(self) -> None:
+        """A backward that reduces is over."""
+
+    def communication_failed(self, error: RuntimeError) -> None:
+        """A collective failed, or took too long; may raise an error that says more."""
+
+    def forget(self) -> None:
+        """The model was brought to rest after an exception."""
 
 
 class RankVerifier:
@@ -102,11 +155,11 @@ class RankVerifier:
     """
 
     def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
-        self._ranks = dist.get_process_group_ranks(group)
-        self._me = dist.get_rank(group)
+        self.wait_limit: timedelta | None = None
+        self._rows = RowExchange(group, timeout_s)
+        self._ranks, self._me = self._rows.ranks, self._rows.me
         self._labels = tuple(labels)
         self._timeout_s = timeout_s
-        self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
         self._last: Announcement | None = None
         self._lost: str | None = None
         self._gathered_in_forward = False
@@ -138,6 +191,12 @@ class RankVerifier:
         """A backward that reduces is over."""
         self._compare(Announcement(Deed.END_BACKWARD, 0, 0, in_backward=True))
 
+    def communication_failed(self, error: RuntimeError) -> None:
+        """Nothing to add: ranks agreed before it began."""
+
+    def forget(self) -> None:
+        """The model was brought to rest. What was lost stays lost: a message may still be under way."""
+
     def _compare(self, mine: Announcement) -> None:
         """Exchange announcements and go on only if all are the same.
 
@@ -156,32 +215,15 @@ class RankVerifier:
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
         row = torch.tensor([mine.deed, mine.unit, mine.num_bytes, mine.in_backward], dtype=torch.int64)
-        rows = [row.clone() for _ in self._ranks]
-        peers = [position for position in range(len(self._ranks)) if position != self._me]
-        absent: list[int] = []
         try:
-            arriving = {p: dist.irecv(rows[p], src=self._ranks[p], group=self._group) for p in peers}
-            sent = [dist.isend(row, dst=self._ranks[p], group=self._group) for p in peers]
-        except RuntimeError as error:
-            self._lose(peers, mine, error)
-        cause: RuntimeError | None = None
-        for position, work in arriving.items():
-            try:
-                assert work is not None
-                work.wait(timedelta(seconds=self._timeout_s))
-            except RuntimeError as error:
-                absent.append(position)
-                cause = error
-        if cause is not None:
-            self._lose(absent, mine, cause)
-        for done in sent:
-            assert done is not None
-            done.wait()
+            rows = self._rows(row)
+        except AbsentError as error:
+            self._lose(error.positions, mine, error.__cause__)
         return [
             Announcement(Deed(deed), unit, num_bytes, bool(back)) for deed, unit, num_bytes, back in map(_ints, rows)
         ]
 
-    def _lose(self, absent: Sequence[int], mine: Announcement, cause: Exception) -> None:
+    def _lose(self, absent: Sequence[int], mine: Announcement, cause: BaseException | None) -> NoReturn:
         last = (
             f"the last thing all ranks did was: each {self._last.told(self._labels)}" if self._last else "nothing yet"
         )

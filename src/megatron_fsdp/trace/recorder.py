@@ -163,6 +163,11 @@ class Recorder(Observer):
         if phase is _INSTALL:
             self._was_installed = self._was_used
 
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
+        """A forward that failed has taken its time; other phases that failed are left out."""
+        if phase is _FORWARD:
+            self.ends(phase, unit)
+
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
         """Note it, and ask the back end to tell when it is done."""
         sent = None

@@ -36,6 +36,9 @@ COLUMNS: dict[str, str] = {
     "install": "update",
     "release": "other",
     "finalise": "other",
+    "agree": "wait",
+    "norm": "update",
+    "whole tensors": "other",
 }
 """Phase -> where its time counts, without that of phases nested in it. So no time counts twice."""
 
@@ -46,12 +49,12 @@ class Times:
 
     Attributes:
         gather: Launching gathers.
-        wait: Waiting for collectives.
+        wait: Waiting for collectives, and comparing notes with other ranks.
         compute: Forward and backward of modules.
         copy: Gradients into buckets.
         reduce: Launching reductions, and on the CPU the local sums of what came in.
-        update: The optimizer's step, and installing its result.
-        other: Releasing weights, and showing gradients.
+        update: The norm of gradients, the optimizer's step, and installing its result.
+        other: Releasing weights, showing gradients, and putting whole tensors together.
     """
 
     gather: int = 0

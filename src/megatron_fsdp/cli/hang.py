@@ -1,0 +1,96 @@
+"""`hang`: why a run stands still."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp.cli.output import write_json, write_line, write_table
+from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
+from megatron_fsdp.hang.explain import Explanation, explain
+from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang.words import seconds
+from megatron_fsdp.runtime.hang_settings import check_timeout
+
+_AFTER_S = 10.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` returned.
+    """
+    parser = subparsers.add_parser(
+        "hang",
+        help="name the rank that the others wait for, its unit and what it does",
+        description="Read the logs that the ranks of a run keep (MFSDP_HANG_LOG, or model.log_for_hangs) and name the "
+        "odd rank. The run may be under way, hang, or be over; any machine that sees the folder will do. Exit status: "
+        "0 nothing is odd, 1 something is, 2 the logs cannot be read.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder of the logs")
+    parser.add_argument(
+        "--after",
+        metavar="SECONDS",
+        type=float,
+        default=_AFTER_S,
+        help="how long nothing may happen on a rank that waits before it is called a hang (%(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigurationError: There are no logs, or the time is none.
+    """
+    check_timeout(args.after, "--after")
+    found = explain(read_folder(args.folder), args.after)
+    if args.json:
+        write_json(_as_json(found))
+    else:
+        _write(found)
+    return EXIT_DIFFERENT if found.is_odd else EXIT_SAME
+
+
+def _write(found: Explanation) -> None:
+    sentences = [text for finding in found.findings for text in finding.sentences]
+    for line in sentences or ["no rank stands out"]:
+        write_line(line)
+    write_line()
+    write_table(
+        ("", "rank", "model", "process", "operations", "quiet", "what it did last"),
+        [
+            (
+                "*" if row.is_odd else "",
+                str(row.rank),
+                str(row.model),
+                row.process,
+                str(row.operations),
+                seconds(row.quiet_s),
+                row.doing,
+            )
+            for row in found.rows
+        ],
+        right=("rank", "model", "operations", "quiet"),
+    )
+    for line in found.remarks:
+        write_line(line)
+
+
+def _as_json(found: Explanation) -> dict[str, Any]:
+    return {
+        "odd": found.is_odd,
+        "findings": [
+            {"kind": finding.kind.name.lower(), "ranks": list(finding.ranks), "sentences": list(finding.sentences)}
+            for finding in found.findings
+        ],
+        "ranks": [vars(row) for row in found.rows],
+        "remarks": list(found.remarks),
+    }

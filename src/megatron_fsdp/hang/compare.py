@@ -1,0 +1,151 @@
+"""The first operation in which ranks differ, and who is the odd one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_fsdp.hang.state import Operation
+
+Operations = Mapping[int, Operation]
+
+
+class Difference(Enum):
+    """In what they differ."""
+
+    SKIPPED = "skipped"
+    ORDER = "order"
+    BYTES = "bytes"
+    EARLIER = "earlier"  # before what the logs hold
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first operation in which ranks differ.
+
+    Attributes:
+        difference: In what.
+        number: Which operation.
+        odd: The ranks that do something else than most.
+        others: The ranks that do what most do.
+        odd_does: What the first odd rank does.
+        others_do: What the others do.
+    """
+
+    difference: Difference
+    number: int
+    odd: tuple[int, ...]
+    others: tuple[int, ...]
+    odd_does: Operation
+    others_do: Operation
+
+
+def first_mismatch(by_rank: Mapping[int, Operations]) -> Mismatch | None:
+    """Compare what ranks did, by number; None where nothing differs as far as all logs reach.
+
+    Args:
+        by_rank: The operations of each rank that can be compared, by their number.
+    """
+    logs = {rank: operations for rank, operations in by_rank.items() if operations}
+    if len(logs) < 2:
+        return None
+    first = max(min(operations) for operations in logs.values())
+    for number in range(first, max(max(operations) for operations in logs.values()) + 1):
+        there = {rank: operations[number] for rank, operations in logs.items() if number in operations}
+        if len(there) < 2:
+            return None
+        if len({operation.kind for operation in there.values()}) > 1:
+            return _judged(number, there, logs)
+        if len({operation.hash for operation in there.values()}) > 1:
+            odd, others = _sides(there, lambda operation: operation.hash)
+            return _mismatch(Difference.EARLIER, number, odd, others, there)
+    return None
+
+
+def _sides(there: Mapping[int, Operation], key: object) -> tuple[list[int], list[int]]:
+    """Minority and majority; with as many on both sides, the lowest rank is of the majority."""
+    assert callable(key)
+    camps: dict[object, list[int]] = {}
+    for rank in sorted(there):
+        camps.setdefault(key(there[rank]), []).append(rank)
+    others = max(camps.values(), key=len)  # the first of equals, which has the lowest rank
+    return [rank for rank in sorted(there) if rank not in others], others
+
+
+def _judged(number: int, there: Mapping[int, Operation], logs: Mapping[int, Operations]) -> Mismatch:
+    odd, others = _sides(there, lambda operation: operation.kind)
+    if len(odd) == len(others) and _is_odd(number, logs[others[0]], logs[odd[0]]):
+        odd, others = others, odd
+    mine, theirs = there[odd[0]], there[others[0]]
+    if (mine.phase, mine.unit) == (theirs.phase, theirs.unit):
+        return _mismatch(Difference.BYTES, number, odd, others, there)
+    skipped = _skips(number, logs[odd[0]], logs[others[0]])
+    return _mismatch(Difference.SKIPPED if skipped else Difference.ORDER, number, odd, others, there)
+
+
+def _mismatch(
+    difference: Difference, number: int, odd: Sequence[int], others: Sequence[int], there: Mapping[int, Operation]
+) -> Mismatch:
+    return Mismatch(difference, number, tuple(odd), tuple(others), there[odd[0]], there[others[0]])
+
+
+def _what(operation: Operation) -> tuple[str, int]:
+    return operation.phase, operation.unit
+
+
+def _is_odd(number: int, one: Operations, other: Operations) -> bool:
+    """Whether `one`, of two that differ, is the odd one.
+
+    It is where the other did what has come next before; else, where it alone leaves something out for good; else, where
+    it alone is ahead in the order of units.
+    """
+    before = _came_next_before(number, one)
+    if before is not None and (before == _what(one[number])) != (before == _what(other[number])):
+        return before == _what(other[number])
+    one_skips, other_skips = _skips_surely(number, one, other), _skips_surely(number, other, one)
+    if one_skips != other_skips:
+        return one_skips
+    return _is_ahead(one[number], other[number])
+
+
+def _came_next_before(number: int, operations: Operations) -> tuple[str, int] | None:
+    """What came, the last time, after the operation that comes before this one."""
+    if number - 1 not in operations:
+        return None
+    previous = operations[number - 1]
+    for earlier in range(number - 2, min(operations) - 1, -1):
+        found = operations.get(earlier)
+        if found is not None and _what(found) == _what(previous) and found.in_backward == previous.in_backward:
+            return _what(operations[earlier + 1])
+    return None
+
+
+def _after(number: int, operations: Operations) -> set[tuple[str, int]]:
+    """What is done after operation `number`, in the same step."""
+    step = operations[number].step
+    return {_what(later) for place, later in operations.items() if place > number and later.step == step}
+
+
+def _skips_surely(number: int, one: Operations, other: Operations) -> bool:
+    """Whether `one` is where the other comes later, and never comes to what it leaves out."""
+    return _what(one[number]) in _after(number, other) and _what(other[number]) not in _after(number, one)
+
+
+def _skips(number: int, one: Operations, other: Operations) -> bool:
+    """Whether `one` seems to leave out what the other does."""
+    if _what(other[number]) in _after(number, one):
+        return False
+    return _what(one[number]) in _after(number, other) or _is_ahead(one[number], other[number])
+
+
+def _is_ahead(one: Operation, other: Operation) -> bool:
+    """Whether a pass that visits units in order, forwards or backwards, comes to `one` later.
+
+    What belongs to the whole model (unit 0, apart from its own gather) stands at the end of a pass.
+    """
+    if one.in_backward != other.in_backward:
+        return one.in_backward
+    if 0 in (one.unit, other.unit):
+        return one.unit == 0
+    return one.unit < other.unit if one.in_backward else one.unit > other.unit

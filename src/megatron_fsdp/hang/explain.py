@@ -1,0 +1,362 @@
+"""From the logs of all ranks to the odd one: who it is, where it is, and what the others wait for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+
+from megatron_fsdp.hang.compare import Difference, Mismatch, first_mismatch
+from megatron_fsdp.hang.reading import Logs, RankLog
+from megatron_fsdp.hang.state import Doing, State, communicates, state_of
+from megatron_fsdp.hang.words import doing_told, listed, operation_told, seconds, subject, unit_told, where
+from megatron_fsdp.hang.writer import UnitFacts
+from megatron_fsdp.runtime.observer import Phase
+
+_UNSURE_S = 1.5
+"""Between two signs of life."""
+_SILENT_S = 5.0
+"""How much earlier than the others a rank on another machine has to fall silent to count as gone."""
+
+
+_ROWS_SHOWN = 16
+_FLIGHTS_SHOWN = 2
+_BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOLE))
+"""Phases that the caller asks for, outside of forward and backward too."""
+
+
+class Kind(Enum):
+    """What is wrong."""
+
+    NOTHING = "nothing is odd"
+    MISSING = "a rank has no log"
+    DIED = "a process died"
+    RAISED = "a rank raised an error"
+    ENDED = "a rank ended its program"
+    SKIPPED = "a rank skipped a unit"
+    ORDER = "ranks communicate in another order"
+    BYTES = "ranks communicate another number of bytes"
+    RESET = "not all ranks were reset"
+    ELSEWHERE = "a rank is busy elsewhere"
+    ALONE = "a rank does alone what takes all"
+    BEHIND = "a rank is behind"
+    EQUAL = "all ranks wait for the same"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank, for a table.
+
+    Attributes:
+        rank: Global rank.
+        model: Which model of its process.
+        is_odd: Whether it is the one, or one of those.
+        doing: What it did when it was last seen, as the predicate of a sentence.
+        quiet_s: For how long nothing had happened then.
+        operations: How many operations it had started.
+        process: "alive", "dead", "ended", or "elsewhere" for one on another machine.
+    """
+
+    rank: int
+    model: int
+    is_odd: bool
+    doing: str
+    quiet_s: float
+    operations: int
+    process: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is odd among the ranks that share one model.
+
+    Attributes:
+        kind: What is wrong.
+        ranks: The odd ranks.
+        sentences: In words.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...] = ()
+    sentences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a run stands still.
+
+    Attributes:
+        findings: One for each set of ranks that share a model.
+        rows: All ranks.
+        remarks: What else to know, one sentence each.
+    """
+
+    findings: tuple[Finding, ...]
+    rows: tuple[Row, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether something is wrong."""
+        return any(finding.kind is not Kind.NOTHING for finding in self.findings)
+
+    def __str__(self) -> str:
+        sentences = [text for finding in self.findings for text in finding.sentences]
+        rows = [
+            f"  rank {row.rank}{f' model {row.model}' if row.model else ''}{' (odd)' if row.is_odd else ''}: "
+            f"{row.doing}; {row.operations} operations, quiet for {seconds(row.quiet_s)}, process {row.process}"
+            for row in sorted(self.rows, key=lambda row: not row.is_odd)[:_ROWS_SHOWN]
+        ]
+        more = [f"  and {len(self.rows) - len(rows)} more"] if len(self.rows) > len(rows) else []
+        return "\n".join([*(sentences or ["no rank stands out"]), *rows, *more, *self.remarks])
+
+
+def explain(logs: Logs, after_s: float) -> Explanation:
+    """Find the odd rank.
+
+    Args:
+        logs: What the ranks wrote.
+        after_s: How long nothing may happen on a rank that waits before that is called a hang, in seconds.
+    """
+    states = [state_of(log) for log in logs.ranks]
+    sets: dict[tuple[int, tuple[int, ...]], dict[int, tuple[RankLog, State]]] = {}
+    for log, state in zip(logs.ranks, states, strict=True):
+        sets.setdefault((log.writer.model, log.writer.peers), {})[log.writer.rank] = (log, state)
+    findings = {key: _Ranks(key[1], members, after_s).find() for key, members in sets.items()}
+    rows = [
+        Row(
+            log.writer.rank,
+            log.writer.model,
+            log.writer.rank in findings[log.writer.model, log.writer.peers].ranks,
+            doing_told(state, log.writer.units),
+            state.quiet_s,
+            state.count,
+            _process_told(log, state),
+        )
+        for log, state in zip(logs.ranks, states, strict=True)
+    ]
+    recorded = [log for log in logs.ranks if log.flight][:_FLIGHTS_SHOWN]
+    flights = [f"flight recorder of rank {log.writer.rank}: {line}" for log in recorded for line in log.flight]
+    return Explanation(tuple(findings.values()), tuple(rows), (*logs.remarks, *flights))
+
+
+def _process_told(log: RankLog, state: State) -> str:
+    if state.doing is Doing.ENDED:
+        return "ended"
+    return {True: "alive", False: "dead", None: "elsewhere"}[log.alive]
+
+
+class _Ranks:
+    """The ranks that share one model."""
+
+    def __init__(self, peers: Sequence[int], members: Mapping[int, tuple[RankLog, State]], after_s: float) -> None:
+        self.peers = peers
+        self.logs = {rank: log for rank, (log, _) in members.items()}
+        self.states = {rank: state for rank, (_, state) in members.items()}
+        self.after_s = after_s
+        self.units: Sequence[UnitFacts] = next(iter(self.logs.values())).writer.units
+        self.newest_ns = max(state.seen_ns for state in self.states.values())
+
+    def find(self) -> Finding:
+        """What is odd; what explains everything else comes first."""
+        # Before what is over: back ends end a process where others send it what it does not expect.
+        steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
+        for step in steps:
+            finding = step()
+            if finding is not None:
+                return replace(finding, sentences=tuple(dict.fromkeys(finding.sentences)))
+        return Finding(Kind.NOTHING)
+
+    def _stuck(self) -> list[State]:
+        """Ranks in which nothing has happened for too long while they communicate, or that could wait no longer."""
+        return [
+            state
+            for state in self.states.values()
+            if state.waited_in_vain or (state.waits and state.quiet_s >= self.after_s)
+        ]
+
+    # ---- ranks that are not there -------------------------------------------------------------------------------
+
+    def _missing(self) -> Finding | None:
+        missing = tuple(rank for rank in self.peers if rank not in self.logs)
+        began_ns = max(log.writer.started_ns for log in self.logs.values())
+        if not missing or (self.newest_ns - began_ns) / 1e9 < self.after_s:
+            return None
+        told = (
+            f"{listed(missing)} left no log here: never started, stopped before its model was wrapped, or writes to "
+            "another folder"
+        )
+        return Finding(Kind.MISSING, missing, (told, *self._others_told(missing)))
+
+    def _over(self) -> Finding | None:
+        """Ranks whose process or pass is over while others go on: the first of them."""
+        own = {rank: at for rank in self.states if (at := self._own_error_ns(rank)) is not None}
+        gone = {rank: self.states[rank].seen_ns for rank in self._gone()}
+        first_own = min(own.values(), default=None)
+        first_gone = min(gone.values(), default=None)
+        if first_own is not None and (first_gone is None or first_own <= first_gone + _UNSURE_S * 1e9):
+            return self._raised(tuple(rank for rank, at in own.items() if at == first_own))
+        if first_gone is not None:
+            return self._died(tuple(rank for rank, at in gone.items() if at <= first_gone + _UNSURE_S * 1e9))
+        ended = tuple(
+            rank for rank, state in self.states.items() if state.doing is Doing.ENDED and not state.waited_in_vain
+        )
+        if ended and self._stuck():
+            told = f"{listed(ended)} ended its program, while others go on"
+            return Finding(Kind.ENDED, ended, (told, *self._others_told(ended)))
+        return None
+
+    def _own_error_ns(self, rank: int) -> int | None:
+        """When a rank raised an error that did not come out of communication with others."""
+        state, log = self.states[rank], self.logs[rank]
+        if state.failed_ns is not None:
+            return None if communicates(state.failed_in) else state.failed_ns
+        return state.since_ns if state.doing is Doing.ENDED and log.words else None
+
+    def _gone(self) -> list[int]:
+        """Ranks whose process died before those of others; none where all went together.
+
+        One that still saw its communication fail did not start it, however it ended.
+        """
+        if all(state.is_gone for state in self.states.values()):
+            unsuspecting = [rank for rank, state in self.states.items() if state.failed_ns is None]
+            if 0 < len(unsuspecting) < len(self.states):  # the others still saw communication fail
+                return unsuspecting
+            return [rank for rank, state in self.states.items() if self._silent_s(state) > 2 * _UNSURE_S]
+        return [
+            rank
+            for rank, state in self.states.items()
+            if not state.waited_in_vain
+            and state.doing is not Doing.ENDED
+            and (state.is_gone or (state.is_gone is None and self._silent_s(state) > _SILENT_S))
+        ]
+
+    def _silent_s(self, state: State) -> float:
+        return (self.newest_ns - state.seen_ns) / 1e9
+
+    def _raised(self, ranks: tuple[int, ...]) -> Finding:
+        state, log = self.states[ranks[0]], self.logs[ranks[0]]
+        place = "outside of the model"
+        if state.failed_ns is not None:
+            place = f"while it {doing_told(state, self.units).rpartition(' while it ')[2]}"
+        told = f"{listed(ranks)} raised an error {place} {where(state.step, state.in_backward, state.phase)}"
+        words = tuple(f"  {line}" for line in log.words.splitlines())
+        return Finding(Kind.RAISED, ranks, (f"{told}:", *words, *self._unit_line(state), *self._others_told(ranks)))
+
+    def _died(self, ranks: tuple[int, ...]) -> Finding:
+        state = self.states[ranks[0]]
+        process = self.logs[ranks[0]].writer.process
+        told = (
+            f"{listed(ranks)} died without a word (process {process.pid} on {process.host}), as after kill -9 or when "
+            f"memory runs out; the last thing known: it {doing_told(state, self.units)}"
+        )
+        return Finding(Kind.DIED, ranks, (told, *self._unit_line(state), *self._others_told(ranks)))
+
+    # ---- ranks that do something else ---------------------------------------------------------------------------
+
+    def _different(self) -> Finding | None:
+        epochs = {state.epoch for state in self.states.values()}
+        if len(epochs) > 1:
+            return self._reset_alone() if self._stuck() else None
+        found = first_mismatch({rank: state.operations for rank, state in self.states.items()})
+        if found is None:
+            return None
+        kind = {
+            Difference.SKIPPED: Kind.SKIPPED,
+            Difference.ORDER: Kind.ORDER,
+            Difference.BYTES: Kind.BYTES,
+            Difference.EARLIER: Kind.ORDER,
+        }[found.difference]
+        named = found.others_do
+        place = f"(operation {found.number}, {where(named.step, named.in_backward, named.phase)})"
+        if found.difference is Difference.EARLIER:
+            told = (
+                f"{listed(found.odd)} did something else than {listed(found.others)} before operation {found.number}, "
+                "the first that all logs hold"
+            )
+            return Finding(kind, found.odd, (told, *self._advice()))
+        both = (
+            f"it {operation_told(found.odd_does, self.units)} where {subject(found.others)} "
+            f"{operation_told(named, self.units)} {place}"
+        )
+        told = f"{listed(found.odd)} {self._accused(found)}: {both}"
+        return Finding(kind, found.odd, (told, unit_told(self.units[named.unit]), *self._stuck_told(), *self._advice()))
+
+    def _reset_alone(self) -> Finding:
+        by_epoch: dict[int, list[int]] = {}
+        for rank, state in self.states.items():
+            by_epoch.setdefault(state.epoch, []).append(rank)
+        fewest = min(by_epoch.values(), key=len)
+        odd = tuple(fewest)
+        told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
+        return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
+
+    def _accused(self, found: Mismatch) -> str:
+        if found.difference is Difference.SKIPPED:
+            return f"skipped {self.units[found.others_do.unit].label}"
+        if found.difference is Difference.BYTES:
+            return f"communicates another number of bytes for {self.units[found.others_do.unit].label}"
+        return "communicates in another order"
+
+    def _advice(self) -> tuple[str, ...]:
+        return ("every rank has to call the same units in the same order (docs/ranks.md)",)
+
+    # ---- ranks that do not come ---------------------------------------------------------------------------------
+
+    def _elsewhere(self, stuck: Sequence[State]) -> Finding | None:
+        if not stuck:
+            return None
+        elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
+        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in _BESIDE for state in stuck):
+            return self._alone(stuck)
+        if elsewhere:
+            ranks = tuple(state.rank for state in elsewhere)
+            told = [f"rank {s.rank} {doing_told(s, self.units)} since {seconds(s.quiet_s)}" for s in elsewhere[:4]]
+            more = (f"and {len(elsewhere) - 4} more",) if len(elsewhere) > 4 else ()
+            return Finding(Kind.ELSEWHERE, ranks, (*told, *more, *self._others_told(ranks)))
+        counts = {rank: state.count for rank, state in self.states.items()}
+        least = min(counts.values())
+        behind = tuple(rank for rank, count in counts.items() if count == least)
+        if least < max(counts.values()):
+            told_behind = f"{listed(behind)} is behind: it {doing_told(self.states[behind[0]], self.units)}"
+            return Finding(Kind.BEHIND, behind, (told_behind, *self._others_told(behind)))
+        if len(stuck) < len(self.states):
+            return None
+        told_equal = (
+            "all ranks wait for the same, and all have come: the network is slow or broken, or collectives of another "
+            "library are in the way (set TORCH_FR_BUFFER_SIZE=2000 to have PyTorch record those)"
+        )
+        return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
+
+    def _alone(self, stuck: Sequence[State]) -> Finding:
+        """A few ranks have begun something that most have not, such as a norm that only they ask for."""
+        ranks = tuple(state.rank for state in stuck)
+        told = f"only {subject(ranks)} {doing_told(stuck[0], self.units)}, and most ranks have not come to that"
+        return Finding(Kind.ALONE, ranks, (told, *self._others_told(ranks)))
+
+    # ---- sentences ----------------------------------------------------------------------------------------------
+
+    def _others_told(self, odd: Sequence[int]) -> tuple[str, ...]:
+        """What the ranks that are not odd do, and what the unit of the first that waits holds."""
+        return self._told([state for rank, state in self.states.items() if rank not in odd])
+
+    def _stuck_told(self) -> tuple[str, ...]:
+        return self._told([state for state in self.states.values() if state.waits or state.waited_in_vain])
+
+    def _told(self, states: Sequence[State]) -> tuple[str, ...]:
+        doing: dict[str, list[State]] = {}
+        for state in states:
+            doing.setdefault(doing_told(state, self.units), []).append(state)
+        lines = []
+        for what, alike in doing.items():
+            last = max(alike[0].operations.values(), key=lambda o: o.number, default=None)
+            number = f" (operation {last.number})" if last is not None and alike[0].waits else ""
+            quiet = seconds(max(state.quiet_s for state in alike))
+            lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet}")
+        waiting = [state for state in states if state.waits or state.waited_in_vain]
+        return (*lines, *(self._unit_line(waiting[0]) if waiting else ()))
+
+    def _unit_line(self, state: State) -> tuple[str, ...]:
+        """What the unit holds that a rank is concerned with, if it is."""
+        return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in _BESIDE else ()

@@ -1,0 +1,114 @@
+"""Logs of a folder as frozen data. What cannot be read is told in words, and left out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.flight_recorder import flight_name, read_flight
+from megatron_fsdp.hang.processes import is_alive
+from megatron_fsdp.hang.writer import Writer, from_json, is_log_name
+from megatron_fsdp.runtime.ring_format import Beat, Record, read_beat, read_head, read_records, read_words
+
+MOST_FILE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """What one rank did last.
+
+    Attributes:
+        writer: Who it is.
+        records: The last ones, oldest first.
+        torn: Places of the ring that hold no whole record.
+        beat: The last sign of life; None: never given.
+        words: The error that was told last; empty: none.
+        alive: Whether the process runs; None: it is on another machine.
+        flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
+        read_ns: When it was read, in nanoseconds since 1970.
+    """
+
+    writer: Writer
+    records: tuple[Record, ...]
+    torn: int = 0
+    beat: Beat | None = None
+    words: str = ""
+    alive: bool | None = None
+    flight: tuple[str, ...] = ()
+    read_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The logs of the newest run in a folder.
+
+    Attributes:
+        ranks: By model, then by rank.
+        remarks: What was left out and why, one sentence each.
+    """
+
+    ranks: tuple[RankLog, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def read_log(path: Path) -> RankLog:
+    """One log.
+
+    Raises:
+        ValueError: The file is none, or damaged; says how.
+        OSError: It cannot be read.
+    """
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"it has more than {MOST_FILE_BYTES} bytes")
+    alive = is_alive(from_json(read_head(path.read_bytes())[0]).process)
+    content = path.read_bytes()  # again: of a process that is dead, this is the last
+    who, places = read_head(content)
+    writer = from_json(who)
+    records, torn = read_records(content, places)
+    known = [r for r in records if r.unit in range(len(writer.units)) and r.phase < len(writer.phases)]
+    return RankLog(
+        writer,
+        tuple(known),
+        torn + len(records) - len(known),
+        read_beat(content, places),
+        read_words(content, places),
+        alive,
+        read_flight(path.with_name(flight_name(writer.rank, writer.model))),
+        time.time_ns(),
+    )
+
+
+def read_folder(folder: Path) -> Logs:
+    """The logs of the newest run in a folder.
+
+    Raises:
+        ConfigurationError: There is no such folder, or no log that can be read in it.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is not a folder; give the one that MFSDP_HANG_LOG or log_for_hangs named")
+    found: list[RankLog] = []
+    remarks: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if not is_log_name(path.name):
+            continue
+        try:
+            found.append(read_log(path))
+        except (ValueError, OSError) as error:
+            remarks.append(f"{path.name} was left out: {error}")
+    if not found:
+        told = f" ({'; '.join(remarks)})" if remarks else ""
+        raise ConfigurationError(
+            f"{folder} holds no log of a rank{told}; train with MFSDP_HANG_LOG={folder}, or call "
+            "model.log_for_hangs(folder) on every rank"
+        )
+    newest = max(found, key=lambda log: log.writer.started_ns).writer.run
+    earlier = sorted({log.writer.rank for log in found if log.writer.run != newest})
+    if earlier:
+        told = ", ".join(str(rank) for rank in earlier)
+        remarks.append(f"logs of rank {told} are of an earlier run and were left out")
+    ranks = sorted(
+        (log for log in found if log.writer.run == newest), key=lambda log: (log.writer.model, log.writer.rank)
+    )
+    return Logs(tuple(ranks), tuple(remarks))

@@ -1,0 +1,282 @@
+"""From logs to the odd rank, without a process: each rule of the explanation against logs made by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.cli.main import main
+from megatron_fsdp.hang.compare import Difference, first_mismatch
+from megatron_fsdp.hang.explain import Kind, explain
+from megatron_fsdp.hang.flight_recorder import last_entries, read_flight
+from megatron_fsdp.hang.processes import Process, this_process
+from megatron_fsdp.hang.reading import Logs, RankLog
+from megatron_fsdp.hang.state import Operation, state_of
+from megatron_fsdp.hang.words import listed, subject
+from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.runtime.ring_format import Beat, Mark, Record
+from megatron_fsdp.runtime.ring_log import PHASES, Ring
+from megatron_fsdp.runtime.rolling_hash import fold
+
+_SECOND = 10**9
+_NOW = 1000 * _SECOND
+_UNITS = tuple(UnitFacts(label, (f"{label}.weight",), 64) for label in ("(root)", "a", "b", "c"))
+
+
+def _number(phase: Phase) -> int:
+    return PHASES.index(phase)
+
+
+class Story:
+    """The records of one rank, told in order; each event a millisecond after the last."""
+
+    def __init__(self, start_s: float = 100.0) -> None:
+        self.records: list[Record] = []
+        self._count = self._hash = self._epoch = 0
+        self._time_ns = int(start_s * _SECOND)
+
+    def add(self, mark: Mark, phase: Phase, unit: int, num_bytes: int = 0) -> "Story":
+        self._time_ns += 10**6
+        if mark is Mark.RESET:
+            self._count = self._hash = 0
+            self._epoch += 1
+        if mark is Mark.LAUNCHES:
+            self._count += 1
+            self._hash = fold(self._hash, _number(phase), unit, num_bytes)
+        number, back = len(self.records), False
+        self.records.append(
+            Record(
+                number,
+                self._time_ns,
+                0,
+                unit,
+                _number(phase),
+                mark,
+                back,
+                0,
+                num_bytes,
+                self._count,
+                self._hash,
+                self._epoch,
+            )
+        )
+        return self
+
+    def gather(self, unit: int, num_bytes: int = 64) -> "Story":
+        self.add(Mark.BEGINS, Phase.GATHER, unit).add(Mark.LAUNCHES, Phase.GATHER, unit, num_bytes)
+        return self.add(Mark.ENDS, Phase.GATHER, unit)
+
+    def wait(self, unit: int) -> "Story":
+        return self.add(Mark.BEGINS, Phase.WAIT, unit)
+
+    def log(self, rank: int, world: int = 2, *, alive: bool | None = True, beat: Beat | None = None) -> RankLog:
+        process = Process("host", 10 + rank)
+        names = tuple(phase.value for phase in PHASES)
+        writer = Writer(rank, world, tuple(range(world)), 0, "run", 1, process, _UNITS, names)
+        return RankLog(writer, tuple(self.records), beat=beat, alive=alive, read_ns=_NOW)
+
+
+def _found(*logs: RankLog) -> tuple[Kind, tuple[int, ...], str]:
+    explanation = explain(Logs(logs), 10.0)
+    (finding,) = explanation.findings
+    return finding.kind, finding.ranks, str(explanation)
+
+
+def test_ranks_that_wait_for_the_same_are_told_so() -> None:
+    kind, ranks, text = _found(*(Story().gather(1).wait(1).log(rank) for rank in range(2)))
+    assert (kind, ranks) == (Kind.EQUAL, ())
+    assert text.startswith("all ranks wait for the same, and all have come: the network is slow or broken")
+    assert "each of ranks 0, 1 waits for the weights of a in the forward of step 0 (operation 1) since 900.0 s" in text
+
+
+def test_a_wait_that_is_short_is_no_hang() -> None:
+    kind, ranks, text = _found(Story(995.0).gather(1).wait(1).log(0), Story(995.0).log(1))
+    assert (kind, ranks) == (Kind.NOTHING, ())
+    assert text.startswith("no rank stands out\n")
+
+
+def test_a_missing_log_is_named() -> None:
+    kind, ranks, text = _found(*(Story().gather(1).wait(1).log(rank, 4) for rank in (0, 3)))
+    assert (kind, ranks) == (Kind.MISSING, (1, 2))
+    assert text.startswith("ranks 1, 2 left no log here: ")
+
+
+def test_a_rank_on_another_machine_that_fell_silent_is_gone() -> None:
+    waits = Story().gather(1).wait(1)
+    kind, ranks, text = _found(
+        waits.log(0, alive=None, beat=Beat(_NOW)), Story().gather(1).log(1, alive=None, beat=Beat(_NOW - 60 * _SECOND))
+    )
+    assert (kind, ranks) == (Kind.DIED, (1,))
+    assert text.startswith("rank 1 died without a word (process 11 on host), as after kill -9")
+
+
+def test_of_a_job_that_was_killed_as_a_whole_the_hang_before_is_told() -> None:
+    """Signs of life say how long it hung; nobody died before the others."""
+    waits = Story().gather(1).wait(1).log(0, alive=False, beat=Beat(_NOW))
+    sleeps = Story().gather(1).log(1, alive=False, beat=Beat(_NOW - _SECOND // 2))
+    kind, ranks, text = _found(waits, sleeps)
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    assert "rank 0 waits for the weights of a in the forward of step 0 (operation 1) since 900.0 s" in text
+
+
+def test_of_a_job_that_was_killed_while_it_ran_nothing_is_told() -> None:
+    both = [Story(999.0).gather(1).log(rank, alive=False, beat=Beat(_NOW)) for rank in range(2)]
+    assert _found(*both)[0] is Kind.NOTHING
+
+
+def test_an_error_of_its_own_comes_before_those_that_follow_from_it() -> None:
+    fails = Story().gather(1).add(Mark.BEGINS, Phase.FORWARD, 1).add(Mark.FAILED, Phase.FORWARD, 1)
+    follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
+    first = replace(fails.log(1, alive=False), words="ValueError: bad batch")
+    kind, ranks, text = _found(follows.log(0, alive=False), first)
+    assert (kind, ranks) == (Kind.RAISED, (1,))
+    assert text.splitlines()[:2] == [
+        "rank 1 raised an error while it computes the forward of a in the forward of step 0:",
+        "  ValueError: bad batch",
+    ]
+
+
+def test_ranks_that_saw_communication_fail_did_not_start_it() -> None:
+    """They end one after another, some of them while it is looked at."""
+    follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
+    logs = [follows.log(0, 4, alive=False), Story().gather(1).log(1, 4, alive=False)]
+    kind, ranks, _ = _found(*logs, follows.log(2, 4), follows.log(3, 4, alive=False))
+    assert (kind, ranks) == (Kind.DIED, (1,))
+    kind, ranks, _ = _found(follows.log(0, alive=False), Story().gather(1).log(1))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+
+
+def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:
+    waits = [Story().gather(1).wait(1).log(rank, 40) for rank in range(39)]
+    text = _found(*waits, Story().gather(1).log(39, 40))[2].splitlines()
+    assert text[0].startswith("rank 39 runs code outside of the model (")
+    assert text[1].startswith("each of ranks 0-38 waits for the weights of a in the forward of step 0")
+    assert text[3].startswith("  rank 39 (odd): runs code outside")
+    assert text[-1] == "  and 24 more"
+
+
+def test_a_collective_that_an_accelerator_has_not_finished_counts_as_waiting() -> None:
+    """The host has gone on, out of the model."""
+    beat = Beat(_NOW, 3, 2, _number(Phase.REDUCE))
+    waits = Story().gather(1).log(0, beat=beat)
+    state = state_of(waits)
+    assert (state.waits, state.phase, state.unit) == (True, "reduce", 2)
+    kind, ranks, _ = _found(waits, Story().gather(1).log(1, beat=Beat(_NOW)))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+
+
+def test_a_rank_that_was_reset_alone_is_named() -> None:
+    reset = Story().gather(1).add(Mark.RESET, Phase.FORWARD, 0).gather(2)
+    logs = [Story().gather(1).wait(1).log(0, 3), reset.log(1, 3), Story().gather(1).wait(1).log(2, 3)]
+    kind, ranks, text = _found(*logs)
+    assert (kind, ranks) == (Kind.RESET, (1,))
+    assert text.startswith("rank 1 called reset() a different number of times than the other ranks")
+
+
+def test_phases_whose_beginning_was_overwritten_do_no_harm() -> None:
+    story = Story().add(Mark.ENDS, Phase.FORWARD, 0).gather(1)
+    state = state_of(story.log(0))
+    assert (state.waits, state.count, state.phase) == (False, 1, "gather")
+
+
+def _operations(kinds: list[tuple[str, int, int]]) -> dict[int, Operation]:
+    found, so_far = {}, 0
+    for number, (phase, unit, num_bytes) in enumerate(kinds, 1):
+        so_far = fold(so_far, len(phase), unit, num_bytes)
+        found[number] = Operation(number, phase, unit, num_bytes, so_far, 0, False)
+    return found
+
+
+_KINDS = st.lists(st.tuples(st.sampled_from(["gather", "reduce"]), st.integers(1, 5), st.just(64)), min_size=1)
+
+
+@given(_KINDS, st.data())
+def test_the_rank_of_three_that_differs_first_is_found(kinds: list[tuple[str, int, int]], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(kinds) - 1))
+    odd = data.draw(st.integers(0, 2))
+    other = [*kinds]
+    other[place] = data.draw(
+        st.sampled_from([("gather", 6, 64), (kinds[place][0], kinds[place][1], 32), ("norm", 0, 0)])
+    )
+    by_rank = {rank: _operations(other if rank == odd else kinds) for rank in range(3)}
+    found = first_mismatch(by_rank)
+    assert found is not None
+    assert (found.number, found.odd) == (place + 1, (odd,))
+    assert found.odd_does.kind == other[place]
+    assert found.others_do.kind == kinds[place]
+    assert (found.difference is Difference.BYTES) == (other[place][2] == 32)
+
+
+@given(_KINDS, st.integers(0, 5))
+def test_ranks_of_which_one_is_ahead_do_not_differ(kinds: list[tuple[str, int, int]], behind: int) -> None:
+    by_rank = {0: _operations(kinds), 1: _operations(kinds[: max(0, len(kinds) - behind)])}
+    assert first_mismatch(by_rank) is None
+
+
+def test_a_difference_before_what_the_logs_hold_is_told_as_such() -> None:
+    same = [("gather", 2, 64)] * 3
+    one, other = _operations([("gather", 1, 64), *same]), _operations([("gather", 3, 64), *same])
+    found = first_mismatch({0: {n: o for n, o in one.items() if n > 2}, 1: other, 2: other})
+    assert found is not None
+    assert (found.difference, found.number, found.odd) == (Difference.EARLIER, 3, (0,))
+
+
+def test_of_two_ranks_the_one_that_leaves_its_former_order_is_odd() -> None:
+    usual = [("gather", unit, 64) for unit in (1, 2, 3)]
+    swapped = [("gather", unit, 64) for unit in (1, 3, 2)]
+    skipped = [("gather", unit, 64) for unit in (1, 3)]
+    found = first_mismatch({0: _operations(usual + swapped), 1: _operations(usual + usual)})
+    assert found is not None
+    assert (found.difference, found.odd, found.others_do.unit) == (Difference.ORDER, (0,), 2)
+    found = first_mismatch({0: _operations(usual + skipped), 1: _operations(usual + usual)})
+    assert found is not None
+    assert (found.difference, found.odd, found.others_do.unit) == (Difference.SKIPPED, (0,), 2)
+
+
+def test_ranks_in_words() -> None:
+    assert [listed([3]), listed([0, 1]), listed([4, 0, 1, 2])] == ["rank 3", "ranks 0, 1", "ranks 0-2, 4"]
+    assert [subject([3]), subject([0, 1])] == ["rank 3", "each of ranks 0, 1"]
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def _written(folder: Path) -> None:
+    story = Story().gather(1)
+    log = story.log(0, 1)
+    ring = Ring(folder / file_name(0, 0), as_json(replace(log.writer, process=this_process())))
+    ring.add(Mark.BEGINS, _number(Phase.FORWARD), 0, False, 0, 0, 0, 0, 0, 0)
+
+
+def test_the_command_says_that_nothing_is_odd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _written(tmp_path)
+    assert main(["hang", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["odd"], found["findings"]) == (False, [{"kind": "nothing", "ranks": [], "sentences": []}])
+    assert found["ranks"][0]["doing"] == "computes the forward of (root) in the forward of step 0"
+    assert found["ranks"][0]["process"] == "alive"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["nowhere"], "nowhere is not a folder"), (["."], "holds no log of a rank"), ([".", "--after", "0"], "--after=0")],
+)
+def test_the_command_refuses_what_it_cannot_read(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["hang", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+# ---- the flight recorder -------------------------------------------------------------------------------------------
+
+
+def test_dumps_that_are_none_say_nothing(tmp_path: Path) -> None:
+    for text in (b"", b"\x80\x04pickle", b"[]", b"{}", b'{"entries": 3}', b'{"entries": [{}]}', b"[" * 100_000):
+        assert last_entries(text) == ()
+    assert read_flight(tmp_path / "missing.json") == ()

@@ -1,0 +1,203 @@
+"""Real ranks that wait for one another in vain: each kind of misbehaviour is named, with rank, unit and parameters."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
+from megatron_fsdp.cli.main import main
+from megatron_fsdp.hang.explain import Kind
+from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until_said
+
+_LAYER_2 = (
+    "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
+    "(4 parameters, 492 bytes)"
+)
+_ROOT = "(root) holds first.weight, first.bias, last.weight, last.bias (4 parameters, 336 bytes)"
+
+
+def skip_a_unit(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.module.order = (0, 1, 3)
+
+
+def call_in_another_order(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.module.order = (0, 2, 1, 3)
+
+
+def send_other_bytes(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.reset_mixed_precision_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))
+
+
+def sleep_outside(model: MegatronFSDP, rank: int) -> None:  # noqa: ARG001
+    if rank == 1:
+        time.sleep(DEADLINE_S)
+
+
+def sleep_in_a_unit(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.module.layers[2].up.register_forward_pre_hook(_sleep)
+
+
+def die(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.module.layers[2].up.register_forward_pre_hook(_die)
+
+
+def raise_in_forward(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.module.layers[2].up.register_forward_pre_hook(_raise)
+
+
+def clip_alone(model: MegatronFSDP, rank: int) -> None:
+    step(model)
+    if rank == 1:
+        model.clip_grad_norm_(1.0)
+    time.sleep(DEADLINE_S)
+
+
+def leave_early(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.stop_logging_for_hangs()
+        time.sleep(DEADLINE_S)
+
+
+def _sleep(*_unused: object) -> None:
+    time.sleep(DEADLINE_S)
+
+
+def _die(*_unused: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(*_unused: object) -> None:
+    raise ValueError("bad batch")
+
+
+CASES = [
+    (
+        skip_a_unit,
+        Kind.SKIPPED,
+        [
+            "rank 1 skipped layers.2: it reduces layers.1 (640 bytes) where rank 0 reduces layers.2 (640 bytes) ",
+            ", in the backward of step 2)",
+            _LAYER_2,
+        ],
+    ),
+    (
+        call_in_another_order,
+        Kind.ORDER,
+        [
+            "rank 1 communicates in another order: it reduces layers.1 (640 bytes) where rank 0 reduces layers.2 ",
+            ", in the backward of step 2)",
+            _LAYER_2,
+        ],
+    ),
+    (
+        send_other_bytes,
+        Kind.BYTES,
+        [
+            "rank 1 communicates another number of bytes for layers.3: ",
+            ": it reduces layers.3 (384 bytes) where rank 0 reduces layers.3 (640 bytes) (operation ",
+            "layers.3 holds layers.3.up.weight, ",
+        ],
+    ),
+    (
+        sleep_outside,
+        Kind.ELSEWHERE,
+        [
+            "rank 1 runs code outside of the model (the last it did there: ends its backward, step 1) since ",
+            "rank 0 waits for the weights of (root) in the forward of step 2 (operation ",
+            _ROOT,
+        ],
+    ),
+    (
+        sleep_in_a_unit,
+        Kind.ELSEWHERE,
+        [
+            "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
+            "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation ",
+            "layers.3 holds layers.3.up.weight, ",
+        ],
+    ),
+    (
+        die,
+        Kind.DIED,
+        [
+            "rank 1 died without a word (process ",
+            "; the last thing known: it computes the forward of layers.2 in the forward of step 2",
+            _LAYER_2,
+        ],
+    ),
+    (
+        raise_in_forward,
+        Kind.RAISED,
+        [
+            "rank 1 raised an error while it computes the forward of layers.2 in the forward of step 2:",
+            'in _raise: raise ValueError("bad batch")',
+            "ValueError: bad batch",
+            _LAYER_2,
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("misbehave", "kind", "told"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_each_kind_of_misbehaviour_is_named(misbehave: object, kind: Kind, told: list[str], tmp_path: Path) -> None:
+    with misbehaving(misbehave, tmp_path):  # type: ignore[arg-type]
+        found = explained(tmp_path, kind)
+    assert [(finding.kind, finding.ranks) for finding in found.findings] == [(kind, (1,))]
+    text = str(found)
+    for part in told:
+        assert part in text, text
+    assert [row.rank for row in found.rows if row.is_odd] == [1]
+
+
+def test_one_rank_of_three_that_asks_for_a_norm_is_named(tmp_path: Path) -> None:
+    with misbehaving(clip_alone, tmp_path, world=3):
+        found = explained(tmp_path, Kind.ALONE)
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks) == (Kind.ALONE, (1,))
+    assert finding.sentences[0] == (
+        "only rank 1 waits for the norm of all gradients in step 2, and most ranks have not come to that"
+    )
+
+
+def test_a_rank_that_says_goodbye_is_told_from_one_that_died(tmp_path: Path) -> None:
+    with misbehaving(leave_early, tmp_path):
+        found = explained(tmp_path, Kind.ENDED)
+    assert str(found).startswith("rank 1 ended its program, while others go on\nrank 0 waits for the weights of (root)")
+
+
+def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with misbehaving(sleep_outside, tmp_path, world=3, watch_s=1.0):
+        explained(tmp_path, Kind.ELSEWHERE)
+        said = until_said(tmp_path / "stderr-0", "nothing has happened for")
+        time.sleep(1.5)  # long enough for a second message, if there were one
+        assert said == (tmp_path / "stderr-0").read_text()
+        assert main(["hang", str(tmp_path), "--after", "1"]) == 1
+    lines = said.splitlines()
+    assert lines[0].startswith("[rank 0] nothing has happened for ")
+    assert lines[1].startswith("rank 1 runs code outside of the model (")
+    assert lines[2].startswith("each of ranks 0, 2 waits for the weights of (root) in the forward of step 2")
+    assert (tmp_path / "stderr-1").read_text() == (tmp_path / "stderr-2").read_text() == ""
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("rank 1 runs code outside of the model (")
+    assert [line.split()[:4] for line in printed if line.startswith("*")] == [["*", "1", "0", "alive"]]
+
+
+def test_an_error_that_ends_the_wait_carries_the_explanation(tmp_path: Path) -> None:
+    """No thread has to be awake for it."""
+    with misbehaving(sleep_outside, tmp_path, limit_s=3.0):
+        said = until_said(tmp_path / "stderr-0", "(root) holds ")
+    assert "during 'wait' of unit (root)\nrank 1 runs code outside of the model (" in said
+    assert "\nrank 0 raised an error while it waits for the weights of (root) since " in said
+    assert _ROOT in said

@@ -1,0 +1,144 @@
+"""Models that keep logs: switched on by a call or the environment, on all ranks or none, without effect on values."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.flight_recorder import dump_flight, read_flight
+from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang.state import Doing, state_of
+from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.runtime.ring_format import Mark
+from tests.conftest import RunRanks
+from tests.support.hanging import step
+from tests.support.usage_models import Layer, Ordered
+
+
+def shard() -> MegatronFSDP:
+    torch.manual_seed(0)
+    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
+
+
+def logged(folder: str) -> dict[str, Any]:
+    model = shard()
+    model.log_for_hangs(folder)
+    before = model.traffic()
+    losses = [step(model).item() for _ in range(2)]
+    sent = model.traffic().since(before)
+    model.clip_grad_norm_(1.0)
+    list(model.iter_full_tensors())
+    dist.barrier()
+    (log,) = [log for log in read_folder(Path(folder)).ranks if log.writer.rank == dist.get_rank()]
+    names = [log.writer.phases[record.phase] for record in log.records if record.mark is Mark.LAUNCHES]
+    dist.barrier()
+    model.stop_logging_for_hangs()
+    step(model)
+    after = read_folder(Path(folder)).ranks[dist.get_rank()]
+    return {
+        "losses": losses,
+        "plain": [step(plain).item() for plain in [shard()] for _ in range(2)],
+        "operations": {name: names.count(name) for name in dict.fromkeys(names)},
+        "hash": log.records[-1].hash,
+        "collectives": sent.gathers + sent.reductions,
+        "last": log.records[-1].collective,
+        "units": [(unit.label, len(unit.parameters), unit.num_bytes) for unit in log.writer.units],
+        "peers": log.writer.peers,
+        "run": log.writer.run,
+        "doing": state_of(log).doing,
+        "torn": log.torn,
+        "new": len(after.records) - len(log.records),
+        "ended": state_of(after).doing,
+    }
+
+
+def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, logged, str(tmp_path))
+    for found in (first, second):
+        assert found["losses"] == found["plain"]
+        gathers = found["operations"][Phase.GATHER.value]
+        assert gathers + found["operations"][Phase.REDUCE.value] == found["collectives"] == found["last"] + 1
+        assert found["operations"][Phase.NORM.value] == 1
+        assert found["operations"][Phase.WHOLE.value] == 21  # twenty tensors and the end
+        assert found["operations"][Phase.AGREE.value] == 2
+        assert found["units"] == [("(root)", 4, 336), *((f"layers.{i}", 4, 492) for i in range(4))]
+        assert (found["peers"], found["torn"]) == ((0, 1), 0)
+        assert (found["doing"], found["ended"], found["new"]) == (Doing.OUTSIDE, Doing.ENDED, 1)
+    assert (first["hash"], first["run"]) == (second["hash"], second["run"])
+
+
+def by_environment(folder: str, on: tuple[int, ...], seconds: str = "") -> str:
+    rank = dist.get_rank()
+    os.environ.update(
+        {"MFSDP_HANG_LOG": folder} if rank in on else {}, MFSDP_HANG_TIMEOUT=seconds if rank in on else ""
+    )
+    try:
+        torch.manual_seed(0)
+        config = DistributedDataParallelConfig(overlap_grad_reduce=False)
+        models = [shard(), DistributedDataParallel(config, Ordered())]
+        step(models[1])
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        del os.environ["MFSDP_HANG_TIMEOUT"]
+        os.environ.pop("MFSDP_HANG_LOG", None)
+    with pytest.raises(ConfigurationError, match=r"this model keeps a log for hangs in .* already; call stop_logging"):
+        models[0].log_for_hangs(folder)
+    dist.barrier()
+    return " ".join(
+        f"{log.writer.rank}.{log.writer.model}.{len(log.records) > 0}" for log in read_folder(Path(folder)).ranks
+    )
+
+
+def test_the_environment_asks_for_a_log_of_each_model(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(2, by_environment, str(tmp_path), (0, 1), "60") == ["0.0.False 1.0.False 0.1.True 1.1.True"] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"rank-0000{rank}{model}.mfsdplog" for rank in range(2) for model in ("", ".model-1")
+    }
+
+
+def test_ranks_have_to_agree_on_the_environment(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, by_environment, str(tmp_path), (1,))
+    assert first == second
+    assert "rank 0 has 'MFSDP_HANG_LOG not set', rank 1 has 'MFSDP_HANG_LOG set'" in first
+    (message,) = set(run_ranks(2, by_environment, str(tmp_path), (1,), "soon"))
+    assert "rank 1: MFSDP_HANG_TIMEOUT='soon' is no time to wait; give seconds, more than 0" in message
+
+
+def cannot_write(folder: str) -> str:
+    model = shard()
+    with pytest.raises(ConfigurationError) as raised:
+        model.log_for_hangs(f"{folder}/file" if dist.get_rank() == 1 else folder)
+    model.log_for_hangs(folder)  # nothing is left of the attempt
+    return str(raised.value)
+
+
+def test_a_folder_that_one_rank_cannot_write_is_refused_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (message,) = set(run_ranks(2, cannot_write, str(tmp_path)))
+    assert "rank 1: the log for hangs cannot be written to " in message
+    assert "FileExistsError" in message or "NotADirectoryError" in message
+
+
+def flight(folder: str) -> tuple[bool, tuple[str, ...]]:
+    model = shard()
+    model.log_for_hangs(folder)
+    step(model)
+    log = model._hang_log
+    assert log is not None
+    path = Path(folder) / f"rank-0000{dist.get_rank()}.flight.json"
+    return dump_flight(Path(folder), log.writer), read_flight(path)
+
+
+def test_the_flight_recorder_of_this_torch_is_read(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for written, lines in run_ranks(2, flight, str(tmp_path)):
+        assert written == bool(lines)  # torch may record nothing
+        assert len(lines) <= 3
+        for line in lines:
+            assert line.startswith("gloo:")
+            assert " of group " in line
