@@ -1,0 +1,155 @@
+"""One stage of a pipeline on paper: its layers, what it is given and what it passes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp.errors import ParallelSizeError
+from megatron_fsdp.plan.decoder_parts import DecoderParts, text_config
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A place in a pipeline.
+
+    Attributes:
+        index: From 0.
+        count: Of all stages.
+    """
+
+    index: int
+    count: int
+
+    @property
+    def is_first(self) -> bool:
+        """It has the embeddings."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It has the final norm, the head and the loss."""
+        return self.index == self.count - 1
+
+
+def layers_of_stage(num_layers: int, stage: Stage) -> tuple[int, int]:
+    """(first layer, one past the last) of a stage; earlier stages take the remainder, as in automodel's pipelines.
+
+    Raises:
+        ParallelSizeError: There are fewer layers than stages, or there is no such stage.
+    """
+    if num_layers < stage.count:
+        raise ParallelSizeError(
+            f"{num_layers} layers cannot be cut into pp={stage.count} stages, since each needs a layer; use pp of "
+            f"{num_layers} or less"
+        )
+    if not 0 <= stage.index < stage.count:
+        raise ParallelSizeError(f"stage={stage.index} does not exist; pp={stage.count} has 0 to {stage.count - 1}")
+    length, remainder = divmod(num_layers, stage.count)
+    start = stage.index * length + min(stage.index, remainder)
+    return start, start + length + (stage.index < remainder)
+
+
+def take_stage(model: nn.Module, parts: DecoderParts, stage: Stage, rows: int, tokens: int) -> None:
+    """Take away, in place, what belongs to other stages; what stays keeps its name.
+
+    A stage that is not the first computes on hidden states that have arrived: memory of its own for each microbatch.
+
+    Args:
+        model: With modules and a config of its own.
+        parts: Of the model.
+        stage: Which.
+        rows: Sequences of a microbatch.
+        tokens: Of each, on this rank.
+
+    Raises:
+        ParallelSizeError: There are too few layers.
+    """
+    base: Any = model.get_submodule(parts.base)
+    layers: nn.ModuleList = getattr(base, parts.layers)
+    total = len(layers)
+    start, stop = layers_of_stage(total, stage)
+    kept = {name: layer for name, layer in list(layers._modules.items())[start:stop]}
+    layers._modules.clear()
+    layers._modules.update(kept)
+    config: Any = text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        config.layer_types = list(kinds)[start:stop]
+    config.num_hidden_layers = stop - start
+    if not stage.is_first:
+        for name in parts.embeddings:
+            _replace(base, name, _NoEmbedding())
+        arriving = _Arriving(rows, tokens, config.hidden_size, _activation_dtype(model))
+        next(iter(kept.values())).register_forward_pre_hook(arriving)  # type: ignore[union-attr]  # a layer
+    if not stage.is_last:
+        for name in parts.norms:
+            _replace(base, name, nn.Identity())
+        if parts.head is not None:
+            _replace(model, parts.head, nn.Identity())
+        if getattr(config, "final_logit_softcapping", None) is not None:
+            config.final_logit_softcapping = None
+
+
+def stage_inputs(model: nn.Module, stage: Stage, rows: int, tokens: int) -> dict[str, Any]:
+    """What the module of a stage is called with, without memory; tokens and labels where it takes them."""
+    ids = torch.empty((rows, tokens), dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"labels": ids} if stage.is_last else {}
+    if stage.is_first:
+        return {"input_ids": ids, **inputs}
+    hidden: int = text_config(model).hidden_size
+    # Only its shape is used: the first layer is given what has arrived.
+    shape = torch.empty((1, 1, 1), dtype=_activation_dtype(model), device="meta").expand(rows, tokens, hidden)
+    return {"inputs_embeds": shape, **inputs}
+
+
+def passed_on(output: Any) -> Tensor:
+    """A scalar whose backward makes the gradient that the next stage sends."""
+    sent: Tensor = _Sent.apply(output.logits)  # type: ignore[no-untyped-call]  # torch's own, without hints
+    return sent
+
+
+def _activation_dtype(model: nn.Module) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for param in model.parameters():
+        if param.is_floating_point():
+            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _replace(owner: nn.Module, name: str, stand_in: nn.Module) -> None:
+    """Put something in the place of a part that no list of modules shows: it belongs to another stage."""
+    delattr(owner, name)
+    vars(owner)[name] = stand_in
+
+
+class _NoEmbedding(nn.Module):
+    """An embedding of another stage; what is made of it is dropped."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """A zero that can be added to anything."""
+        return torch.zeros((), device=indices.device)
+
+
+class _Arriving:
+    """A hook that gives the first layer of a stage what the stage before has sent."""
+
+    def __init__(self, rows: int, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = (rows, tokens, hidden), dtype
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True), *args[1:])
+
+
+class _Sent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.shape = hidden.shape
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].new_empty(ctx.shape)
