@@ -1,8 +1,8 @@
 """Attention of one context-parallel rank on paper: its queries see the keys and values of all ranks.
 
 The steps are those of `automodel.context_parallel`: keys and values travel together in one gather per layer (one
-reduce-scatter of their gradients in backward), are put in order, and each of the rank's two pieces of a sequence attends
-to them.
+reduce-scatter of their gradients in backward), are put in order, and each of the two pieces of a sequence that the rank
+has attends to them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def _width(model: nn.Module, tp: int) -> int:
     config: Any = text_config(model)
     queries = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # latent attention has a key for each query
-        return int(
-            (queries // _dividing(model, tp)) * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-        )
+        head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return int(queries // _dividing(model, tp) * head)
     keys = getattr(config, "num_key_value_heads", None) or queries
     head = getattr(config, "head_dim", None) or config.hidden_size // queries
     return int(2 * (keys // _dividing(model, tp)) * head)
@@ -134,11 +133,11 @@ class _Ranks:
 
 def _attention(
     ranks: _Ranks,
-    module: nn.Module,
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,

@@ -72,7 +72,7 @@ def take_stage(model: nn.Module, parts: DecoderParts, stage: Stage, rows: int, t
     layers: nn.ModuleList = getattr(base, parts.layers)
     total = len(layers)
     start, stop = layers_of_stage(total, stage)
-    kept = {name: layer for name, layer in list(layers._modules.items())[start:stop]}
+    kept = dict(list(layers._modules.items())[start:stop])
     layers._modules.clear()
     layers._modules.update(kept)
     config: Any = text_config(model)

@@ -91,7 +91,7 @@ def _check(module: nn.Module, ranks: ParallelRanks, stage: int) -> None:
         )
     if ranks.ep > 1 and not fused_experts(module):
         raise ConfigurationError(
-            f"{type(module).__name__} has no fused experts, so nothing can be divided over ep={ranks.ep} ranks; use ep=1"
+            f"{type(module).__name__} has no fused experts, so ep={ranks.ep} ranks have nothing to divide; use ep=1"
         )
 
 

@@ -1,6 +1,6 @@
 """What one tensor-parallel rank holds, computes and sends of a model of transformers, by transformers' own plan.
 
-The collectives are those of `parallelize_tensors` of automodel: one for each divided layer, as styles of torch have them.
+The collectives are those of `parallelize_tensors` of automodel: one for each divided layer, as torch has them.
 Layers that share an input, such as queries, keys and values, sum their gradients of it one by one, which makes five
 all-reduces in the backward of a layer of Llama where two would do (Shoeybi et al., Megatron-LM, 2019).
 """
