@@ -47,7 +47,7 @@ def test_deepseek_v3_on_two_thousand_ranks() -> None:
     layer = next(unit for unit in found.model.units if unit.name == "model.layers.10")
     experts = 4 * 3 * 7168 * 2048
     assert sum(group.layout.payload_numel for group in layer.groups if group.spec.key.is_expert) == experts
-    assert found.workload.total_numel == 671_026_419_200
+    assert found.workload.total_numel == 671_026_419_200 - 58 * 256  # published; corrections of scores are buffers
     exchanges = [traffic for traffic in found.traffic if traffic.axis == "ep"]
     sent = 8 * 256 * 7168 * 2 * 63 // 64
     assert [(traffic.reductions, traffic.sent_bytes) for traffic in exchanges] == [(58 * 6, 58 * 6 * sent)]

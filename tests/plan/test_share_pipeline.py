@@ -62,7 +62,6 @@ def _real_peak(kind: str, stage: int) -> int:
         output = part(received)
         if is_last:
             loss = nn.functional.cross_entropy(output.float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            del output
             loss.backward()
         else:
             output.backward(torch.zeros_like(output))
@@ -72,7 +71,7 @@ def _real_peak(kind: str, stage: int) -> int:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_peaks_are_those_of_a_real_stage(kind: str, stage: int) -> None:
-    """Live bytes within 3 %."""
+    """Live bytes within 3 %; schedules hold what a stage gave until its backward is over."""
     planned = profile(share(without_memory(kind), stage, pp=STAGES), Backend.GLOO, pp=STAGES)
     assert planned.peak_bytes == pytest.approx(_real_peak(kind, stage), rel=0.03)
 

@@ -106,10 +106,16 @@ def stage_inputs(model: nn.Module, stage: Stage, rows: int, tokens: int) -> dict
     return {"inputs_embeds": shape, **inputs}
 
 
-def passed_on(output: Any) -> Tensor:
-    """A scalar whose backward makes the gradient that the next stage sends."""
-    sent: Tensor = _Sent.apply(output.logits)  # type: ignore[no-untyped-call]  # torch's own, without hints
-    return sent
+def end_of_stage(output: Any, *, is_last: bool) -> Tensor:
+    """A scalar whose backward is that of a stage: torch's schedules hold what the stage gave until it is over.
+
+    Args:
+        output: Of the model. Hidden states take the place of logits in stages that are not the last.
+        is_last: The loss is there; else backward makes the gradient that the next stage sends.
+    """
+    made = output.loss if is_last else output.logits
+    end: Tensor = _End.apply(made, output.logits.detach())  # type: ignore[no-untyped-call]  # torch's, without hints
+    return end
 
 
 def _activation_dtype(model: nn.Module) -> torch.dtype:
@@ -144,12 +150,12 @@ class _Arriving:
         return (torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True), *args[1:])
 
 
-class _Sent(torch.autograd.Function):
+class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.shape = hidden.shape
-        return hidden.new_empty(())
+    def forward(ctx: Any, made: Tensor, held: Tensor) -> Tensor:
+        ctx.shape, ctx.held = made.shape, held
+        return made.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].new_empty(ctx.shape)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_empty(ctx.shape), None

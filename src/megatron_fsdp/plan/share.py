@@ -13,7 +13,7 @@ from megatron_fsdp.plan.context_parallel_share import planned_attention, take_co
 from megatron_fsdp.plan.decoder_parts import DecoderParts, copy_of_modules, decoder_parts, itemsize_of, text_config
 from megatron_fsdp.plan.expert_share import expert_exchanges
 from megatron_fsdp.plan.experts_stand_in import fused_experts
-from megatron_fsdp.plan.pipeline_share import Stage, passed_on, stage_inputs, take_stage
+from megatron_fsdp.plan.pipeline_share import Stage, end_of_stage, stage_inputs, take_stage
 from megatron_fsdp.plan.planned_model import UnitModules
 from megatron_fsdp.plan.setup import ParallelRanks
 from megatron_fsdp.plan.tensor_parallel_share import take_tensor_parallel_part
@@ -68,7 +68,7 @@ def share_of_rank(
         module=own,
         inputs={**stage_inputs(own, place, micro_batch, sequence_length // ranks.cp), **without_cache(own)},
         tokens=tokens,
-        loss_fn=None if place.is_last else passed_on,
+        loss_fn=partial(end_of_stage, is_last=place.is_last) if ranks.pp > 1 else None,
         exchanges=_by_unit(own, unit_modules, exchanges),
         stage=stage,
         surroundings=partial(planned_attention, ranks.cp) if ranks.cp > 1 else None,
