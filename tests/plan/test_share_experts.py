@@ -4,6 +4,7 @@ import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.front import plan
+from megatron_fsdp.plan.presets import preset_config
 from megatron_fsdp.plan.setup import Backend
 from tests.plan.shares import ROWS, SEQUENCE, profile, share, without_memory
 
@@ -42,15 +43,16 @@ def test_recomputed_layers_keep_their_shapes(kind: str, ranks: int) -> None:
 
 
 def test_deepseek_v3_on_two_thousand_ranks() -> None:
-    """256 experts on 64 ranks: four on each; the rest of a layer is shared by 256 ranks, experts by four."""
-    found = plan("deepseek-v3", {"dp_shard": 256, "dp_outer": 8, "ep": 64}, recompute="full", sequence_length=256)
-    layer = next(unit for unit in found.model.units if unit.name == "model.layers.10")
+    """256 experts on 64 ranks: four on each; two of five layers have experts."""
+    config = {**preset_config("deepseek-v3"), "num_hidden_layers": 5}
+    ranks = {"dp_shard": 256, "dp_outer": 8, "ep": 64}
+    found = plan(config, ranks, recompute="full", sequence_length=256)
+    layer = next(unit for unit in found.model.units if unit.name == "model.layers.4")
     experts = 4 * 3 * 7168 * 2048
     assert sum(group.layout.payload_numel for group in layer.groups if group.spec.key.is_expert) == experts
-    assert found.workload.total_numel == 671_026_419_200 - 58 * 256  # published; corrections of scores are buffers
-    exchanges = [traffic for traffic in found.traffic if traffic.axis == "ep"]
     sent = 8 * 256 * 7168 * 2 * 63 // 64
-    assert [(traffic.reductions, traffic.sent_bytes) for traffic in exchanges] == [(58 * 6, 58 * 6 * sent)]
+    exchanges = [traffic for traffic in found.traffic if traffic.axis == "ep"]
+    assert [(traffic.reductions, traffic.sent_bytes) for traffic in exchanges] == [(2 * 6, 2 * 6 * sent)]
 
 
 def test_impossible_arrangements_are_refused() -> None:

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.split import split_layers
 from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
@@ -18,7 +20,9 @@ from megatron_fsdp.plan.planning import plan_workload
 from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.timing import saved_microbatches
 from tests.automodel.small_models import FAMILIES, build
-from tests.plan.shares import ROWS, SEQUENCE, profile, share, without_memory
+from tests.conftest import RunRanks
+from tests.plan.shares import ROWS, SEQUENCE, WIDER, profile, share, without_memory
+from tests.support.arrangements import mesh_of
 from tests.support.live_bytes import LiveBytes
 
 STAGES = 3  # of four layers: two, one, one
@@ -57,14 +61,15 @@ def _real_peak(kind: str, stage: int) -> int:
     for param in part.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     tokens = torch.arange(ROWS * SEQUENCE).view(ROWS, SEQUENCE) % 96
+    received = tokens if stage == 0 else torch.zeros(ROWS, SEQUENCE, hidden, requires_grad=True)
+    gradient = torch.zeros(ROWS, SEQUENCE, hidden)
     with LiveBytes() as live:
-        received = tokens if stage == 0 else torch.zeros(ROWS, SEQUENCE, hidden, requires_grad=True)
         output = part(received)
         if is_last:
             loss = nn.functional.cross_entropy(output.float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
         else:
-            output.backward(torch.zeros_like(output))
+            output.backward(gradient)
     return live.peak_bytes
 
 
@@ -74,6 +79,37 @@ def test_peaks_are_those_of_a_real_stage(kind: str, stage: int) -> None:
     """Live bytes within 3 %; schedules hold what a stage gave until its backward is over."""
     planned = profile(share(without_memory(kind), stage, pp=STAGES), Backend.GLOO, pp=STAGES)
     assert planned.peak_bytes == pytest.approx(_real_peak(kind, stage), rel=0.03)
+
+
+def _peaks_of_pipeline(count: int) -> tuple[int, int]:
+    """Live bytes of the first step, which makes buffers, and of the second."""
+    mesh = mesh_of((2,), ("pp",))
+    config = PipelineConfig("1f1b", pp_microbatch_size=ROWS)
+    pipeline = build_pipeline(
+        build("llama", **WIDER), mesh, config, parallelize_stage=lambda part: part, device=torch.device("cpu")
+    )
+    for param in pipeline.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    tokens = torch.arange(count * ROWS * SEQUENCE).view(count * ROWS, SEQUENCE) % 96
+    peaks = []
+    for _ in range(2):
+        with LiveBytes() as live:
+            pipeline.step(tokens, tokens)
+        peaks.append(live.peak_bytes)
+    return peaks[0], peaks[1]
+
+
+def test_memory_is_that_of_a_real_pipeline(run_ranks: RunRanks) -> None:
+    """1F1B with four microbatches: live bytes of a step within 3 %, buffers to the byte."""
+    count, model = 4, without_memory("llama", **WIDER)
+    setup = Setup(ParallelRanks(1, pp=2), microbatches=count, backend=Backend.GLOO)
+    for stage, (first, later) in enumerate(run_ranks(2, _peaks_of_pipeline, count)):
+        workload = share(model, stage, pp=2)
+        planned = profile(workload, Backend.GLOO, pp=2)
+        sending = planned.input_bytes if stage else 0
+        found = planned.peak_bytes + saved_microbatches(setup, stage) * planned.kept_bytes + sending
+        assert found == pytest.approx(later, rel=0.03)
+        assert first - later == count * workload.received_bytes
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])

@@ -59,7 +59,8 @@ def _ends(
     model: nn.Module, base: nn.Module, layers: str, head: str | None, axis: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of embeddings and of final norms."""
-    embeddings, norms = [], []
+    embeddings: list[str] = []
+    norms: list[str] = []
     unknown = [name for name, _ in base.named_parameters(recurse=False)]
     for name, child in base.named_children():
         if name == layers or not any(True for _ in child.parameters()):

@@ -56,7 +56,7 @@ def layers_of_stage(num_layers: int, stage: Stage) -> tuple[int, int]:
 def take_stage(model: nn.Module, parts: DecoderParts, stage: Stage, rows: int, tokens: int) -> None:
     """Take away, in place, what belongs to other stages; what stays keeps its name.
 
-    A stage that is not the first computes on hidden states that have arrived: memory of its own for each microbatch.
+    A stage that is not the first computes on hidden states that have arrived in a buffer (`received_bytes`).
 
     Args:
         model: With modules and a config of its own.
@@ -83,8 +83,8 @@ def take_stage(model: nn.Module, parts: DecoderParts, stage: Stage, rows: int, t
     if not stage.is_first:
         for name in parts.embeddings:
             _replace(base, name, _NoEmbedding())
-        arriving = _Arriving(rows, tokens, config.hidden_size, _activation_dtype(model))
-        next(iter(kept.values())).register_forward_pre_hook(arriving)  # type: ignore[union-attr]  # a layer
+        arriving = _Arriving(hidden_states(model, rows, tokens))
+        next(iter(kept.values())).register_forward_pre_hook(arriving)
     if not stage.is_last:
         for name in parts.norms:
             _replace(base, name, nn.Identity())
@@ -95,27 +95,48 @@ def take_stage(model: nn.Module, parts: DecoderParts, stage: Stage, rows: int, t
 
 
 def stage_inputs(model: nn.Module, stage: Stage, rows: int, tokens: int) -> dict[str, Any]:
-    """What the module of a stage is called with, without memory; tokens and labels where it takes them."""
+    """What the module of a stage is called with, without memory; tokens and labels where it takes them.
+
+    Stages that are not the first are called with one tensor of the size of hidden states, of which they use the shape
+    only: as large is the gradient of the microbatch before, which waits until it is sent.
+    """
     ids = torch.empty((rows, tokens), dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"labels": ids} if stage.is_last else {}
     if stage.is_first:
         return {"input_ids": ids, **inputs}
-    hidden: int = text_config(model).hidden_size
-    # Only its shape is used: the first layer is given what has arrived.
-    shape = torch.empty((1, 1, 1), dtype=_activation_dtype(model), device="meta").expand(rows, tokens, hidden)
-    return {"inputs_embeds": shape, **inputs}
+    return {"inputs_embeds": hidden_states(model, rows, tokens), **inputs}
 
 
-def end_of_stage(output: Any, *, is_last: bool) -> Tensor:
-    """A scalar whose backward is that of a stage: torch's schedules hold what the stage gave until it is over.
+def hidden_states(model: nn.Module, rows: int, tokens: int) -> Tensor:
+    """What stages send each other, without memory."""
+    shape = (rows, tokens, text_config(model).hidden_size)
+    return torch.empty(shape, dtype=_activation_dtype(model), device="meta")
+
+
+def received_bytes(model: nn.Module, stage: Stage, rows: int, tokens: int) -> int:
+    """Buffers for one microbatch: hidden states of the stage before, and gradients of the next one."""
+    return hidden_states(model, rows, tokens).nbytes * ((not stage.is_first) + (not stage.is_last))
+
+
+class EndOfStage:
+    """The scalar whose backward is that of a stage.
+
+    Torch's schedules hold what the stage gave until its backward is over; a gradient arrives in a buffer from before.
 
     Args:
-        output: Of the model. Hidden states take the place of logits in stages that are not the last.
-        is_last: The loss is there; else backward makes the gradient that the next stage sends.
+        gradient: What the next stage sends; None in the last, where the loss is.
     """
-    made = output.loss if is_last else output.logits
-    end: Tensor = _End.apply(made, output.logits.detach())  # type: ignore[no-untyped-call]  # torch's, without hints
-    return end
+
+    def __init__(self, gradient: Tensor | None) -> None:
+        self._gradient = gradient
+
+    def __call__(self, output: Any) -> Tensor:
+        """A loss of the model's output; hidden states take the place of logits in stages that are not the last."""
+        if self._gradient is None:
+            end: Tensor = _End.apply(output.loss, output.logits.detach(), None)  # type: ignore[no-untyped-call]
+        else:
+            end = _End.apply(output.logits, output.logits.detach(), self._gradient)  # type: ignore[no-untyped-call]
+        return end
 
 
 def _activation_dtype(model: nn.Module) -> torch.dtype:
@@ -141,21 +162,21 @@ class _NoEmbedding(nn.Module):
 
 
 class _Arriving:
-    """A hook that gives the first layer of a stage what the stage before has sent."""
+    """A hook that gives the first layer of a stage what has arrived, in a buffer from before."""
 
-    def __init__(self, rows: int, tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        self._shape, self._dtype = (rows, tokens, hidden), dtype
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True), *args[1:])
+        return (self._buffer.detach().requires_grad_(), *args[1:])
 
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: Tensor, held: Tensor) -> Tensor:
-        ctx.shape, ctx.held = made.shape, held
+    def forward(ctx: Any, made: Tensor, held: Tensor, gradient: Tensor | None) -> Tensor:
+        ctx.held, ctx.gradient = held, gradient
         return made.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].new_empty(ctx.shape), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] if ctx.gradient is None else ctx.gradient, None, None

@@ -119,13 +119,14 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     if profile is None:
         profile = profile_workload(workload, model)
     step = replay_step(model, profile, step_costs(model, profile, workload, machine))
+    received = setup.microbatches * workload.received_bytes
     return Plan(
         workload,
         model,
         machine,
         profile,
         step,
-        memory_of(model, step, profile.input_bytes, workload.buffer_bytes),
+        memory_of(model, step, profile.input_bytes + received, workload.buffer_bytes),
         (*_data_parallel(step.transfers), *_model_parallel(workload.exchanges, setup, machine)),
         tokens_where_hidden(model, profile, workload, machine),
     )

@@ -13,7 +13,14 @@ from megatron_fsdp.plan.context_parallel_share import planned_attention, take_co
 from megatron_fsdp.plan.decoder_parts import DecoderParts, copy_of_modules, decoder_parts, itemsize_of, text_config
 from megatron_fsdp.plan.expert_share import expert_exchanges
 from megatron_fsdp.plan.experts_stand_in import fused_experts
-from megatron_fsdp.plan.pipeline_share import Stage, end_of_stage, stage_inputs, take_stage
+from megatron_fsdp.plan.pipeline_share import (
+    EndOfStage,
+    Stage,
+    hidden_states,
+    received_bytes,
+    stage_inputs,
+    take_stage,
+)
 from megatron_fsdp.plan.planned_model import UnitModules
 from megatron_fsdp.plan.setup import ParallelRanks
 from megatron_fsdp.plan.tensor_parallel_share import take_tensor_parallel_part
@@ -68,7 +75,8 @@ def share_of_rank(
         module=own,
         inputs={**stage_inputs(own, place, micro_batch, sequence_length // ranks.cp), **without_cache(own)},
         tokens=tokens,
-        loss_fn=partial(end_of_stage, is_last=place.is_last) if ranks.pp > 1 else None,
+        loss_fn=_end(own, place, micro_batch, sequence_length // ranks.cp),
+        received_bytes=received_bytes(own, place, micro_batch, sequence_length // ranks.cp),
         exchanges=_by_unit(own, unit_modules, exchanges),
         stage=stage,
         surroundings=partial(planned_attention, ranks.cp) if ranks.cp > 1 else None,
@@ -93,6 +101,12 @@ def _check(module: nn.Module, ranks: ParallelRanks, stage: int) -> None:
         raise ConfigurationError(
             f"{type(module).__name__} has no fused experts, so ep={ranks.ep} ranks have nothing to divide; use ep=1"
         )
+
+
+def _end(own: nn.Module, stage: Stage, rows: int, tokens: int) -> EndOfStage | None:
+    if stage.count == 1:
+        return None
+    return EndOfStage(None if stage.is_last else hidden_states(own, rows, tokens))
 
 
 def _of_pipeline(own: nn.Module, parts: DecoderParts | None, stage: Stage, tokens: int) -> list[Exchange]:
@@ -137,7 +151,8 @@ def _notes(module: nn.Module, ranks: ParallelRanks) -> tuple[str, ...]:
         )
     if ranks.pp > 1:
         notes.append(
-            "Pipeline stages run 1F1B with one stage per rank, and sending hidden states takes time of the stage."
+            "Pipeline stages run 1F1B with one stage per rank, sending hidden states takes time of the stage, and each "
+            "microbatch of a step has buffers of its own for what other stages send, as in torch's schedules."
         )
         if getattr(text_config(module), "tie_word_embeddings", False):
             notes.append("Tied embeddings are held by both ends; the exchange of their gradients is not counted.")

@@ -63,6 +63,7 @@ class Workload:
         total_numel: Parameters of the whole model.
         exchanges: Collectives of model parallelism.
         stage: Of the pipeline; earlier stages keep more microbatches.
+        received_bytes: Buffers for what other pipeline stages send, of one microbatch; each of a step has its own.
         surroundings: What the module has to run in, for the kernels of a device; None: nothing.
         notes: What was assumed, in words.
     """
@@ -76,6 +77,7 @@ class Workload:
     total_numel: int = 0
     exchanges: tuple[Exchange, ...] = ()
     stage: int = 0
+    received_bytes: int = 0
     surroundings: Callable[[Kernels], AbstractContextManager[None]] | None = None
     notes: tuple[str, ...] = field(default=())
 
