@@ -40,13 +40,15 @@ def profile(workload: Workload, backend: Backend, recompute: Recompute = "none",
     return profile_workload(workload, plan_model(workload.module, setup))
 
 
-def peak_of_step(model: nn.Module, **inputs: Any) -> int:
-    """Bytes that a real forward and backward allocate at their peak; gradients die as they arrive."""
+def bytes_of_step(model: nn.Module, **inputs: Any) -> tuple[int, int]:
+    """Bytes that a real forward leaves for backward, and the peak of both; gradients die as they arrive."""
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
     with LiveBytes() as live:
-        model(**inputs, use_cache=False).loss.backward()
-    return live.peak_bytes
+        loss = model(**inputs, use_cache=False).loss
+        kept = live.now_bytes
+        loss.backward()
+    return kept, live.peak_bytes
 
 
 def _drop(param: torch.Tensor) -> None:
