@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
+from megatron_fsdp.plan.experts_stand_in import fused_experts
+from megatron_fsdp.plan.kernels import Kernels
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.memory import RankMemory, memory_of
 from megatron_fsdp.plan.planned_model import PlannedModel, plan_model
@@ -87,7 +90,7 @@ class Plan:
     @property
     def model_flops(self) -> float:
         """Operations of one microbatch on this rank, recomputation left out (the F of MFU)."""
-        return self.profile.forward_flops + self.profile.backward_flops + 3 * self.workload.extra_flops
+        return self.profile.forward_flops + self.profile.backward_flops
 
     @property
     def utilisation(self) -> float:
@@ -116,13 +119,14 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     if profile is None:
         profile = profile_workload(workload, model)
     step = replay_step(model, profile, step_costs(model, profile, workload, machine))
+    received = setup.microbatches * workload.received_bytes
     return Plan(
         workload,
         model,
         machine,
         profile,
         step,
-        memory_of(model, step, profile.input_bytes, workload.buffer_bytes),
+        memory_of(model, step, profile.input_bytes + received, workload.buffer_bytes),
         (*_data_parallel(step.transfers), *_model_parallel(workload.exchanges, setup, machine)),
         tokens_where_hidden(model, profile, workload, machine),
     )
@@ -131,15 +135,18 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Run a workload once without memory, with the kernels of the back end's devices."""
     setup = model.setup
-    return profile_compute(
-        workload.module,
-        workload.inputs,
-        unit_names=[unit.name for unit in model.units],
-        loss_fn=workload.loss_fn,
-        kernels="cpu" if setup.backend is Backend.GLOO else "cuda",
-        recompute=setup.recompute,
-        expert_ranks=setup.ranks.ep,
-    )
+    kernels: Kernels = "cpu" if setup.backend is Backend.GLOO else "cuda"
+    may_lack_experts = setup.ranks.pp > 1 and not fused_experts(workload.module)  # as first stages do
+    with nullcontext() if workload.surroundings is None else workload.surroundings(kernels):
+        return profile_compute(
+            workload.module,
+            workload.inputs,
+            unit_names=[unit.name for unit in model.units],
+            loss_fn=workload.loss_fn,
+            kernels=kernels,
+            recompute=setup.recompute,
+            expert_ranks=1 if may_lack_experts else setup.ranks.ep,
+        )
 
 
 def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
@@ -165,10 +172,7 @@ def _model_parallel(exchanges: tuple[Exchange, ...], setup: Setup, machine: Mach
     found = []
     for axis in dict.fromkeys(exchange.axis for exchange in exchanges):
         own = [exchange for exchange in exchanges if exchange.axis == axis]
-        repeats = [
-            setup.microbatches * exchange.count * (1 + (setup.recompute == "full" and not exchange.in_backward))
-            for exchange in own
-        ]
+        repeats = [setup.microbatches * sum(exchange.runs(setup.recompute)) for exchange in own]
         seconds = [machine.collective_s(exchange.sent_bytes, *groups[axis]) for exchange in own]
         found.append(
             AxisTraffic(

@@ -11,9 +11,9 @@ from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.memory import step_bytes
 from megatron_fsdp.plan.planned_model import PlannedModel
 from megatron_fsdp.plan.replay import StepCosts
-from megatron_fsdp.plan.setup import ParallelRanks
+from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.wires import Cost, Wire
-from megatron_fsdp.plan.workload import Exchange, Workload
+from megatron_fsdp.plan.workload import Exchange, Workload, unit_around
 from megatron_fsdp.unit.group_plan import GroupPlan
 
 Group = tuple[int, int]
@@ -57,16 +57,15 @@ def step_costs(
         name = "outer" if wire is Wire.OUTER else "experts" if is_expert else "inner"
         return machine.collective_s(sent_bytes, *groups[name])
 
-    waits = _exchange_seconds(workload.exchanges, groups, machine)
-    extra_s = machine.compute_s(workload.extra_flops, 0) / max(1, len(profile.unit_names) - 1)
+    waits = _exchange_seconds(workload.exchanges, profile.unit_names, model.setup, machine)
 
     def compute(segment: Segment) -> float:
         own = machine.compute_s(segment.flops, segment.moved_bytes, segment.operators)
         unit = profile.unit_names[segment.unit]
-        if segment.event is Event.FORWARD_BEGINS and segment.unit:
-            own += extra_s + waits.get((unit, False), 0.0)
-        elif segment.event is Event.BACKWARD_BEGINS and segment.unit:
-            own += 2 * extra_s + waits.get((unit, True), 0.0)
+        if segment.event is Event.FORWARD_BEGINS:
+            own += waits.get((unit, False), 0.0)
+        elif segment.event is Event.BACKWARD_BEGINS:
+            own += waits.get((unit, True), 0.0)
         return own * compute_scale
 
     setup = model.setup
@@ -79,19 +78,31 @@ def step_costs(
         optimizer_s=machine.compute_s(0, moved),
         cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
         optimizer_bytes=step_bytes(model),
-        saved_microbatches=min(setup.ranks.pp, setup.microbatches) - 1,
+        saved_microbatches=saved_microbatches(setup, workload.stage),
     )
 
 
+def saved_microbatches(setup: Setup, stage: int) -> int:
+    """Microbatches of which a pipeline stage keeps activations besides those of the one that it computes.
+
+    Under 1F1B stage s of p starts p - s microbatches before the first backward (Narayanan et al., Efficient Large-Scale
+    Language Model Training, 2021).
+    """
+    return min(setup.ranks.pp - stage, setup.microbatches) - 1
+
+
 def _exchange_seconds(
-    exchanges: Sequence[Exchange], groups: Mapping[str, Group], machine: Machine
+    exchanges: Sequence[Exchange], unit_names: Sequence[str], setup: Setup, machine: Machine
 ) -> dict[tuple[str, bool], float]:
     """Seconds that forward and backward of each unit wait for collectives of model parallelism."""
+    groups = groups_of(setup.ranks)
     found: dict[tuple[str, bool], float] = {}
     for exchange in exchanges:
-        key = (exchange.unit, exchange.in_backward)
-        seconds = exchange.count * machine.collective_s(exchange.sent_bytes, *groups[exchange.axis])
-        found[key] = found.get(key, 0.0) + seconds
+        seconds = machine.collective_s(exchange.sent_bytes, *groups[exchange.axis])
+        unit = unit_around(exchange.unit, unit_names)
+        for in_backward, count in enumerate(exchange.runs(setup.recompute)):
+            key = (unit, bool(in_backward))
+            found[key] = found.get(key, 0.0) + count * seconds
     return found
 
 

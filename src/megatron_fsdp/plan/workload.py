@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.kernels import Kernels
 from megatron_fsdp.plan.planned_model import UnitModules
+from megatron_fsdp.plan.recompute import Recompute
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of model parallelism that the compute of one unit waits for, in every forward or every backward.
+    """A collective (or message) of model parallelism that the compute of one unit waits for, in every microbatch.
 
     Attributes:
         axis: "tp", "cp", "ep" or "pp".
         unit: Name of the unit's module.
         sent_bytes: By this rank.
-        in_backward: Whether in backward, else in forward (and in its recomputation).
+        in_backward: Whether in backward, else in forward.
         count: How many of them.
+        repeated_by: Under which recomputation those of a forward run again in backward.
     """
 
     axis: str
@@ -31,6 +35,17 @@ class Exchange:
     sent_bytes: int
     in_backward: bool
     count: int = 1
+    repeated_by: tuple[Recompute, ...] = ()
+
+    def runs(self, recompute: Recompute) -> tuple[int, int]:
+        """How many run in forward and how many in backward of a microbatch."""
+        if self.in_backward:
+            return 0, self.count
+        return self.count, self.count * (recompute in self.repeated_by)
+
+    def but(self, **changes: Any) -> Exchange:
+        """The same with other values."""
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -47,8 +62,9 @@ class Workload:
         unit_modules: As `fully_shard` takes them.
         total_numel: Parameters of the whole model.
         exchanges: Collectives of model parallelism.
-        extra_flops: Operations of a forward that the module does not do on its own: attention to the tokens of other
-            context-parallel ranks.
+        stage: Of the pipeline; earlier stages keep more microbatches.
+        received_bytes: Buffers for what other pipeline stages send, of one microbatch; each of a step has its own.
+        surroundings: What the module has to run in, for the kernels of a device; None: nothing.
         notes: What was assumed, in words.
     """
 
@@ -60,7 +76,9 @@ class Workload:
     unit_modules: UnitModules = None
     total_numel: int = 0
     exchanges: tuple[Exchange, ...] = ()
-    extra_flops: int = 0
+    stage: int = 0
+    received_bytes: int = 0
+    surroundings: Callable[[Kernels], AbstractContextManager[None]] | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -69,10 +87,15 @@ class Workload:
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
 
+def unit_around(name: str, unit_names: Iterable[str]) -> str:
+    """The unit that holds a module; the root, "", where no other does."""
+    return next((unit for unit in unit_names if unit and f"{name}.".startswith(f"{unit}.")), "")
+
+
 def token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
     """Tokens and labels for a causal language model of transformers, without memory.
 
-    Where the model takes `use_cache`, it is told not to keep keys and values for generation, as training does.
+    A cache of keys and values is for generation; in training it would grow when layers are computed again.
 
     Raises:
         ConfigurationError: The model does not say its vocabulary, so it takes something else.
@@ -83,8 +106,12 @@ def token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> M
             "on the meta device) and, where it does not return a loss, loss_fn="
         )
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
-    told = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
-    return {"input_ids": tokens, "labels": tokens, **told}
+    return {"input_ids": tokens, "labels": tokens, **without_cache(module)}
+
+
+def without_cache(module: nn.Module) -> dict[str, bool]:
+    """The argument that turns the cache off, where the model has one."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
 
 
 def language_workload(
