@@ -58,5 +58,5 @@ def test_deepseek_v3_on_two_thousand_ranks() -> None:
 def test_impossible_arrangements_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="ep=2 and tp=2 cannot divide one model"):
         share(without_memory("mixtral"), dp_shard=2, ep=2, tp=2)
-    with pytest.raises(ConfigurationError, match="LlamaForCausalLM has no fused experts.*use ep=1"):
+    with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM has no fused experts.*use ep=1"):
         share(without_memory("llama"), dp_shard=2, ep=2)

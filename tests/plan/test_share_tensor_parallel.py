@@ -141,7 +141,7 @@ def test_uneven_shares_are_refused(kind: str, changes: dict[str, Any], sizes: di
 
 
 def test_models_without_a_known_plan_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no tensor-parallel plan for GPT2LMHeadModel.*use tp=1"):
+    with pytest.raises(ConfigurationError, match=r"no tensor-parallel plan for GPT2LMHeadModel.*use tp=1"):
         share(without_memory("gpt2"), tp=2)
     model = without_memory("llama")
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
