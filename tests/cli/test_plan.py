@@ -95,10 +95,22 @@ def test_a_plan_is_checked_by_a_simulated_run(capsys: pytest.CaptureFixture[str]
     assert all(row.endswith("ok") for row in rows)
 
 
+def test_the_trainers_models_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "tiny", "--ranks", "3", "--strategy", "2", "--optimizer", "adamw-loop", "--backend", "gloo"]
+    assert main([*args, "--check", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["name"] == "tiny"
+    assert told["model"]["units"] == 2
+    assert told["workload"]["tokens_per_rank_and_microbatch"] == 4 * 64
+    assert main([*args, "--micro-batch-size", "3", "--sequence-length", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"]["tokens_per_rank_and_microbatch"] == 30
+
+
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--list"]) == 0
     text = capsys.readouterr().out
     assert "deepseek-v3" in text
+    assert "cpu-small" in text
     assert "h200: 989 TFLOP/s" in text
 
 

@@ -49,7 +49,7 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
         (tower, {"dp_shard": 4, "dp_outer": 16}, 1, None, 2),
         (odd, {"dp_shard": 3, "dp_outer": 2}, 1, None, 1),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else "wide" if value is WIDE else str(value),
 )
 def test_a_plan_is_what_the_engine_does(
     build: Callable[[], nn.Module],

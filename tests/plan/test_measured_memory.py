@@ -13,12 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.accounting import passing_bytes
+from megatron_fsdp.checkpoint.staging import StagingBuffers
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.memory import RankMemory, memory_of, step_bytes
 from megatron_fsdp.plan.planned_model import plan_model
 from megatron_fsdp.plan.replay import StepCosts, replay_step
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
+from megatron_fsdp.plan.workload import Workload
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.tower import FEATURES, Floor, Tower
@@ -134,6 +136,7 @@ class Measured:
     peak_bytes: int
     buffers: tuple[int, int, int]
     state_bytes: int
+    saved_bytes: int
     transient_bytes: int
 
 
@@ -173,8 +176,16 @@ def _measure(case: Case) -> Measured:
         between + live.peak_bytes,
         (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes),
         sum(getattr(value, "_local_tensor", value).nbytes for value in states),
+        _staged_bytes(model, optimizer),
         memory.transient_peak_bytes,
     )
+
+
+def _staged_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What the copy of a save in the background takes."""
+    buffers = StagingBuffers()
+    buffers.copy({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
+    return buffers.staged_bytes
 
 
 def _step(case: Case, model: Any, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
@@ -217,8 +228,14 @@ def planned(case: Case, rank: int) -> RankMemory:
         cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
         optimizer_bytes=step_bytes(model),
     )
-    buffers = sum(buffer.nbytes for buffer in module.buffers())
-    return memory_of(model, replay_step(model, profile, costs), profile.input_bytes, buffers)
+    workload = Workload(case.model, module, inputs, 1)
+    return memory_of(
+        model,
+        replay_step(model, profile, costs),
+        profile.input_bytes,
+        workload.buffer_bytes,
+        workload.saved_buffer_bytes,
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -228,6 +245,7 @@ def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> N
         held = plan.held
         assert measured.buffers == (held.compute_weights, held.main_weights, held.main_gradients)
         assert measured.state_bytes == held.optimizer
+        assert measured.saved_bytes == plan.saving_bytes
         assert measured.transient_bytes == plan.peak.gathered_bytes + plan.peak.bucket_bytes
         kept = held.total + plan.input_bytes + measured.transient_bytes
         assert measured.between_bytes == kept, (measured.between_bytes - kept, plan)

@@ -8,12 +8,14 @@ from typing import Any
 
 from megatron_fsdp.cli.output import write_error, write_facts, write_json, write_line, write_table
 from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
+from megatron_fsdp.cli.plan_trainer import build_trainer_model, is_trainer_preset, trainer_presets, trainer_workload
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 
 _AUTO = "auto"
 _FOLLOW = "auto"
+_SEQUENCE = 4096
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a preset (llama-3-8b, deepseek-v3, ...; --list), a Hugging Face config.json or its folder, or "
-        "package.module:function",
+        help="a preset (llama-3-8b, the trainer's cpu-small, ...; --list), a Hugging Face config.json or its folder, "
+        "or package.module:function",
         nargs="?",
     )
     parser.add_argument("--list", action="store_true", help="list presets of models and machines")
@@ -66,8 +68,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch")
-    group.add_argument("--sequence-length", metavar="N", type=int, default=4096, help="tokens of a sequence (4096)")
-    group.add_argument("--micro-batch-size", metavar="N", type=int, default=1, help="sequences per rank (1)")
+    group.add_argument(
+        "--sequence-length", metavar="N", type=int, help="tokens of a sequence (4096; of a trainer's preset its own)"
+    )
+    group.add_argument(
+        "--micro-batch-size", metavar="N", type=int, help="sequences per rank (1; of a trainer's preset its own)"
+    )
     group.add_argument("--microbatches", metavar="N", type=int, default=1, help="per optimizer step (1)")
     group.add_argument(
         "--accumulation",
@@ -107,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: Something is not known or cannot be.
     """
-    from megatron_fsdp.plan.front import find_optimizer, make_workload
+    from megatron_fsdp.plan.front import find_optimizer
     from megatron_fsdp.plan.machine import find_machine
     from megatron_fsdp.plan.planning import plan_workload
     from megatron_fsdp.plan.recommend import recommend
@@ -133,13 +139,7 @@ def run(args: argparse.Namespace) -> int:
         backend=Backend(args.backend),
     )
     machine = find_machine(args.machine).but(_figures(args.machine_set))
-    workload = make_workload(
-        args.model,
-        setup.ranks,
-        sequence_length=args.sequence_length,
-        micro_batch=args.micro_batch_size,
-        dtype=dtype_from_name(args.dtype, "--dtype"),
-    )
+    workload = _workload(args, setup.ranks)
     tried = None
     if is_auto:
         tried = recommend(workload, setup, machine, (args.recompute,) if args.recompute else ("none", "full"))
@@ -149,6 +149,21 @@ def run(args: argparse.Namespace) -> int:
     _show(args, plan, tried)
     agrees = not args.check or _check(args, plan)
     return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+
+
+def _workload(args: argparse.Namespace, ranks: Any) -> Any:
+    from megatron_fsdp.plan.front import make_workload
+
+    dtype = dtype_from_name(args.dtype, "--dtype")
+    if is_trainer_preset(args.model):
+        return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, dtype)
+    return make_workload(
+        args.model,
+        ranks,
+        sequence_length=_SEQUENCE if args.sequence_length is None else args.sequence_length,
+        micro_batch=1 if args.micro_batch_size is None else args.micro_batch_size,
+        dtype=dtype,
+    )
 
 
 def _ranks(args: argparse.Namespace) -> Any:
@@ -190,6 +205,7 @@ def _list() -> int:
     from megatron_fsdp.plan.report import machine_words
 
     write_line("models: " + ", ".join(PRESETS))
+    write_line("models of the trainer: " + ", ".join(trainer_presets()))
     for machine in MACHINES.values():
         write_line(machine_words(machine))
     return EXIT_SAME
@@ -270,8 +286,11 @@ def _check(args: argparse.Namespace, plan: Any) -> bool:
     from megatron_fsdp.plan.models import build_meta_model
 
     is_config = ":" not in args.model
-    dtype = dtype_from_name(args.dtype) if is_config else None
-    found = check_by_simulation(plan, lambda: build_meta_model(args.model, dtype))
+    dtype = dtype_from_name(args.dtype)
+    if is_trainer_preset(args.model):
+        found = check_by_simulation(plan, lambda: build_trainer_model(args.model, dtype))
+    else:
+        found = check_by_simulation(plan, lambda: build_meta_model(args.model, dtype if is_config else None))
     if not args.json:
         write_line()
         rows = [

@@ -111,19 +111,24 @@ def make_workload(
     inputs: Any = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     stage: int = 0,
+    name: str | None = None,
+    tokens: int | None = None,
 ) -> Workload:
     """One rank's share of a model and of a microbatch; arguments as for `plan`.
+
+    With inputs of their own, `tokens` says how many tokens they hold (None: as many as the first tensor has samples);
+    `name` is what to call the model.
 
     Raises:
         ConfigurationError: The model is not known, or cannot be divided like that.
     """
-    for name, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
+    for argument, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
         if count < 1:
-            raise ConfigurationError(f"{name}={count} cannot be; give 1 or more")
+            raise ConfigurationError(f"{argument}={count} cannot be; give 1 or more")
     is_config = isinstance(model, Mapping) or (isinstance(model, str) and ":" not in model)
     module = build_meta_model(model, dtype if is_config else None)
     kind = getattr(getattr(module, "config", None), "model_type", None)
-    label = model if isinstance(model, str) else str(kind or type(module).__name__)
+    label = name or (model if isinstance(model, str) else str(kind or type(module).__name__))
     if inputs is None:
         return share_of_rank(label, module, ranks, micro_batch, sequence_length, fsdp_unit_modules, stage)
     for axis in ("tp", "cp", "pp"):
@@ -136,7 +141,7 @@ def make_workload(
         label,
         module,
         inputs,
-        _samples(inputs),
+        _samples(inputs) if tokens is None else tokens,
         loss_fn,
         fsdp_unit_modules,
         sum(param.numel() for param in module.parameters()),

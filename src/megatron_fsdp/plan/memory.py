@@ -43,7 +43,7 @@ class RankMemory:
         held: At all times.
         input_bytes: Of a microbatch.
         peak: The moment at which most is borrowed on top.
-        saving_bytes: Host memory that a checkpoint in the background copies the state to.
+        saving_bytes: Host memory that a checkpoint in the background takes for its copy; saving at once takes none.
     """
 
     held: HeldBytes
@@ -94,7 +94,13 @@ def step_bytes(model: PlannedModel) -> int:
     return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
 
 
-def memory_of(model: PlannedModel, step: ReplayedStep, input_bytes: int, module_buffer_bytes: int = 0) -> RankMemory:
+def memory_of(
+    model: PlannedModel,
+    step: ReplayedStep,
+    input_bytes: int,
+    module_buffer_bytes: int = 0,
+    saved_buffer_bytes: int = 0,
+) -> RankMemory:
     """Put a rank's memory together.
 
     Args:
@@ -102,7 +108,20 @@ def memory_of(model: PlannedModel, step: ReplayedStep, input_bytes: int, module_
         step: Its replayed step.
         input_bytes: Of a microbatch.
         module_buffer_bytes: Of buffers.
+        saved_buffer_bytes: Of those that a checkpoint holds.
     """
-    held = held_bytes(model, module_buffer_bytes)
-    weights = held.main_weights or held.compute_weights
-    return RankMemory(held, input_bytes, step.peak, saving_bytes=weights + held.optimizer)
+    return RankMemory(
+        held_bytes(model, module_buffer_bytes),
+        input_bytes,
+        step.peak,
+        saving_bytes=saving_bytes(model) + saved_buffer_bytes,
+    )
+
+
+def saving_bytes(model: PlannedModel) -> int:
+    """What a checkpoint of this rank holds of parameters and optimizer: main weights without padding, and state."""
+    weights = 0
+    for group in model.groups:
+        ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))
+        weights += sum(stop - start for start, stop in ranges) * group.precision.main_params.itemsize
+    return weights + optimizer_bytes(model)

@@ -163,6 +163,7 @@ def time_rows(plan: Plan) -> list[Row]:
         ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
         ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
         ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
+        ("save in the background", f"{in_gib(plan.memory.saving_bytes)} of host memory for the copy; none if at once"),
     ]
 
 

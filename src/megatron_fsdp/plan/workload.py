@@ -82,6 +82,12 @@ class Workload:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def saved_buffer_bytes(self) -> int:
+        """Of the module's buffers that state dicts hold."""
+        saved = self.module.state_dict()
+        return sum(saved[name].nbytes for name, _ in self.module.named_buffers() if name in saved)
+
+    @property
     def buffer_bytes(self) -> int:
         """Of the module's buffers."""
         return sum(buffer.nbytes for buffer in self.module.buffers())

@@ -1,0 +1,78 @@
+"""The trainer's presets as models to plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_fsdp.train.presets import PRESETS, find_preset, model_shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_fsdp.plan.setup import ParallelRanks
+    from megatron_fsdp.plan.workload import Workload
+    from megatron_fsdp.train.model import Decoder
+
+BYTES = 256
+"""The vocabulary of the trainer's default tokens."""
+
+
+def trainer_presets() -> tuple[str, ...]:
+    """Their names."""
+    return tuple(PRESETS)
+
+
+def is_trainer_preset(name: str) -> bool:
+    """Whether a name is one of them."""
+    return name in PRESETS
+
+
+def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
+    """The model of a preset with a vocabulary of bytes, on the default device."""
+    from megatron_fsdp.train.model import Decoder
+
+    return Decoder(model_shape(find_preset(name), BYTES)).to(dtype)
+
+
+def trainer_workload(
+    name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
+) -> Workload:
+    """What one rank of the trainer computes.
+
+    Args:
+        name: Of the preset.
+        ranks: Data-parallel ones only.
+        sequence_length: Tokens of a sequence; None: the preset's.
+        micro_batch: Sequences per rank; None: the preset's.
+        dtype: Of the weights that compute uses.
+
+    Raises:
+        ConfigurationError: The ranks are those of another parallelism.
+    """
+    import torch
+
+    from megatron_fsdp.plan.front import make_workload
+    from megatron_fsdp.train.model import Block, next_token_loss
+
+    preset = find_preset(name)
+    shape = (
+        preset.batch_size if micro_batch is None else micro_batch,
+        preset.sequence_length if sequence_length is None else sequence_length,
+    )
+    with torch.device("meta"):
+        model = build_trainer_model(name, dtype)
+    tokens = torch.empty(shape, dtype=torch.long, device="meta")
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        targets = tokens if logits.is_meta else torch.empty_like(tokens, device=logits.device)  # in a simulated run
+        return next_token_loss(logits, targets)
+
+    return make_workload(
+        model,
+        ranks,
+        inputs=tokens,
+        loss_fn=loss,
+        fsdp_unit_modules=[Block],
+        name=name,
+        tokens=tokens.numel(),
+    )
