@@ -128,6 +128,7 @@ def test_consolidated_weights_of_deepspeed_become_a_checkpoint(tmp_path: Path) -
     report = load_checkpoint(target, None, tmp_path / "weights")
     assert not report.missing
     assert not report.unexpected
+    assert not [note for note in report.notes if "not asked for" in note]
     for name, value in source.state_dict().items():
         torch.testing.assert_close(target.state_dict()[name], value, rtol=0, atol=0)
 
