@@ -43,6 +43,7 @@ def main(folder: Path, steps: int) -> None:
             engine.step()
             losses.append(loss.detach())
         tell(f"step {step + 1}: loss", torch.stack(losses).mean())
+        tell(f"step {step + 1}: gradient norm", torch.as_tensor(engine.get_global_grad_norm(), device=engine.device))
 
     engine.eval()
     with torch.no_grad():

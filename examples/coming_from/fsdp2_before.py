@@ -44,11 +44,12 @@ def main(folder: Path, steps: int) -> None:
             loss = model(*batch(step * MICROBATCHES + microbatch, device))
             (loss / MICROBATCHES).backward()
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         tell(f"step {step + 1}: loss", torch.stack(losses).mean())
+        tell(f"step {step + 1}: gradient norm", norm)
 
     model.eval()
     with torch.no_grad():

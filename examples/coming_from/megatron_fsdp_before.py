@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from workload import Block, LanguageModel, batch, start, tell
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,11 +56,13 @@ def main(folder: Path, steps: int) -> None:
             loss = model(*batch(step * MICROBATCHES + microbatch, device))
             (loss / MICROBATCHES).backward()
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         tell(f"step {step + 1}: loss", torch.stack(losses).mean())
+        tell(f"step {step + 1}: gradient norm", norm)
 
     model.eval()
     with torch.no_grad():

@@ -14,8 +14,13 @@ import torch.distributed as dist
 from tests.support.source_tree import ROOT
 
 FOLDER = ROOT / "examples" / "coming_from"
-STEP = "step {}: loss"
+LOSS, NORM = "step {}: loss", "step {}: gradient norm"
 HELD_OUT = "held-out loss"
+
+
+def told(first: int, last: int) -> list[str]:
+    """What a script tells of the steps from one to another, both included, and at the end."""
+    return [*(what.format(step) for step in range(first, last + 1) for what in (LOSS, NORM)), HELD_OUT]
 
 
 def script(name: str) -> Path:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.checkpoint import load_checkpoint
 from megatron_fsdp.cli.main import main as mfsdp
-from tests.coming_from.scripts import FOLDER, HELD_OUT, STEP, run_script, script
+from tests.coming_from.scripts import FOLDER, HELD_OUT, LOSS, run_script, script, told
 from tests.conftest import RunRanks
 
 FIRST, LAST = 3, 5
@@ -52,15 +52,15 @@ def trained(run_ranks: RunRanks, saved: Path) -> Losses:
 def expected(trained: Losses) -> dict[str, float]:
     """What DDP prints in one go."""
     found = trained["all steps"]
-    assert list(found) == [*(STEP.format(step) for step in range(1, LAST + 1)), HELD_OUT]
-    assert found[STEP.format(1)] > 5.5 > 4.7 > found[STEP.format(LAST)]  # ln 256 = 5.5: it has learnt something
+    assert list(found) == told(1, LAST)
+    assert found[LOSS.format(1)] > 5.5 > 4.7 > found[LOSS.format(LAST)]  # ln 256 = 5.5: it has learnt something
     return found
 
 
 @pytest.mark.parametrize("name", [*BEFORE, *AFTER])
 def test_before_and_after_train_alike(trained: Losses, expected: dict[str, float], name: str) -> None:
     found = trained[name]
-    assert list(found) == [*(STEP.format(step) for step in range(1, FIRST + 1)), HELD_OUT]
+    assert list(found) == told(1, FIRST)
     assert found | {HELD_OUT: 0.0} == pytest.approx({key: expected[key] for key in found} | {HELD_OUT: 0.0}, rel=1e-6)
     assert found[HELD_OUT] == pytest.approx(trained["ddp_before"][HELD_OUT], rel=1e-6)
 
@@ -112,7 +112,7 @@ def test_the_checkpoint_from_before_is_taken_along(moved: Losses, expected: dict
 
 
 def _assert_last_steps(found: dict[str, float], expected: dict[str, float]) -> None:
-    keys = [*(STEP.format(step) for step in range(FIRST + 1, LAST + 1)), HELD_OUT]
+    keys = told(FIRST + 1, LAST)
     assert list(found) == keys
     assert found == pytest.approx({key: expected[key] for key in keys}, rel=1e-6)
 
@@ -149,7 +149,7 @@ def test_torchrun_runs_a_script(tmp_path: Path, expected: dict[str, float]) -> N
     )
     assert done.returncode == 0, done.stderr
     what, _, number = done.stdout.splitlines()[0].rpartition(" ")
-    assert (what, float(number)) == (STEP.format(1), pytest.approx(expected[STEP.format(1)], rel=1e-6))
+    assert (what, float(number)) == (LOSS.format(1), pytest.approx(expected[LOSS.format(1)], rel=1e-6))
 
 
 def test_every_script_is_short_and_has_its_pair() -> None:
