@@ -117,7 +117,8 @@ def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> Non
 
 def note_left_out(match: Match, folder: CheckpointFolder, asked: set[str], extra: Extras) -> None:
     """Say which sections of the checkpoint nobody asked for."""
-    sections = {path_of(folder, key)[0] for key in [*folder.tensors, *folder.objects]}
+    # No section has a dot in its name; a first part that has is a flat name, such as `mfsdp checkpoint edit` makes.
+    sections = {path_of(folder, key)[0].partition(".")[0] for key in [*folder.tensors, *folder.objects]}
     left = sorted(sections - asked - extra.keys() - {ITERATION, RNG})
     if left:
         match.notes.append(f"in the checkpoint and not asked for: {', '.join(left[:12])}")

@@ -1,0 +1,58 @@
+"""Coming from FSDP2: the script after.
+
+torchrun --standalone --nproc-per-node 2 examples/coming_from/fsdp2_after.py runs/from_fsdp2 20
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from workload import Block, LanguageModel, batch, start, tell
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint import Checkpointer
+
+MICROBATCHES, DECAY_STEPS = 2, 100
+
+
+def main(folder: Path, steps: int) -> None:
+    """Train up to a number of steps, from the latest checkpoint if there is one."""
+    device = start()
+    torch.manual_seed(0)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = LanguageModel().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Block])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, DECAY_STEPS)
+    done = 0
+    checkpoints = Checkpointer(folder)
+    if checkpoints.latest() is not None:
+        done = checkpoints.load(model, optimizer, extra={"schedule": schedule}).iteration
+
+    for step in range(done, steps):
+        losses = []
+        for microbatch in range(MICROBATCHES):
+            model.set_model_auto_sync(microbatch == MICROBATCHES - 1)
+            loss = model(*batch(step * MICROBATCHES + microbatch, device))
+            (loss / MICROBATCHES).backward()
+            losses.append(loss.detach())
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        tell(f"step {step + 1}: loss", torch.stack(losses).mean())
+        tell(f"step {step + 1}: gradient norm", norm)
+
+    model.eval()
+    with torch.no_grad():
+        tell("held-out loss", model(*batch(-1, device)))
+    if steps > done:
+        checkpoints.save(steps, model, optimizer, extra={"schedule": schedule})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
