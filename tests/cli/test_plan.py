@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fsdp.cli.main import main
+from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, ROOT_NUMEL
 
 pytest.importorskip("transformers")
 
@@ -93,6 +95,28 @@ def test_a_plan_is_checked_by_a_simulated_run(capsys: pytest.CaptureFixture[str]
     rows = lines[first + 1 :]
     assert len(rows) == 8
     assert all(row.endswith("ok") for row in rows)
+
+
+def rows() -> torch.Tensor:
+    """A microbatch of the tower's."""
+    return torch.zeros(7, FEATURES)
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return output.square().mean()
+
+
+def test_any_model_is_planned_with_inputs_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    here = __name__
+    args = ["plan", "tests.support.tower:Tower", "--inputs", f"{here}:rows", "--ranks", "4", "--strategy", "3"]
+    assert main([*args, "--loss", f"{here}:square", "--json", "--optimizer", "adamw-loop", "--check"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["workload"]["tokens_per_rank_and_microbatch"] == 7
+    assert told["memory"]["inputs"] == 7 * FEATURES * 4
+    assert told["memory"]["held"]["compute_weights"] == 4 * (ROOT_NUMEL + FLOORS * FLOOR_NUMEL) // 4
+    assert main([*args, "--loss", f"{here}:cube"]) == 2
+    assert "--loss has" in capsys.readouterr().err
 
 
 def test_the_trainers_models_are_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Optimizers on sharded parameters: groups, state, custom classes and foreign loops, each against one process."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -318,3 +319,34 @@ def test_one_rank_trains_bit_for_bit_as_without_sharding(run_ranks: RunRanks) ->
     for connect in (True, False):
         (found,) = run_ranks(1, train_kinds, 3, connect)
         assert {name: error for name, error in found.items() if error != 0.0} == {}
+
+
+def _loads_nothing(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> list[str]:
+    model = build(0)
+    _, optimizer = fully_shard(model, optimizer_of(model), mesh(), "dp", fsdp_unit_modules=[Layer])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(optimizer.state_dict())
+    return [str(warning.message) for warning in caught]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def _with_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _without_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("optimizer_of", "warned"), [(_adamw, 1), (_with_momentum, 1), (_without_momentum, 0)])
+def test_moments_that_begin_at_zero_are_warned_of(
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], warned: int, run_ranks: RunRanks
+) -> None:
+    """As after `dcp.load` into the state of a new optimizer, which has none to fill."""
+    for told in run_ranks(2, _loads_nothing, optimizer_of):
+        assert len(told) == warned
+        assert all("was given no state, so its moments start from zero" in text for text in told)

@@ -10,6 +10,7 @@ from megatron_fsdp.cli.output import write_error, write_facts, write_json, write
 from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.cli.plan_trainer import build_trainer_model, is_trainer_preset, trainer_presets, trainer_workload
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.import_path import import_by_path
 from megatron_fsdp.mixed_precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 
@@ -74,6 +75,10 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--micro-batch-size", metavar="N", type=int, help="sequences per rank (1; of a trainer's preset its own)"
     )
+    group.add_argument(
+        "--inputs", metavar="PATH", help="package.module:function, () -> inputs of a microbatch, or them"
+    )
+    group.add_argument("--loss", metavar="PATH", help="package.module:function, (model's output) -> a scalar")
     group.add_argument("--microbatches", metavar="N", type=int, default=1, help="per optimizer step (1)")
     group.add_argument(
         "--accumulation",
@@ -160,10 +165,23 @@ def _workload(args: argparse.Namespace, ranks: Any) -> Any:
     return make_workload(
         args.model,
         ranks,
+        inputs=None if args.inputs is None else _inputs(args.inputs),
+        loss_fn=None if args.loss is None else import_by_path(args.loss, "--loss"),
         sequence_length=_SEQUENCE if args.sequence_length is None else args.sequence_length,
         micro_batch=1 if args.micro_batch_size is None else args.micro_batch_size,
         dtype=dtype,
     )
+
+
+def _inputs(path: str) -> Any:
+    """Inputs on the meta device, made by a function or found as they are."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    found = import_by_path(path, "--inputs")
+    with torch.device("meta"):
+        made = found() if callable(found) else found
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
 
 
 def _ranks(args: argparse.Namespace) -> Any:

@@ -14,11 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.runtime.local_step import LocalStep
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
 STEP_KEY = "step"
+_REMEMBERING = ("betas", "alpha", "rho", "lr_decay", "etas", "lambd")
+"""Settings that only optimizers with state have, torch's and those after them."""
 """State that is a number for each parameter, also where that is a number itself."""
 
 
@@ -162,7 +165,18 @@ def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer
 
 def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     alive = _alive(model)
+    if not state_dict["state"] and not optimizer.state and any(map(_keeps_state, optimizer.param_groups)):
+        warn_caller(
+            f"{type(optimizer).__name__}.load_state_dict was given no state, so its moments start from zero; a new "
+            "optimizer has none that torch.distributed.checkpoint.load could fill: use megatron_fsdp.checkpoint's "
+            "load_checkpoint, or prepare_optimizer_state before it (docs/checkpoint_state.md)"
+        )
     return _with_shards(optimizer, alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict)), alive)
+
+
+def _keeps_state(group: Mapping[str, Any]) -> bool:
+    """Whether the settings of a parameter group are those of an optimizer that remembers gradients."""
+    return bool(group.get("momentum")) or any(name in group for name in _REMEMBERING)
 
 
 def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
