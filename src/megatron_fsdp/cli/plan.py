@@ -166,7 +166,7 @@ def _workload(args: argparse.Namespace, ranks: Any) -> Any:
         args.model,
         ranks,
         inputs=None if args.inputs is None else _inputs(args.inputs),
-        loss_fn=None if args.loss is None else import_by_path(args.loss, "--loss"),
+        loss_fn=_found(args.loss, "--loss"),
         sequence_length=_SEQUENCE if args.sequence_length is None else args.sequence_length,
         micro_batch=1 if args.micro_batch_size is None else args.micro_batch_size,
         dtype=dtype,
@@ -178,10 +178,14 @@ def _inputs(path: str) -> Any:
     import torch
     from torch.utils._pytree import tree_map
 
-    found = import_by_path(path, "--inputs")
+    found = _found(path, "--inputs")
     with torch.device("meta"):
         made = found() if callable(found) else found
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
+
+
+def _found(path: str | None, argument: str) -> Any:
+    return None if path is None else import_by_path(path, argument)
 
 
 def _ranks(args: argparse.Namespace) -> Any:
