@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ def share_of_rank(
         if ranks.ep == 1:
             return whole
         found = expert_exchanges(module, ranks.ep, tokens)
-        return _with(whole, exchanges=_by_unit(module, unit_modules, found), notes=_notes(module, ranks))
+        return replace(whole, exchanges=_by_unit(module, unit_modules, found), notes=_notes(module, ranks))
     own = copy_of_modules(module)
     place = Stage(stage, ranks.pp)
     parts = decoder_parts(own, "pp") if ranks.pp > 1 or ranks.cp > 1 else None
@@ -70,7 +71,7 @@ def share_of_rank(
     exchanges += take_tensor_parallel_part(own, ranks.tp, tokens) if ranks.tp > 1 else ()
     if ranks.cp > 1 and parts is not None:
         exchanges += take_context_parallel_part(own, parts, ranks.cp, ranks.tp, micro_batch, sequence_length)
-    return _with(
+    return replace(
         whole,
         module=own,
         inputs={**stage_inputs(own, place, micro_batch, sequence_length // ranks.cp), **without_cache(own)},
@@ -82,11 +83,6 @@ def share_of_rank(
         surroundings=partial(planned_attention, ranks.cp) if ranks.cp > 1 else None,
         notes=_notes(module, ranks),
     )
-
-
-def _with(workload: Workload, **changes: Any) -> Workload:
-    fields = {name: getattr(workload, name) for name in Workload.__dataclass_fields__}
-    return Workload(**{**fields, **changes})
 
 
 def _check(module: nn.Module, ranks: ParallelRanks, stage: int) -> None:

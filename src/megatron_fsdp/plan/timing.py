@@ -39,9 +39,7 @@ def groups_of(ranks: ParallelRanks) -> Mapping[str, Group]:
     }
 
 
-def step_costs(
-    model: PlannedModel, profile: ComputeProfile, workload: Workload, machine: Machine, *, compute_scale: float = 1.0
-) -> StepCosts:
+def step_costs(model: PlannedModel, profile: ComputeProfile, workload: Workload, machine: Machine) -> StepCosts:
     """The durations of one rank on a machine.
 
     Args:
@@ -49,7 +47,6 @@ def step_costs(
         profile: Its compute.
         workload: Its exchanges.
         machine: What it runs on.
-        compute_scale: Multiplies the time of compute, as more tokens would.
     """
     groups = groups_of(model.setup.ranks)
 
@@ -66,7 +63,7 @@ def step_costs(
             own += waits.get((unit, False), 0.0)
         elif segment.event is Event.BACKWARD_BEGINS:
             own += waits.get((unit, True), 0.0)
-        return own * compute_scale
+        return own
 
     setup = model.setup
     elements = model.optimizer_elements()
