@@ -20,7 +20,8 @@ def strategy_name(number: int) -> str:
 def _strategy(facts: OptionFacts) -> Effect:
     held = ("nothing is sharded", "optimizer state is sharded", "optimizer state and gradients are sharded")
     told = (*held, "weights, gradients and optimizer state are sharded")[facts.strategy]
-    return has(f"{told} over {facts.num_ranks} ranks") if facts.num_ranks > 1 else none(_ALONE)
+    inner = facts.num_ranks // max(1, facts.outer_ranks)
+    return has(f"{told} over {inner} ranks") if inner > 1 else none(_ALONE)
 
 
 def _outer(facts: OptionFacts) -> Effect:
@@ -80,9 +81,19 @@ def sums_in_fp32(facts: OptionFacts) -> Effect:
 def _double_buffer(facts: OptionFacts) -> Effect:
     if not facts.sharded_weights:
         return none("weights are whole on every rank")
-    if facts.allocator in DOUBLE_BUFFERS:
-        return has(f"gathered weights live in {facts.slots} buffers that are taken at once")
+    if facts.allocator in (WeightAllocator.DOUBLE_BUFFER, WeightAllocator.PERSISTENT_DOUBLE_BUFFER):
+        return has(f"gathered weights of units alike live in {facts.slots} buffers that are taken at once")
+    if facts.allocator is WeightAllocator.MAX_POOL:
+        return none("maxpool_double_buffer says where gathered weights live")
     return has(f"gathered weights live in up to {facts.slots} slots or storages taken when they are first used")
+
+
+def _max_pool(facts: OptionFacts) -> Effect:
+    if not facts.sharded_weights:
+        return none("weights are whole on every rank")
+    if facts.allocator is WeightAllocator.MAX_POOL:
+        return has(f"gathered weights of every unit live in {facts.slots} buffers that are taken at once")
+    return none("other options say where gathered weights live")
 
 
 def _persistent(facts: OptionFacts) -> Effect:
@@ -271,7 +282,12 @@ FULLY_SHARD: tuple[Option, ...] = (
     ),
     Option("average_in_collective", False, lambda f: f.averages, averages),
     Option("disable_bucketing", False, lambda f: f.bucket_numel is None, _bucketing),
-    Option("fsdp_double_buffer", False, lambda f: f.allocator in DOUBLE_BUFFERS, _double_buffer),
+    Option(
+        "fsdp_double_buffer",
+        False,
+        lambda f: f.allocator in DOUBLE_BUFFERS and f.allocator is not WeightAllocator.MAX_POOL,
+        _double_buffer,
+    ),
     Option(
         "fsdp_db_use_persist_buf_on_alloc_fail",
         False,
@@ -294,13 +310,17 @@ FULLY_SHARD: tuple[Option, ...] = (
         lambda f: f.decouples,
         lambda f: has(f"gradients are shown as {'decoupled_grad' if f.decouples else 'grad'}"),
     ),
-    Option("maxpool_double_buffer", False, lambda f: f.allocator is WeightAllocator.MAX_POOL, _double_buffer),
+    Option("maxpool_double_buffer", False, lambda f: f.allocator is WeightAllocator.MAX_POOL, _max_pool),
     Option("reduce_scatter_with_fp32_accumulation", False, lambda f: f.sums_locally, sums_in_fp32),
     Option(
         "weight_allocator",
         "slots",
         lambda f: "resize" if f.allocator is WeightAllocator.RESIZE else "slots",
-        lambda f: _in_slots(f, f"gathered weights live by the rules of {f.allocator.value}"),
+        lambda f: (
+            none("double buffers were asked for")
+            if f.allocator in DOUBLE_BUFFERS
+            else _in_slots(f, f"gathered weights live by the rules of {f.allocator.value}")
+        ),
     ),
     Option(
         "max_gathered_units",

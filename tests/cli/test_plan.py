@@ -130,6 +130,13 @@ def test_the_trainers_models_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["workload"]["tokens_per_rank_and_microbatch"] == 30
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_other_optimizers_are_checked_too(capsys: pytest.CaptureFixture[str], tmp_path: Path, optimizer: str) -> None:
+    args = ["plan", small_config(tmp_path), "--ranks", "4", "--strategy", "3", "--sequence-length", "16", "--check"]
+    assert main([*args, "--optimizer", optimizer]) == 0
+    assert "DIFFERS" not in capsys.readouterr().out
+
+
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--list"]) == 0
     text = capsys.readouterr().out
@@ -149,6 +156,10 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ((*SMALL, "--machine-set", "speed=3"), "has no 'speed'"),
         ((*SMALL, "--dtype", "int7"), "--dtype='int7' is not a dtype name"),
         ((*SMALL, "--ranks", "0"), "--ranks 0 cannot be"),
+        ((*SMALL, "--outer", "2"), "tried by themselves with --strategy auto"),
+        ((*SMALL, "--strategy", "3", "--outer", "0"), "--outer 0 cannot be"),
+        ((*SMALL, "--strategy", "\u00b2"), "is not a sharding strategy"),
+        ((*SMALL, "--picture", "no/such/folder/x.png"), "there is no folder no/such/folder"),
         (("no.such.module:model",), "no.such.module"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,

@@ -226,7 +226,7 @@ def planned(case: Case, rank: int) -> RankMemory:
         lambda _wire, _bytes, _expert: 0.0,
         lambda _segment: 0.0,
         cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
-        optimizer_bytes=step_bytes(model),
+        optimizer_bytes=step_bytes(model, profile.used),
     )
     workload = Workload(case.model, module, inputs, 1)
     return memory_of(
@@ -235,6 +235,7 @@ def planned(case: Case, rank: int) -> RankMemory:
         profile.input_bytes,
         workload.buffer_bytes,
         workload.saved_buffer_bytes,
+        profile.used,
     )
 
 

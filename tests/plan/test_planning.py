@@ -1,12 +1,15 @@
 """Plans against published figures, the formulas and figures worked out by hand."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
@@ -144,12 +147,22 @@ def test_figures_of_a_machine_enter_as_they_should() -> None:
     assert machine.but({"flops": 2e3}).compute_s(1000, 0) == 1.0
     with_hops = machine.but({"link_latency_s": 1.0, "network_latency_s": 10.0})
     assert with_hops.latency_s(4) == 2.0
+    assert with_hops.latency_s(5) == 2.0 + 10.0  # one rank on a second node
+    assert with_hops.latency_s(3, stride=2) == 1.0 + 10.0
     assert with_hops.latency_s(16) == 2.0 + 20.0
     assert with_hops.latency_s(8, stride=4) == 30.0
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"), [({"speed": 1.0}, "has no 'speed'"), ({"flops": 0.0}, "flops=0.0 of machine 'h100'")]
+    ("changes", "words"),
+    [
+        ({"speed": 1.0}, "has no 'speed'"),
+        ({"flops": 0.0}, "flops=0.0 of machine 'h100'"),
+        ({"memory_bytes": math.inf}, "memory_bytes=inf cannot be"),
+        ({"link_bytes_per_s": math.nan}, "link_bytes_per_s=nan cannot be"),
+        ({"flops_efficiency": 5.0}, "flops_efficiency=5.0 of machine 'h100' is a part"),
+        ({"reserved_bytes": 1e12}, "leave nothing of"),
+    ],
 )
 def test_figures_that_cannot_be_are_refused(changes: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
@@ -246,6 +259,14 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
         ({"ranks": 4, "optimizer": "adam"}, "optimizer 'adam' is not known"),
         ({"ranks": 4, "microbatches": 0}, "microbatches=0"),
         ({"ranks": 4, "micro_batch": 0}, "micro_batch=0"),
+        ({"ranks": {}}, "ranks={}; give their number"),
+        ({"ranks": 2.0}, "ranks=2.0; give their number"),
+        ({"ranks": 4, "accumulation": "foo"}, "accumulation='foo' is not known; give one of every, outer, last"),
+        ({"ranks": 4, "backend": "mpi"}, "backend='mpi' is not known"),
+        ({"ranks": 4, "sequence_length": 10.5}, "sequence_length=10.5 cannot be"),
+        ({"ranks": 4, "sequence_length": 10**10}, "sequence_length=10000000000 cannot be"),
+        ({"ranks": 4, "inputs": True, "micro_batch": 2}, "micro_batch=2 has no effect on inputs of your own"),
+        ({"ranks": 4, "inputs": True, "dtype": torch.float16}, "dtype"),
         ({"ranks": {"dp_shard": 4, "tp": 2}, "inputs": True}, "tp=2 divides language models of transformers only"),
     ],
     ids=lambda value: str(value)[:40],
@@ -266,3 +287,86 @@ def test_experts_are_divided_before_they_are_sharded() -> None:
     assert divided.memory.peak.gathered_bytes < 0.6 * whole.memory.peak.gathered_bytes
     with pytest.raises(ParallelSizeError, match="which ep=3 does not divide"):
         plan(_FEW_LAYERS, {"dp_shard": 3, "ep": 3}, sequence_length=64)
+
+
+@pytest.mark.parametrize("name", ["every", "outer", "last"])
+def test_choices_may_be_given_by_name(name: str) -> None:
+    def found(accumulation: Accumulation | str) -> tuple[int, int]:
+        ranks = {"dp_outer": 2, "dp_shard": 4}
+        planned = plan(
+            _tower(), ranks, inputs=_rows(2), loss_fn=_sum, microbatches=3, accumulation=accumulation, backend="gloo"
+        )
+        return planned.memory.peak_bytes, sum(axis.reductions for axis in planned.traffic)
+
+    assert found(name) == found(Accumulation[name.upper()])
+    if name != "every":
+        assert found(name) != found("every")
+
+
+def test_a_config_is_the_same_however_it_is_spelled(tmp_path: Path) -> None:
+    config = {**preset_config("llama-3.2-1b"), "num_hidden_layers": 1, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    from transformers import AutoConfig
+
+    spelled = [config, str(tmp_path), tmp_path, AutoConfig.from_pretrained(tmp_path)]
+    for dtype in (None, torch.float32):
+        peaks = {plan(spec, 4, sequence_length=64, dtype=dtype).memory.peak_bytes for spec in spelled}
+        assert len(peaks) == 1
+
+
+class Checkpointed(nn.Module):
+    """Blocks that the model itself computes again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Floor(32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_models_that_recompute_by_themselves_are_planned(strategy: int) -> None:
+    with torch.device("meta"):
+        model = Checkpointed()
+    inputs = torch.empty(8, FEATURES, device="meta", requires_grad=True)
+    found = plan(model, 4, strategy, inputs=inputs, loss_fn=_sum, fsdp_unit_modules=[Floor])
+    assert found.profile.recomputed_flops > 0
+    forwards = [str(segment) for segment in found.profile.segments if segment.unit]
+    assert forwards.count("F3>") == forwards.count("F3<") == 2
+
+
+def test_parameters_without_gradients_have_no_state() -> None:
+    with torch.device("meta"):
+        model = Tower(hidden=(32, 32)).to(BF16)
+        model.register_module("unused", nn.Linear(FEATURES, FEATURES, bias=False, dtype=BF16))
+    numel = sum(param.numel() for param in model.parameters())
+    found = plan(model, 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor], optimizer="adamw-fused")
+    second = plan_workload(found.workload, found.setup.but(device_rank=1), found.machine)
+    held = [each.memory.held for each in (found, second)]
+    assert [each.compute_weights for each in held] == [2 * numel // 2] * 2
+    counters = 2 * 4 * (len(list(model.parameters())) - 1)
+    assert sum(each.optimizer for each in held) == 8 * (numel - FEATURES**2) + counters
+
+
+def test_a_plan_does_not_mind_what_goes_on_around_it() -> None:
+    model, inputs = _tower(), _rows(3)
+
+    def found() -> int:
+        return plan(model, 2, inputs=inputs, loss_fn=_sum, fsdp_unit_modules=[Floor]).memory.peak_bytes
+
+    expected = found()
+    with torch.no_grad():
+        assert found() == expected
+    with torch.inference_mode():
+        assert found() == expected
+
+
+def test_tokens_that_hide_do_not_depend_on_the_batch() -> None:
+    """Of samples of one length: their number changes compute in proportion."""
+    hidden = [
+        plan("llama-3.2-1b", 64, sequence_length=2048, micro_batch=count).hidden_from_tokens for count in (1, 4, 16)
+    ]
+    assert all(each is not None and each == pytest.approx(hidden[0], rel=0.1) for each in hidden)

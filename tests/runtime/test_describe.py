@@ -331,3 +331,37 @@ def test_tensor_parallel_parts() -> None:
     ]
     assert described.option("tp_dim").effect == "16 parameters are cut over tp before"
     assert "2 tensors, 2 cut by tensor parallelism" in str(described)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [("3", 0), ("2", 1)])
+def test_a_hybrid_strategy_tells_the_ranks_of_each_axis(inner: str, outer: int) -> None:
+    ranks = {"o": 2, "i": 3}
+    with simulated_model(
+        Tower,
+        num_ranks=ranks,
+        dp_outer_dim="o",
+        zero_dp_strategy=int(inner),
+        outer_dp_sharding_strategy=outer,
+        fsdp_unit_modules=[Floor],
+    ) as simulated:
+        described = simulated.model.describe()
+    assert described.option("zero_dp_strategy").effect.endswith("sharded over 3 ranks")
+    assert "over 2 outer ranks" in described.option("outer_dp_sharding_strategy").effect
+
+
+def test_depths_of_both_directions_are_told_apart() -> None:
+    memory = told(4, forward_prefetch_units=2, backward_prefetch_units=3).memory
+    assert (memory.forward_prefetch, memory.backward_prefetch) == (2, 3)
+
+
+def test_one_kind_of_double_buffer_is_told_not_both() -> None:
+    pooled, doubled = told(4, maxpool_double_buffer=True), told(4, fsdp_double_buffer=True)
+    for described, given, other in (
+        (pooled, "maxpool_double_buffer", "fsdp_double_buffer"),
+        (doubled, "fsdp_double_buffer", "maxpool_double_buffer"),
+    ):
+        assert not described.option(given).is_default
+        assert described.option(given).has_effect
+        assert described.option(other).is_default
+        assert not described.option(other).has_effect
+        assert not described.option("weight_allocator").has_effect

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.buffer.lanes import Moment
 from megatron_fsdp.ddp.distributed_optimizer import DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime.delays import inject_delays
+from megatron_fsdp.runtime.delays import DelayObserver, Delays, inject_delays
+from megatron_fsdp.runtime.observer import Phase
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
@@ -249,3 +251,29 @@ def _on_device(is_disturbed: bool) -> list[Tensor]:
 def test_gpus(run_ranks: RunRanks) -> None:
     for alone, disturbed in run_ranks(min(4, torch.cuda.device_count()), train_on_device, device_type="cuda"):
         assert all(map(torch.equal, alone, disturbed))
+
+
+def _draws(seed: int) -> tuple[list[float], list[float]]:
+    """The delays of a phase that computes and of a launch, drawn on this rank."""
+    drawn: list[float] = []
+
+    def note(_device: torch.device, host_s: float, device_s: float) -> None:
+        drawn.append(host_s + device_s)
+
+    observer = DelayObserver(Delays(seed, 1.0), torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_fsdp.runtime.delays.hold_up", note)
+        for phase in Phase:
+            observer.begins(phase, 0)
+        computing = list(drawn)
+        for moment in Moment:
+            observer.communicates(0, moment, "gather", None)
+    assert observer.count == len(drawn)
+    return computing, drawn[len(computing) :]
+
+
+def test_every_rank_delays_compute_and_communication_in_its_own_way(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, _draws, 5)
+    assert [len(part) for part in first] == [3, 3]
+    assert first != second
+    assert second == run_ranks(2, _draws, 6)[0]

@@ -16,7 +16,7 @@ from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 
 _AUTO = "auto"
 _FOLLOW = "auto"
-_SEQUENCE = 4096
+_MOST_RANKS = 10**7
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,7 +94,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--strategy", default=_AUTO, help=f"{', '.join(names)}, 0 to 3, or auto: the cheapest that fits (auto)"
     )
-    group.add_argument("--outer-strategy", default="no_shard", help="no_shard or optim (no_shard)")
+    group.add_argument("--outer-strategy", help="no_shard or optim (no_shard)")
     group.add_argument(
         "--recompute",
         default=None,
@@ -102,7 +102,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="what is recomputed; with --strategy auto none and full are tried",
     )
     group.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, momentum or sgd (adamw)")
-    group.add_argument("--dtype", default="bf16", help="of the weights that compute uses (bf16)")
+    group.add_argument("--dtype", help="of the weights that compute uses, for configs (bf16)")
     for name, default in (("main-params", "fp32"), ("main-grads", _FOLLOW), ("grad-comm", _FOLLOW)):
         known = ", ".join(n for n in DTYPE_NAMES if n in ("fp16", "bf16", "fp32"))
         group.add_argument(f"--{name}-dtype", default=default, help=f"{known} or auto: follow ({default})")
@@ -132,10 +132,17 @@ def run(args: argparse.Namespace) -> int:
         _dtype(args.main_params_dtype), _dtype(args.main_grads_dtype), _dtype(args.grad_comm_dtype)
     )
     is_auto = args.strategy == _AUTO
+    if is_auto and (args.outer is not None or args.outer_strategy is not None):
+        raise ConfigurationError(
+            "--outer and --outer-strategy are tried by themselves with --strategy auto; name a strategy, or leave them "
+            "out"
+        )
+    if args.picture is not None and not args.picture.parent.is_dir():
+        raise ConfigurationError(f"--picture {args.picture}: there is no folder {args.picture.parent}; make it first")
     setup = Setup(
         _ranks(args),
         ShardingStrategy.optim_grads_params if is_auto else resolve_strategy(_number(args.strategy), "--strategy"),
-        resolve_strategy(_number(args.outer_strategy), "--outer-strategy"),
+        resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
         policy,
         microbatches=args.microbatches,
         accumulation=Accumulation[args.accumulation.upper()],
@@ -159,18 +166,21 @@ def run(args: argparse.Namespace) -> int:
 def _workload(args: argparse.Namespace, ranks: Any) -> Any:
     from megatron_fsdp.plan.front import make_workload
 
-    dtype = dtype_from_name(args.dtype, "--dtype")
     if is_trainer_preset(args.model):
-        return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, dtype)
+        return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, _compute_dtype(args))
     return make_workload(
         args.model,
         ranks,
         inputs=None if args.inputs is None else _inputs(args.inputs),
         loss_fn=_found(args.loss, "--loss"),
-        sequence_length=_SEQUENCE if args.sequence_length is None else args.sequence_length,
-        micro_batch=1 if args.micro_batch_size is None else args.micro_batch_size,
-        dtype=dtype,
+        sequence_length=args.sequence_length,
+        micro_batch=args.micro_batch_size,
+        dtype=None if args.dtype is None else _compute_dtype(args),
     )
+
+
+def _compute_dtype(args: argparse.Namespace) -> Any:
+    return dtype_from_name(args.dtype or "bf16", "--dtype")
 
 
 def _inputs(path: str) -> Any:
@@ -191,8 +201,10 @@ def _found(path: str | None, argument: str) -> Any:
 def _ranks(args: argparse.Namespace) -> Any:
     from megatron_fsdp.plan.setup import ParallelRanks
 
-    if args.ranks < 1:
-        raise ConfigurationError(f"--ranks {args.ranks} cannot be; give 1 or more")
+    if not 1 <= args.ranks <= _MOST_RANKS:
+        raise ConfigurationError(f"--ranks {args.ranks} cannot be; give 1 to {_MOST_RANKS:,}")
+    if args.outer is not None and args.outer < 1:
+        raise ConfigurationError(f"--outer {args.outer} cannot be; give 1 or more, or leave it out")
     divided = args.tp * args.cp * args.pp * (args.outer or 1)
     if divided < 1 or args.ranks % divided:
         raise ConfigurationError(
@@ -203,7 +215,7 @@ def _ranks(args: argparse.Namespace) -> Any:
 
 
 def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def _dtype(name: str) -> Any:
@@ -305,14 +317,15 @@ def _show_plan(plan: Any, *, with_units: bool) -> None:
 
 def _check(args: argparse.Namespace, plan: Any) -> bool:
     from megatron_fsdp.plan.checking import check_by_simulation
-    from megatron_fsdp.plan.models import build_meta_model
+    from megatron_fsdp.plan.models import build_meta_model, comes_from_config
 
-    is_config = ":" not in args.model
-    dtype = dtype_from_name(args.dtype)
+    dtype = _compute_dtype(args)
     if is_trainer_preset(args.model):
         found = check_by_simulation(plan, lambda: build_trainer_model(args.model, dtype))
     else:
-        found = check_by_simulation(plan, lambda: build_meta_model(args.model, dtype if is_config else None))
+        found = check_by_simulation(
+            plan, lambda: build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
+        )
     if not args.json:
         write_line()
         rows = [

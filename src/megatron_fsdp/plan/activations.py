@@ -67,7 +67,13 @@ def profile_compute(
     """
     recorder = _Recorder()
     with balanced_experts(model, expert_ranks), recomputing(model, unit_names, recompute):
-        with _hooked(recorder, model, unit_names), kernels_of(kernels), recorder:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _hooked(recorder, model, unit_names),
+            kernels_of(kernels),
+            recorder,
+        ):
             loss = _loss(_call(model, inputs), loss_fn)
             loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
@@ -182,7 +188,7 @@ def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) ->
     for unit, name in enumerate(unit_names):
         module = model.get_submodule(name)
         handles.append(module.register_forward_pre_hook(partial(_before_forward, recorder, unit), prepend=True))
-        handles.append(module.register_forward_hook(partial(_after_forward, recorder, unit)))
+        handles.append(module.register_forward_hook(partial(_after_forward, recorder, unit), always_call=True))
     for name, param in model.named_parameters():
         if param.grad is not None:
             raise ConfigurationError(f"{name} has a gradient already; profile a model before its first backward")

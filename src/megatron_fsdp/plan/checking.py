@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
         num_ranks=_sizes(setup),
         rank=setup.device_rank,
         backend=setup.backend.value,
-        build_optimizer=lambda params: torch.optim.AdamW(params, foreach=False),
+        build_optimizer=partial(_optimizer, setup.optimizer.name),
         zero_dp_strategy=int(setup.strategy),
         outer_dp_sharding_strategy=int(setup.outer_strategy),
         mixed_precision_policy=setup.policy,
@@ -79,6 +80,14 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
         if steps:
             found += _after_steps(plan, simulated)
     return tuple(found)
+
+
+def _optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """One with the state of the planned kind; how it borrows in a step does not matter here."""
+    trained = [param for param in params if param.requires_grad]
+    if name.startswith("adamw"):
+        return torch.optim.AdamW(trained, foreach=False)
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9 if name == "momentum" else 0.0, foreach=False)
 
 
 def _check(setup: Setup) -> None:

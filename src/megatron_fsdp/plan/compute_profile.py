@@ -119,6 +119,11 @@ class ComputeProfile:
         return sum(segment.moved_bytes for segment in self.segments)
 
     @property
+    def used(self) -> frozenset[str]:
+        """Names of the parameters that got gradients."""
+        return frozenset(name for segment in self.segments for name in segment.gradients)
+
+    @property
     def events(self) -> str:
         """All events in compact form, such as `F0> F1> F1< F0< B0 B1 E`."""
         return " ".join(str(segment) for segment in self.segments)

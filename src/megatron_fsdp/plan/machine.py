@@ -59,6 +59,16 @@ class Machine:
             if isinstance(value, str) or (value >= 0 if least == 0 else value > 0):
                 continue
             raise ConfigurationError(f"{field.name}={value} of machine {self.name!r} cannot be; give a positive number")
+        for name in ("flops_efficiency", "memory_efficiency", "network_efficiency"):
+            if getattr(self, name) > 1:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} of machine {self.name!r} is a part; give 0 to 1"
+                )
+        if self.reserved_bytes >= self.memory_bytes:
+            raise ConfigurationError(
+                f"reserved_bytes={self.reserved_bytes} of machine {self.name!r} leave nothing of {self.memory_bytes}; "
+                "give less"
+            )
 
     @property
     def usable_bytes(self) -> int:
@@ -96,8 +106,9 @@ class Machine:
 
     def latency_s(self, ranks: int, stride: int = 1) -> float:
         """Latency of a collective: a hop for every doubling of the group, inside of nodes and between them."""
-        nodes = max(1, ranks * stride // self.devices_per_node) if stride < self.devices_per_node else ranks
-        inside = max(1, ranks // nodes)
+        spread = -(-((ranks - 1) * stride + 1) // self.devices_per_node)
+        nodes = spread if stride < self.devices_per_node else ranks
+        inside = -(-ranks // nodes)
         return self.link_latency_s * _doublings(inside) + self.network_latency_s * _doublings(nodes)
 
     def collective_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
@@ -120,6 +131,8 @@ class Machine:
         """
         known = {field.name for field in fields(self)} - {"name"}
         for name in changes:
+            if not math.isfinite(changes[name]):
+                raise ConfigurationError(f"{name}={changes[name]} cannot be; give a number")
             if name not in known:
                 raise ConfigurationError(f"a machine has no {name!r}; it has {', '.join(sorted(known))}")
         whole = {name: int(value) if name.endswith(("_bytes", "_node")) else value for name, value in changes.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_fsdp.accounting import persistent_bytes
@@ -57,12 +58,13 @@ class RankMemory:
         return self.held.total + self.input_bytes + self.peak.total_bytes
 
 
-def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0) -> HeldBytes:
+def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0, used: Collection[str] | None = None) -> HeldBytes:
     """Count what is there between steps.
 
     Args:
         model: Its layouts are those of the engine, so that the bytes are too.
         module_buffer_bytes: Of buffers.
+        used: Names of the parameters that get gradients; None: all.
     """
     setup = model.setup
     found = persistent_bytes(model.footprints, setup.strategy, setup.optimizer.states_per_param)
@@ -70,25 +72,25 @@ def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0) -> HeldBytes:
         found.compute_weight,
         found.main_weight,
         found.main_grad,
-        optimizer_bytes(model),
+        optimizer_bytes(model, used),
         module_buffer_bytes,
     )
 
 
-def optimizer_bytes(model: PlannedModel) -> int:
-    """State of the optimizer on this rank."""
+def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+    """State of the optimizer on this rank; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     total = 0
-    for group in model.optimizer_elements():
+    for group in model.optimizer_elements(used):
         total += kind.states_per_param * group.elements * group.itemsize
         total += _COUNTER_BYTES * group.parameters if kind.counts_steps else 0
     return total
 
 
-def step_bytes(model: PlannedModel) -> int:
-    """What the optimizer's step borrows."""
+def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+    """What the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
-    groups = model.optimizer_elements()
+    groups = model.optimizer_elements(used)
     if kind.one_by_one:
         return kind.temporaries * max((group.largest * group.itemsize for group in groups), default=0)
     return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
@@ -100,6 +102,7 @@ def memory_of(
     input_bytes: int,
     module_buffer_bytes: int = 0,
     saved_buffer_bytes: int = 0,
+    used: Collection[str] | None = None,
 ) -> RankMemory:
     """Put a rank's memory together.
 
@@ -109,19 +112,20 @@ def memory_of(
         input_bytes: Of a microbatch.
         module_buffer_bytes: Of buffers.
         saved_buffer_bytes: Of those that a checkpoint holds.
+        used: Names of the parameters that get gradients; None: all.
     """
     return RankMemory(
-        held_bytes(model, module_buffer_bytes),
+        held_bytes(model, module_buffer_bytes, used),
         input_bytes,
         step.peak,
-        saving_bytes=saving_bytes(model) + saved_buffer_bytes,
+        saving_bytes=saving_bytes(model, used) + saved_buffer_bytes,
     )
 
 
-def saving_bytes(model: PlannedModel) -> int:
+def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """What a checkpoint of this rank holds of parameters and optimizer: main weights without padding, and state."""
     weights = 0
     for group in model.groups:
         ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))
         weights += sum(stop - start for start, stop in ranges) * group.precision.main_params.itemsize
-    return weights + optimizer_bytes(model)
+    return weights + optimizer_bytes(model, used)

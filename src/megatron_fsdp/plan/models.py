@@ -56,6 +56,13 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
     return _from_config(spec, dtype)
 
 
+def comes_from_config(spec: ModelSpec) -> bool:
+    """Whether a model is built from a config, in a dtype that may be chosen, and not by a function of its own."""
+    if isinstance(spec, str):
+        return spec in PRESETS or Path(spec).exists() or ":" not in spec
+    return isinstance(spec, Path | Mapping) or not callable(spec)
+
+
 def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
     """What a string stands for."""
     if text in PRESETS:
@@ -100,6 +107,8 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
         raise ConfigurationError(
             f"the model is given as a {type(given).__name__}; give a preset, a path, a config, a function or a model"
         )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"dtype={dtype!r} is no torch.dtype; give one such as torch.bfloat16")
     chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     factory: Any = transformers.AutoModelForCausalLM
     try:

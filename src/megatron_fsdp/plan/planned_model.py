@@ -5,7 +5,7 @@ Only process groups are missing: an axis is a number of ranks and a place on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,9 +91,13 @@ class PlannedModel:
         """Padding of all buffers over what is in them."""
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
-    def optimizer_elements(self) -> tuple[OptimizerElements, ...]:
-        """What the optimizer steps on, for each trained group; padding is nobody's parameter and left out."""
-        return tuple(_optimizer_elements(group) for group in self.groups if group.requires_grad)
+    def optimizer_elements(self, used: Collection[str] | None = None) -> tuple[OptimizerElements, ...]:
+        """What the optimizer steps on, for each trained group; padding is nobody's parameter and left out.
+
+        Args:
+            used: Names of the parameters that get gradients, since an optimizer leaves others alone; None: all.
+        """
+        return tuple(_optimizer_elements(group, used) for group in self.groups if group.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,9 @@ class OptimizerElements:
     compute_itemsize: int
 
 
-def _optimizer_elements(group: GroupPlan) -> OptimizerElements:
-    ranges = [group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes))]
+def _optimizer_elements(group: GroupPlan, used: Collection[str] | None) -> OptimizerElements:
+    steps = [index for index, info in enumerate(group.spec.parameters) if used is None or info.name in used]
+    ranges = [group.layout.range_in(index, group.main_region) for index in steps]
     owned = [stop - start for start, stop in ranges]
     return OptimizerElements(
         sum(owned),

@@ -126,7 +126,14 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
         machine,
         profile,
         step,
-        memory_of(model, step, profile.input_bytes + received, workload.buffer_bytes, workload.saved_buffer_bytes),
+        memory_of(
+            model,
+            step,
+            profile.input_bytes + received,
+            workload.buffer_bytes,
+            workload.saved_buffer_bytes,
+            profile.used,
+        ),
         (*_data_parallel(step.transfers), *_model_parallel(workload.exchanges, setup, machine)),
         tokens_where_hidden(model, profile, workload, machine),
     )

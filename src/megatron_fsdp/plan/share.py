@@ -60,7 +60,9 @@ def share_of_rank(
         if ranks.ep == 1:
             return whole
         found = expert_exchanges(module, ranks.ep, tokens)
-        return replace(whole, exchanges=_by_unit(module, unit_modules, found), notes=_notes(module, ranks))
+        return replace(
+            whole, exchanges=_by_unit(module, unit_modules, found), notes=(*whole.notes, *_notes(module, ranks))
+        )
     own = copy_of_modules(module)
     place = Stage(stage, ranks.pp)
     parts = decoder_parts(own, "pp") if ranks.pp > 1 or ranks.cp > 1 else None
@@ -81,7 +83,7 @@ def share_of_rank(
         exchanges=_by_unit(own, unit_modules, exchanges),
         stage=stage,
         surroundings=partial(planned_attention, ranks.cp) if ranks.cp > 1 else None,
-        notes=_notes(module, ranks),
+        notes=(*whole.notes, *_notes(module, ranks)),
     )
 
 

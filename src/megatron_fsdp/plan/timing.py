@@ -66,7 +66,7 @@ def step_costs(model: PlannedModel, profile: ComputeProfile, workload: Workload,
         return own
 
     setup = model.setup
-    elements = model.optimizer_elements()
+    elements = model.optimizer_elements(profile.used)
     moved = sum(setup.optimizer.passes_per_param * part.elements * part.itemsize for part in elements)
     moved += sum(part.elements * (part.itemsize + part.compute_itemsize) for part in elements)
     return StepCosts(
@@ -74,7 +74,7 @@ def step_costs(model: PlannedModel, profile: ComputeProfile, workload: Workload,
         compute,
         optimizer_s=machine.compute_s(0, moved),
         cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
-        optimizer_bytes=step_bytes(model),
+        optimizer_bytes=step_bytes(model, profile.used),
         saved_microbatches=saved_microbatches(setup, workload.stage),
     )
 
@@ -109,10 +109,10 @@ def tokens_where_hidden(
     """Tokens per rank and microbatch from which communication of the sharding axis can hide behind compute.
 
     From then on each unit computes longer than its neighbours' weights and gradients travel: a forward than the next
-    gather, a backward than a gather and a reduction. The time of compute is taken to be in proportion to the tokens.
-    None where nothing travels.
+    gather, a backward than a gather and a reduction. The time of compute is taken to be in proportion to the tokens, as
+    it is to samples of the same length. None where nothing travels.
     """
-    costs = step_costs(model, profile, workload, machine)
+    costs = step_costs(model, profile, workload, machine.but({"operator_s": 0.0}))  # starting takes no more for more
     sharded = model.setup.strategy == 3
     forward: dict[int, float] = {}
     backward: dict[int, float] = {}

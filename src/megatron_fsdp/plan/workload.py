@@ -132,6 +132,12 @@ def language_workload(
         sequence_length: Tokens of each.
         unit_modules: As `fully_shard` takes them.
     """
+    notes: tuple[str, ...] = ()
+    if not module.training:
+        notes += ("The model is in evaluation mode, so nothing is dropped out; call train().",)
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and sequence_length > longest:
+        notes += (f"The model was made for {longest:,} tokens, and the sequences have {sequence_length:,}.",)
     return Workload(
         name,
         module,
@@ -139,4 +145,5 @@ def language_workload(
         micro_batch * sequence_length,
         unit_modules=unit_modules,
         total_numel=sum(param.numel() for param in module.parameters()),
+        notes=notes,
     )

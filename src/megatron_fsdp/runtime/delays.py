@@ -9,7 +9,6 @@ orders that a quiet machine never shows. On CUDA the streams of communication an
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.observer import Observer, Phase
 
 VARIABLE = "MFSDP_DELAYS"
+_LONGEST_S = 60.0
 _MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
 
@@ -64,13 +64,15 @@ def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None
 
 
 def checked_delays(seed: int, up_to_s: float) -> Delays:
-    """Delays whose longest is positive and finite.
+    """Delays whose longest is positive, and at most a minute.
 
     Raises:
         ConfigurationError: It is not.
     """
-    if not (math.isfinite(up_to_s) and up_to_s > 0.0):
-        raise ConfigurationError(f"up_to_s={up_to_s!r} is no delay; give a positive number of seconds")
+    if not 0.0 < up_to_s <= _LONGEST_S:
+        raise ConfigurationError(
+            f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_S:g}"
+        )
     return Delays(seed, up_to_s)
 
 
@@ -133,7 +135,7 @@ def inject_delays(model: _Watched, seed: int, up_to_s: float) -> Iterator[DelayO
         What delays, which counts.
 
     Raises:
-        ConfigurationError: `up_to_s` is not positive and finite.
+        ConfigurationError: `up_to_s` is not positive, or more than a minute.
     """
     observer = DelayObserver(checked_delays(seed, up_to_s), model.device)
     model.observe(observer)

@@ -7,9 +7,9 @@ from tests.automodel.small_models import Reference, reference
 from tests.conftest import RunRanks
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-UPDATED = {"rtol": 1e-4, "atol": 1e-4}
-"""Of parameters: AdamW divides a gradient by its own size, so rounding shows where a gradient is nearly zero. This is a
-hundredth of one update (learning rate 1e-2)."""
+UPDATED = {"rtol": 1e-4, "atol": 5e-4}
+"""Of parameters: AdamW divides a gradient by its own size, so rounding, which differs between processors, shows where a
+gradient is nearly zero. This is a twentieth of one update (learning rate 1e-2)."""
 
 
 def assert_same(runs: list[StageRun], case: Case, truth: Reference, rows: slice = slice(None)) -> None:
