@@ -118,3 +118,22 @@ def build_broken() -> nn.Module:
     model = nn.Linear(6, 3)
     nn.init.constant_(model.bias, float("nan"))
     return model
+
+
+class Counting(nn.Module):
+    """Keeps a running mean that is no batch normalisation's, and scales by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("running_mean", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.running_mean += 1.0
+        return self.linear(x) * 2
+
+
+def build_counting() -> nn.Module:
+    return Counting()

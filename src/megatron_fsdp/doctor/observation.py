@@ -70,7 +70,7 @@ class Observation:
     Attributes:
         initial: Weights before the first step.
         steps: One record per optimizer step.
-        buffers: Buffers after the last step.
+        buffers: Buffers after the last step; in one process that does what ranks do, those of rank 0.
         round_trip: None where it was not asked for, and in one process.
         disagreements: Where ranks hold different values, in the order of causes.
     """
@@ -105,6 +105,7 @@ class Probes:
         stale: For each step after the first: with the weights before the last update.
         spread: For each step: how far a weight moves when gradients change by what rounding may change them.
         betas: Adam's, where the optimizer has any.
+        excused: Buffers that differ between ranks in right runs: statistics of batch normalisation.
     """
 
     num_ranks: int
@@ -117,6 +118,7 @@ class Probes:
     stale: tuple[StaleStep, ...] = ()
     spread: tuple[Values, ...] = ()
     betas: tuple[float, float] | None = None
+    excused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.ranks import gather_objects
-from megatron_fsdp.doctor.compare import Difference, compare
+from megatron_fsdp.doctor.compare import compare
+from megatron_fsdp.doctor.difference import Difference
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
 from megatron_fsdp.doctor.observation import Reference
 from megatron_fsdp.doctor.reference import run_reference

@@ -59,6 +59,7 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
         stale=stale,
         spread=_spread(task, steps, _other_gradients(check, stale), device, tolerance),
         betas=_betas(trainee.optimizer),
+        excused=_statistics(trainee),
     )
     return Reference(observation, probes, notes), check, tolerance
 
@@ -83,7 +84,8 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         found.append(
             "the model has batch normalisation: each rank normalises by its own samples, so it is compared with one "
-            "process that does the same slice by slice; running statistics differ between ranks and are not compared"
+            "process that does the same slice by slice; running_mean and running_var differ between ranks and are not "
+            "compared"
         )
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     if frozen:
@@ -99,22 +101,23 @@ def _train(
     before = trainee.parameters()
     for number in range(1, task.steps + 1):
         microbatches = task.microbatches_of(number, num_ranks, device)
-        parts = task.parts_of_all(microbatches, num_ranks) if by_slices else task.parts_whole(microbatches)
+        ranks = task.parts_of_all(microbatches, num_ranks) if by_slices else [task.parts_whole(microbatches)]
         if number > 1:
-            stale.append(_stale_step(probe, before, parts))
+            probe.put_back(trainee.buffers())
+            stale.append(_stale_step(probe, before, ranks))
             before = steps[-1].parameters
-        steps.append(trainee.step(parts, lambda loss: (loss, ())))
+        steps.append(trainee.step(ranks, lambda loss: (loss, ())))
     return tuple(steps), tuple(stale)
 
 
-def _stale_step(probe: Trainee, weights: Values, parts: list[Part]) -> StaleStep:
+def _stale_step(probe: Trainee, weights: Values, ranks: list[list[Part]]) -> StaleStep:
     with torch.no_grad():
         for name, param in probe.named_parameters():
             value = weights[name]
             if value is not None:
                 param.copy_(value)
     probe.model.zero_grad()
-    return StaleStep(probe.backward(parts), probe.gradients())
+    return StaleStep(probe.backward_of_ranks(ranks), probe.gradients())
 
 
 def _spread(
@@ -157,6 +160,14 @@ def _spread(
 def _other_gradients(check: SelfCheck, stale: tuple[StaleStep, ...]) -> list[tuple[Values, ...]]:
     """Gradients of the same samples in other ways, for each step."""
     return [check.of_ranks, *((step.gradients,) for step in stale)]
+
+
+def _statistics(trainee: Trainee) -> frozenset[str]:
+    """Running statistics of batch normalisation, by name; what a module of another kind calls so is no such."""
+    layers = [name for name, module in trainee.model.named_modules() if isinstance(module, _BatchNorm)]
+    return frozenset(
+        f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in ("running_mean", "running_var")
+    )
 
 
 def _watch_backward(trainee: Trainee) -> list[str]:

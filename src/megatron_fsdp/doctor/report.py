@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp.doctor.compare import (
+from megatron_fsdp.doctor.difference import (
     BUFFER,
     COUNTER,
     GRADIENT,

@@ -57,21 +57,23 @@ def check_itself(
         tolerance: How near is the same.
         samples_meet: Whether the model is known to let samples of a batch see each other (batch normalisation).
     """
+    buffers = probe.buffers()
 
-    def run(parts: list[Part], seed: int = task.seed) -> _Pass:
+    def run(*ranks: list[Part], seed: int = task.seed) -> _Pass:
         torch.manual_seed(seed)
+        probe.put_back(buffers)
         probe.model.zero_grad()
-        return _Pass(probe.backward(parts), probe.gradients())
+        return _Pass(probe.backward_of_ranks(ranks), probe.gradients())
 
     whole = run(task.parts_whole(microbatches))
     if not math.isfinite(whole.loss):
         return unfit(f"the loss of the first step is {whole.loss} in one process already, and sharding was not judged")
-    random = _differing(whole, run(task.parts_whole(microbatches), task.seed + 1), tolerance)
+    random = _differing(whole, run(task.parts_whole(microbatches), seed=task.seed + 1), tolerance)
     if random is not None:
         return unfit(_tell_random(probe.model, random))
     ranks = [run(task.parts_of_rank(microbatches, rank, num_ranks)) for rank in range(num_ranks)]
     alone = [run([part]) for part in task.parts_whole(microbatches)] if task.microbatches > 1 else []
-    slices = run(task.parts_of_all(microbatches, num_ranks))
+    slices = run(*task.parts_of_all(microbatches, num_ranks))
     is_mean = _differing(whole, slices, tolerance) is None
     finding = None
     if not is_mean and not samples_meet:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.ranks import gather_objects
-from megatron_fsdp.doctor.compare import GRADIENT, INITIAL, STATE, WEIGHT
+from megatron_fsdp.doctor.difference import BUFFER, COUNTER, GRADIENT, INITIAL, NORM, STATE, WEIGHT
 from megatron_fsdp.doctor.observation import Disagreement, Observation, RoundTrip, StepRecord, Values
 from megatron_fsdp.doctor.recording import Trainee
 from megatron_fsdp.doctor.task import Pair, ShardFn, Task
@@ -64,7 +64,7 @@ def _step(task: Task, trainee: Trainee, number: int, device: torch.device) -> St
         losses = tuple(gather_objects(loss))
         return sum(losses) * task.share_of_rank(num_ranks), losses
 
-    return trainee.step(task.parts_of_rank(microbatches, dist.get_rank(), num_ranks), add_up)
+    return trainee.step([task.parts_of_rank(microbatches, dist.get_rank(), num_ranks)], add_up)
 
 
 def _round_trip(
@@ -90,7 +90,7 @@ def _round_trip(
 
 def _everything(trainee: Trainee) -> Values:
     counters, state = trainee.optimizer_state()
-    counts = {f"{name}: step": torch.tensor(count, dtype=torch.float64) for name, count in counters.items()}
+    counts = {f"{name}: step": _number(count) for name, count in counters.items()}
     return {**trainee.parameters(), **state, **counts}
 
 
@@ -113,8 +113,15 @@ def _places(observation: Observation) -> Iterator[tuple[tuple[str, int], Mapping
     yield (INITIAL, 0), observation.initial
     for number, record in enumerate(observation.steps, start=1):
         yield (GRADIENT, number), record.gradients
+        yield (NORM, number), {"": None if record.norm is None else _number(record.norm)}
+        yield (COUNTER, number), {name: _number(count) for name, count in record.counters.items()}
         yield (WEIGHT, number), record.parameters
         yield (STATE, number), record.state
+    yield (BUFFER, len(observation.steps)), observation.buffers
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _digest(value: Tensor | None) -> bytes:

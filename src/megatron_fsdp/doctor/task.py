@@ -105,10 +105,10 @@ class Task:
         """The samples of one rank."""
         return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
 
-    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[Part]:
+    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
         """The samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
         share = self.share_of_rank(num_ranks) / self.microbatches
-        return [(share, part_of(micro, rank, num_ranks)) for micro in microbatches for rank in range(num_ranks)]
+        return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
 
     def parts_whole(self, microbatches: list[Any]) -> list[Part]:
         """Whole microbatches."""
