@@ -337,3 +337,19 @@ def counter_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
 
     optimizer.register_step_post_hook(count)
     return model, optimizer
+
+
+# ---- small faults --------------------------------------------------------------------------------------------------
+
+
+def adamw_with_decay(model: nn.Module, rate: float, decay: float) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+
+
+def decays(model: nn.Module, _optimizer: Optimizer, rate: float, decay: float) -> Pair:
+    """An optimizer with another weight decay."""
+    return sharded(model, adamw_with_decay(model, rate, decay))
+
+
+def through_bfloat16(grad: Tensor) -> Tensor:
+    return grad.to(torch.bfloat16).to(grad.dtype)

@@ -26,7 +26,7 @@ from megatron_fsdp.doctor.difference import (
 from megatron_fsdp.doctor.observation import Disagreement, Observation, Reference, RoundTrip, StepRecord, Values
 from megatron_fsdp.doctor.ratios import tell_ratio
 from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
-from megatron_fsdp.doctor.weights import Update, diagnose_weight
+from megatron_fsdp.doctor.weights import Update, UpdateError, diagnose_weight, wrong_update
 
 
 def compare(
@@ -146,11 +146,15 @@ class _Sides:
     def tensors(self, where: str, step: int, want: Values, got: Values) -> Difference | None:
         allowed = self.tolerance.at_step(max(step, 1)) if where != INITIAL else EXACT
         ranks = {each.name: each for each in self.found.disagreements if each.place == (where, step)}
-        spread = self.reference.probes.spread[step - 1] if where == WEIGHT else {}
+        if where == GRADIENT:
+            allowed = allowed.among(want.values())
+        spread = self.reference.probes.spread[step - 1] if where in (WEIGHT, STATE) else {}
         names = [
             name
             for name in self._ordered(where, want, got)
-            if name in ranks or _differs(want.get(name), got.get(name), allowed, spread.get(name), where)
+            if name in ranks
+            or _differs(want.get(name), got.get(name), allowed, spread.get(name), where)
+            or (where == WEIGHT and self._wrong_update(step, name, want, got))
         ]
         if not names:
             return None
@@ -161,9 +165,16 @@ class _Sides:
             wrong = _wrong_ranks(ranks[name], want.get(name), allowed, spread.get(name))
             value = ranks[name].by_rank[wrong[0]] if wrong else _farthest(ranks[name], want.get(name))
         error, limit = _worst(want.get(name), value, allowed, spread.get(name))
+        wrong_update = self._wrong_update(step, name, want, got) if where == WEIGHT else None
+        if wrong_update is not None and error <= limit:
+            error, limit = wrong_update.error, wrong_update.allowed
         return Difference(
             where, step, name, diagnosis.kind, diagnosis.words, diagnosis.ratio, error, limit, tuple(names[1:])
         )
+
+    def _wrong_update(self, step: int, name: str, want: Values, got: Values) -> UpdateError | None:
+        update = Update(step, name, self._before(step, name), self.reference.probes)
+        return wrong_update(want.get(name), got.get(name), update, self.tolerance.at_step(step))
 
     def _ordered(self, where: str, want: Values, got: Values) -> Iterator[str]:
         """Names in the order of causes: gradients as backward makes them, then frozen weights before others."""

@@ -60,6 +60,7 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
         spread=_spread(task, steps, _other_gradients(check, stale), device, tolerance),
         betas=_betas(trainee.optimizer),
         excused=_statistics(trainee),
+        decay=_decay(trainee),
     )
     return Reference(observation, probes, notes), check, tolerance
 
@@ -127,7 +128,7 @@ def _spread(
     device: torch.device,
     tolerance: Tolerance,
 ) -> tuple[Mapping[str, Tensor | None], ...]:
-    """How far weights move when each gradient is changed by what rounding may change it, up and down.
+    """How far weights and optimizer state move when gradients change by what rounding may change, up and down.
 
     Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
     What no sample reaches (a row of an embedding) has a gradient of zero without any rounding, and is left alone: it is
@@ -137,19 +138,21 @@ def _spread(
     for sign in (1.0, -1.0):
         trainee = Trainee(*task.build(device), task)
         for number, record in enumerate(steps, start=1):
+            allowed = tolerance.at_step(number).among(record.gradients.values())
             for name, param in trainee.named_parameters():
                 grad = record.gradients[name]
                 if grad is not None:
                     further = [values.get(name) for values in others[number - 1]]
                     is_reached = torch.stack([each != 0 for each in (grad, *further) if each is not None]).any(0)
-                    shift = sign * tolerance.at_step(number).allowed(grad) * is_reached
+                    shift = sign * allowed.allowed(grad) * is_reached
                     param.grad = (grad.double() + shift).to(param.device, param.dtype)
             if task.max_norm is not None:
                 nn.utils.clip_grad_norm_(trainee.model.parameters(), task.max_norm)
             trainee.optimizer.step()
             trainee.optimizer.zero_grad()
-            for name, value in trainee.parameters().items():
-                right = record.parameters[name]
+            rights = {**record.parameters, **record.state}
+            for name, value in {**trainee.parameters(), **trainee.optimizer_state()[1]}.items():
+                right = rights.get(name)
                 if value is None or right is None:
                     continue
                 moved, known = (value.double() - right.double()).abs(), spread[number - 1].get(name)
@@ -160,6 +163,17 @@ def _spread(
 def _other_gradients(check: SelfCheck, stale: tuple[StaleStep, ...]) -> list[tuple[Values, ...]]:
     """Gradients of the same samples in other ways, for each step."""
     return [check.of_ranks, *((step.gradients,) for step in stale)]
+
+
+def _decay(trainee: Trainee) -> dict[str, float]:
+    """What part of a weight its decay takes off in one update, by name: learning rate times weight decay."""
+    parts = {
+        id(param): float(group["lr"]) * float(group.get("weight_decay", 0.0))
+        for group in trainee.optimizer.param_groups
+        for param in group["params"]
+        if "lr" in group
+    }
+    return {name: parts.get(id(param), 0.0) for name, param in trainee.named_parameters()}
 
 
 def _statistics(trainee: Trainee) -> frozenset[str]:
