@@ -309,7 +309,7 @@ class OnRankOne(nn.Module):
     def forward(self, *args: Any) -> Any:
         out = self.module(*args)
         if dist.get_rank() == 1:
-            self.module.get_buffer(self.buffer).add_(5)
+            self.module.get_buffer(self.buffer).data.add_(5)  # backward may not see it
         return out
 
 
@@ -353,3 +353,11 @@ def decays(model: nn.Module, _optimizer: Optimizer, rate: float, decay: float) -
 
 def through_bfloat16(grad: Tensor) -> Tensor:
     return grad.to(torch.bfloat16).to(grad.dtype)
+
+
+def only_the_model(model: nn.Module, optimizer: Optimizer) -> Any:
+    return sharded(model, optimizer)[0]
+
+
+def nothing_at_all(model: nn.Module, optimizer: Optimizer) -> Any:
+    sharded(model, optimizer)

@@ -1,5 +1,6 @@
 """Small models and batches that the doctor looks at."""
 
+import os
 import random
 
 import torch
@@ -166,3 +167,43 @@ def build_key_bias() -> nn.Module:
 
 def build_double() -> nn.Module:
     return Patient().double()
+
+
+def build_half() -> nn.Module:
+    """Adam's eps is zero in float16, and the unused layer's gradient is too."""
+    return nn.Sequential(nn.Linear(6, 3)).half()
+
+
+def half_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Of the first output only, so that gradients of the others are zero."""
+    return model(batch.half())[:, :1].float().square().mean()
+
+
+class OverflowGradient(nn.Module):
+    """A loss of zero whose gradient is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.sqrt().sum() + 0 * x.mean()
+
+
+def build_overflow() -> nn.Module:
+    return OverflowGradient()
+
+
+def moody_tokens(_seed: int) -> Tensor:
+    """Heeds neither the seed nor torch's generator."""
+    return torch.tensor([[random.randrange(12) for _ in range(5)] for _ in range(12)])
+
+
+def drawn_tokens(_seed: int) -> Tensor:
+    """Draws from torch's own generator."""
+    return torch.randint(12, (12, 5))
+
+
+def moody_batch() -> Tensor:
+    """Another one in every process."""
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(os.getpid()))

@@ -66,7 +66,7 @@ class Trainee:
         """Set buffers to what they were; of a model that is not sharded."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                value = buffers[name]
+                value = buffers.get(name)
                 if value is not None:
                     buffer.copy_(value)
 

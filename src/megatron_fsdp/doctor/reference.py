@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megatron_fsdp.doctor.observation import Observation, Probes, Reference, StaleStep, StepRecord, Values
 from megatron_fsdp.doctor.recording import Trainee
-from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself, unfit
+from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself, first_not_finite, tell_not_finite, unfit
 from megatron_fsdp.doctor.task import Part, Task
 from megatron_fsdp.doctor.tolerance import EXACT, Tolerance, tolerance_of
 from megatron_fsdp.errors import ConfigurationError
@@ -43,10 +44,13 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
             "from torch's generator, or load them"
         )
     order = _watch_backward(trainee)
+    unjudged = Reference(Observation(initial, (), {}), Probes(num_ranks, task.microbatches, frozenset(), ()), notes)
     if not check.can_compare:
-        empty = Probes(num_ranks, task.microbatches, frozenset(), ())
-        return Reference(Observation(initial, (), {}), empty, notes), check, tolerance
+        return unjudged, check, tolerance
     steps, stale = _train(task, trainee, probe, num_ranks, device, by_slices=not check.is_mean)
+    broken = _tell_broken(trainee.model, steps)
+    if broken is not None:
+        return unjudged, unfit(broken), tolerance
     observation = Observation(initial, steps, trainee.buffers())
     probes = Probes(
         num_ranks=num_ranks,
@@ -109,6 +113,18 @@ def _train(
             before = steps[-1].parameters
         steps.append(trainee.step(ranks, lambda loss: (loss, ())))
     return tuple(steps), tuple(stale)
+
+
+def _tell_broken(model: nn.Module, steps: tuple[StepRecord, ...]) -> str | None:
+    """Words for the first value of one process that is not finite."""
+    for number, record in enumerate(steps, start=1):
+        if not math.isfinite(record.loss):
+            return f"the loss of step {number} is {record.loss} in one process already, and sharding was not judged"
+        for what, values in (("gradient", record.gradients), ("weight", record.parameters)):
+            name = first_not_finite(values)
+            if name is not None:
+                return tell_not_finite(model, what, name, number)
+    return None
 
 
 def _stale_step(probe: Trainee, weights: Values, ranks: list[list[Part]]) -> StaleStep:

@@ -68,6 +68,9 @@ def check_itself(
     whole = run(task.parts_whole(microbatches))
     if not math.isfinite(whole.loss):
         return unfit(f"the loss of the first step is {whole.loss} in one process already, and sharding was not judged")
+    broken = first_not_finite(whole.gradients)
+    if broken is not None:
+        return unfit(tell_not_finite(probe.model, "gradient", broken, 1))
     random = _differing(whole, run(task.parts_whole(microbatches), seed=task.seed + 1), tolerance)
     if random is not None:
         return unfit(_tell_random(probe.model, random))
@@ -85,6 +88,21 @@ def check_itself(
         tuple(each.loss for each in ranks),
         tuple(each.gradients for each in ranks),
         tuple(each.gradients for each in alone),
+    )
+
+
+def first_not_finite(values: Values) -> str | None:
+    """The name of the first tensor with an element that is NaN or infinite."""
+    pairs = ((name, value) for name, value in values.items() if value is not None)
+    return next((name for name, value in pairs if not bool(value.isfinite().all())), None)
+
+
+def tell_not_finite(model: nn.Module, what: str, name: str, step: int) -> str:
+    """Words for a gradient or weight of one process that cannot be compared with."""
+    is_half = any(param.dtype == torch.float16 for param in model.parameters())
+    hint = " (float16 ends at 65504, and Adam's eps of 1e-8 is zero in it)" if is_half else ""
+    return (
+        f"the {what} of `{name}` in step {step} is not finite in one process already{hint}, and sharding was not judged"
     )
 
 

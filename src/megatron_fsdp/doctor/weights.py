@@ -87,7 +87,7 @@ def wrong_update(
     old, old_found = update.before
     if expected is None or found is None or old is None or old_found is None or expected.shape != found.shape:
         return None
-    if not expected.numel():
+    if not expected.numel() or not (expected.is_floating_point() and found.is_floating_point()):
         return None
     error = (_change(old_found, found) - _change(old, expected)).abs()
     allowed = _allowed(expected, found, update, tolerance)
