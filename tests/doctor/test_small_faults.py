@@ -55,7 +55,7 @@ def check_in_float32() -> ParityReport:
 
 def test_a_float64_model_that_is_kept_in_float32_is_told_so(run_ranks: RunRanks) -> None:
     found = run_ranks(2, check_in_float32)[0].differences[0]
-    assert (found.where, found.kind) == ("initial weight", "rounded")
+    assert (found.where, found.kind) == ("gradient", "rounded")
     assert "rounded as float32 would (kept in float32 by main_params_dtype" in found.words
 
 
