@@ -294,3 +294,70 @@ def _local_hook(model: nn.Module, change: Callable[[Tensor], Any]) -> None:
         change(_local(param.grad))
 
     _parameter(model).register_post_accumulate_grad_hook(apply)
+
+
+# ---- values of one rank only ---------------------------------------------------------------------------------------
+
+
+class OnRankOne(nn.Module):
+    """After each call a buffer of rank 1 is changed."""
+
+    def __init__(self, module: nn.Module, buffer: str) -> None:
+        super().__init__()
+        self.module, self.buffer = module, buffer
+
+    def forward(self, *args: Any) -> Any:
+        out = self.module(*args)
+        if dist.get_rank() == 1:
+            self.module.get_buffer(self.buffer).data.add_(5)  # backward may not see it
+        return out
+
+
+def buffer_of_rank_one(model: nn.Module, optimizer: Optimizer, buffer: str) -> Pair:
+    model, optimizer = by_hand(model, optimizer)
+    return OnRankOne(model, buffer), optimizer
+
+
+def norm_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Rank 1 clips by twice the norm, but to no effect, since the limit is never reached."""
+    model, optimizer = sharded(model, optimizer)
+    right = model.clip_grad_norm_
+    object.__setattr__(model, "clip_grad_norm_", lambda limit: right(limit) * (1 + dist.get_rank()))
+    return model, optimizer
+
+
+def counter_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """SGD to the eye, but rank 1 counts one step too many."""
+    model, optimizer = by_hand(model, optimizer)
+
+    def count(*_: Any) -> None:
+        for param in model.parameters():
+            if dist.get_rank() == 1:
+                optimizer.state[param]["step"] += 1
+
+    optimizer.register_step_post_hook(count)
+    return model, optimizer
+
+
+# ---- small faults --------------------------------------------------------------------------------------------------
+
+
+def adamw_with_decay(model: nn.Module, rate: float, decay: float) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+
+
+def decays(model: nn.Module, _optimizer: Optimizer, rate: float, decay: float) -> Pair:
+    """An optimizer with another weight decay."""
+    return sharded(model, adamw_with_decay(model, rate, decay))
+
+
+def through_bfloat16(grad: Tensor) -> Tensor:
+    return grad.to(torch.bfloat16).to(grad.dtype)
+
+
+def only_the_model(model: nn.Module, optimizer: Optimizer) -> Any:
+    return sharded(model, optimizer)[0]
+
+
+def nothing_at_all(model: nn.Module, optimizer: Optimizer) -> Any:
+    sharded(model, optimizer)

@@ -1,5 +1,6 @@
 """Small models and batches that the doctor looks at."""
 
+import os
 import random
 
 import torch
@@ -118,3 +119,91 @@ def build_broken() -> nn.Module:
     model = nn.Linear(6, 3)
     nn.init.constant_(model.bias, float("nan"))
     return model
+
+
+class Counting(nn.Module):
+    """Keeps a running mean that is no batch normalisation's, and scales by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("running_mean", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.running_mean += 1.0
+        return self.linear(x) * 2
+
+
+def build_counting() -> nn.Module:
+    return Counting()
+
+
+class KeyBias(nn.Module):
+    """Attention, whose softmax takes the bias of keys off again: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(6, 6) for _ in range(3))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(0, (-1, 2)).repeat(1, 3, 1) * torch.linspace(-1, 2, 6).view(1, 6, 1)
+        return self.out(nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)))
+
+
+def pairs(seed: int) -> Tensor:
+    return torch.randn(6, 2, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch.flatten(0, 1)).square().mean()
+
+
+def build_key_bias() -> nn.Module:
+    return KeyBias()
+
+
+def build_double() -> nn.Module:
+    return Patient().double()
+
+
+def build_half() -> nn.Module:
+    """Adam's eps is zero in float16, and the unused layer's gradient is too."""
+    return nn.Sequential(nn.Linear(6, 3)).half()
+
+
+def half_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Of the first output only, so that gradients of the others are zero."""
+    return model(batch.half())[:, :1].float().square().mean()
+
+
+class OverflowGradient(nn.Module):
+    """A loss of zero whose gradient is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.sqrt().sum() + 0 * x.mean()
+
+
+def build_overflow() -> nn.Module:
+    return OverflowGradient()
+
+
+def moody_tokens(_seed: int) -> Tensor:
+    """Heeds neither the seed nor torch's generator."""
+    return torch.tensor([[random.randrange(12) for _ in range(5)] for _ in range(12)])
+
+
+def drawn_tokens(_seed: int) -> Tensor:
+    """Draws from torch's own generator."""
+    return torch.randint(12, (12, 5))
+
+
+def moody_batch() -> Tensor:
+    """Another one in every process."""
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(os.getpid()))

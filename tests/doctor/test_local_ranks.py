@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def misbehave(how: str, _device: str | None) -> str:
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(7)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":
             raise KeyError("no such layer")
         dist.recv(torch.zeros(1), src=0)
@@ -43,6 +46,7 @@ def misbehave(how: str, _device: str | None) -> str:
     ("how", "timeout_s", "message"),
     [
         ("die", 60.0, r"rank 1 died with exit code 7, and all ranks were ended"),
+        ("killed", 60.0, r"rank 1 died \(killed by signal 9, as when memory runs out\), and all ranks were ended"),
         ("raise", 60.0, r"rank 1 failed, and all ranks were ended:\n(?s:.*)KeyError: 'no such layer'"),
         ("hang", 8.0, r"took more than 8 s and were ended"),
     ],
@@ -77,6 +81,12 @@ def test_the_command_names_a_fault_as_json(capsys: pytest.CaptureFixture[str]) -
     assert told["runs"][0]["results"]["gradients"] == "DIFFERS, step 1"
 
 
+def test_what_is_not_judged_is_no_difference_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["tests.doctor.patients:build_dropout", "--batch", "tests.doctor.patients:vectors"]
+    assert main(["doctor", *model, "--loss", "tests.doctor.patients:square_loss", "--ranks", "1", "--steps", "1"]) == 2
+    assert "NOT JUDGED: 1 rank against one process" in capsys.readouterr().out
+
+
 def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 40, "n_positions": 16}
@@ -95,6 +105,10 @@ def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys:
     ("argv", "message"),
     [
         (["doctor"], "give either MODEL (package.module:name) or --hf-config"),
+        (
+            ["doctor", *MODEL, "--ranks", "1", "--timeout", "0.01"],
+            "(it had not begun: it was still importing)",
+        ),
         (["doctor", "a:b"], "--batch is missing"),
         (["doctor", "--hf-config", "nowhere.json"], "there is no such file or folder; give a local one"),
         (["doctor", *MODEL, "--ranks", "0"], "ranks is 0; give a whole number from 1"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fsdp.doctor import ParityReport, check_parity
 from megatron_fsdp.errors import ConfigurationError
@@ -13,6 +14,38 @@ from tests.doctor import faults, patients
 def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
     options = {"strategies": (3,), "steps": 1, "checkpoint": False, "batch": patients.vectors, **options}
     return check_parity(model_fn, options.pop("batch"), **options)
+
+
+class GradientOnly:
+    """A mean in its value, but gradients are not those of a mean."""
+
+    def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = patients.square_loss(model, batch)
+        return loss.detach() + (loss - loss.detach()) * len(batch)
+
+
+def test_a_loss_that_is_no_mean_by_its_gradient_is_told_by_the_gradient(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check, patients.build_linear, {"loss_fn": GradientOnly()})[0]
+    (found,) = report.differences
+    assert found.kind == "not a mean"
+    assert "the gradient of `0.weight` changes by up to " in found.words
+    assert "the loss is 0" not in found.words
+
+
+def test_values_of_one_process_that_are_not_finite_are_told_as_such(run_ranks: RunRanks) -> None:
+    half = run_ranks(2, check, patients.build_half, {"loss_fn": patients.half_loss})[0]
+    assert "the weight of `0.weight` in step 1 is not finite in one process already (float16 ends" in half.told()
+    overflow = run_ranks(2, check, patients.build_overflow, {})[0]
+    assert "the gradient of `weight` in step 1 is not finite in one process already, and" in overflow.told()
+    for report in (half, overflow):
+        assert (report.judged, report.runs, len(report.findings)) == (False, (), 1)
+
+
+def test_batches_from_torchs_own_generator_are_made_once(run_ranks: RunRanks) -> None:
+    options = {"batch": patients.drawn_tokens, "steps": 2, "checkpoint": True}
+    report = run_ranks(2, check, patients.build, options)[0]
+    assert report.passed, report.told()
+    assert report.runs[0].cells() == ["ok"] * 6
 
 
 def refusal(model_fn: Any, options: dict[str, Any]) -> str:
@@ -26,7 +59,7 @@ def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> Non
     (found,) = report.differences
     assert (found.where, found.kind, report.runs) == ("one process against itself", "not repeatable", ())
     assert "it draws random numbers (`1` is Dropout(0.25))" in found.words
-    assert not report.passed
+    assert (report.passed, report.judged, report.verdict) == (False, False, "NOT JUDGED")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +90,8 @@ def test_a_loss_between_samples_is_named_and_sharding_is_right(run_ranks: RunRan
     (found,) = report.differences
     assert "the loss is not a mean over samples" in found.words
     assert report.runs[0].differences == ()
+    assert not report.judged
+    assert "the gradient of `0.weight` changes by up to" in found.words or "the loss is " in found.words
 
 
 def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRanks) -> None:
@@ -64,6 +99,7 @@ def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRa
     report = run_ranks(2, check, patients.build_linear, options)[0]
     assert [difference.where for difference in report.differences[:2]] == ["loss", "gradient"]
     assert report.differences[1].ratio == 2.0
+    assert (report.judged, report.verdict) == (True, "DIFFERS")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +108,16 @@ def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRa
         ({"batch": patients.odd_vectors}, "a batch of 11 samples does not divide into 1 microbatch"),
         ({"batch": patients.uneven_batch}, "is samples, and these differ: ['x'] 12, ['weight'] 3"),
         ({}, "the model gave a tensor of shape (12, 3) where the loss is wanted; give loss_fn"),
+        (
+            {"shard_fn": faults.only_the_model, "loss_fn": patients.square_loss},
+            "shard_fn gave MegatronFSDP; it has to give (model, optimizer)",
+        ),
+        (
+            {"shard_fn": faults.nothing_at_all, "loss_fn": patients.square_loss},
+            "shard_fn gave NoneType; it has to give (model, optimizer)",
+        ),
+        ({"batch": patients.moody_tokens}, "batch(1) gives other samples each time"),
+        ({"batch": patients.moody_batch}, "batch gives rank(s) 1 other samples than rank 0"),
         ({"steps": 0}, "steps is 0; give a whole number from 1"),
         ({"strategies": (7,)}, "is not a sharding strategy"),
         ({"reduction": "max"}, "reduction is 'max'"),

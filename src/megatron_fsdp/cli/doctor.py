@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fsdp.cli.arguments import add_json
 from megatron_fsdp.cli.doctor_models import CausalModel, RandomTokens
 from megatron_fsdp.cli.output import write_json, write_line, write_table
-from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
+from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def add_parser(subparsers: Any) -> None:
         help="train a model sharded on local ranks and in one process, and name what differs",
         description="Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded "
         "run with one process on the whole batch. Functions are given as package.module:name and are looked for in "
-        "the current folder too. Exit status: 0 the same, 1 they differ, 2 it could not be run.",
+        "the current folder too. Exit status: 0 the same, 1 they differ, 2 it could not be "
+        "run or judged (dropout, a loss that is no mean).",
     )
     _add_model(parser)
     _add_training(parser)
@@ -114,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         write_json(report.to_dict())
     else:
         _show(report)
+    if not report.judged:
+        return EXIT_ERROR
     return EXIT_SAME if report.passed else EXIT_DIFFERENT
 
 
@@ -138,4 +141,4 @@ def _show(report: ParityReport) -> None:
         write_line()
     for sentence in report.diagnosis():
         write_line(sentence)
-    write_line(f"{'passed' if report.passed else 'DIFFERS'}: {report.compared()}")
+    write_line(f"{report.verdict}: {report.compared()}")

@@ -5,70 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fsdp.doctor.diagnose import Context, Diagnosis, diagnose
+from megatron_fsdp.doctor.difference import (
+    BUFFER,
+    COUNTER,
+    GRADIENT,
+    INITIAL,
+    LOADED,
+    LOSS,
+    NORM,
+    RESUMED,
+    STATE,
+    WEIGHT,
+    Difference,
+)
 from megatron_fsdp.doctor.observation import Disagreement, Observation, Reference, RoundTrip, StepRecord, Values
 from megatron_fsdp.doctor.ratios import tell_ratio
 from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
-from megatron_fsdp.doctor.weights import Update, diagnose_weight
-
-INITIAL, LOSS, GRADIENT, NORM = "initial weight", "loss", "gradient", "gradient norm"
-COUNTER, WEIGHT, STATE, BUFFER = "step counter", "weight", "optimizer state", "buffer"
-LOADED, RESUMED = "checkpoint", "step after loading"
-
-_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first tensor that differs in one place of a run.
-
-    Attributes:
-        where: What kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
-        step: Optimizer step, from 1; 0 before the first.
-        name: The tensor, by its name in the user's model; empty for the loss and the norm.
-        kind: The cause, for programs (`Diagnosis.kind`).
-        words: The cause, for people.
-        ratio: Found over expected, where that is one number.
-        error: Largest difference of an element.
-        allowed: What was allowed for that element.
-        also: Other tensors that differ in the same place.
-    """
-
-    where: str
-    step: int
-    name: str
-    kind: str
-    words: str
-    ratio: float | None = None
-    error: float = math.nan
-    allowed: float = math.nan
-    also: tuple[str, ...] = ()
-
-    def told(self) -> str:
-        """The difference in a sentence."""
-        when = f" of step {self.step}" if self.step else ""
-        name = f" `{self.name}`" if self.name else ""
-        size = "" if math.isnan(self.error) else f" [off by {self.error:.3g}, allowed {self.allowed:.3g}]"
-        more = f"; {len(self.also)} more differ there: {_few(self.also)}" if self.also else ""
-        return f"{self.where}{when}{name} {self.words}{size}{more}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that are not finite become None."""
-        numbers = {key: getattr(self, key) for key in ("ratio", "error", "allowed")}
-        return {
-            "where": self.where,
-            "step": self.step,
-            "name": self.name,
-            "kind": self.kind,
-            "words": self.words,
-            **{key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()},
-            "also": list(self.also),
-        }
+from megatron_fsdp.doctor.weights import Update, UpdateError, diagnose_weight, wrong_update
 
 
 def compare(
@@ -97,7 +55,7 @@ def compare(
             sides.tensors(WEIGHT, number, want.parameters, got.parameters),
             sides.tensors(STATE, number, want.state, got.state),
         ]
-    places.append(sides.tensors(BUFFER, len(right.steps), _still(right.buffers), _still(found.buffers)))
+    places.append(sides.buffers(len(right.steps)))
     places += _round_trip(found.round_trip, len(right.steps), EXACT if repeats else tolerance)
     return [difference for difference in places if difference is not None]
 
@@ -138,43 +96,85 @@ class _Sides:
         if want.norm is None or got.norm is None:
             return None
         allowed = self.tolerance.at_step(step)
-        if allowed.agree_numbers(want.norm, got.norm):
+        of_ranks = self._numbers_of_ranks(NORM, step, "") or (got.norm,)
+        wrong = [rank for rank, norm in enumerate(of_ranks) if not allowed.agree_numbers(want.norm, norm)]
+        if not wrong:
             return None
-        ratio = got.norm / want.norm if want.norm else math.nan
-        words = f"is {got.norm:.7g} where one process has {want.norm:.7g}: {self._tell_ratio(ratio)}"
-        return _number(NORM, step, "factor", words, ratio, want.norm, got.norm, allowed)
+        norm = of_ranks[wrong[0]]
+        ratio = norm / want.norm if want.norm else math.nan
+        words = f"is {norm:.7g} where one process has {want.norm:.7g}: {self._tell_ratio(ratio)}"
+        words += _on_ranks(wrong, len(of_ranks))
+        return _number(NORM, step, "factor", words, ratio, want.norm, norm, allowed)
 
     def _tell_ratio(self, ratio: float) -> str:
         return tell_ratio(ratio, self.reference.probes.num_ranks, self.reference.probes.microbatches)
 
     def counters(self, step: int, want: StepRecord, got: StepRecord) -> Difference | None:
-        names = [name for name, count in want.counters.items() if got.counters.get(name, count) != count]
+        found = {name: self._numbers_of_ranks(COUNTER, step, name) or (count,) for name, count in got.counters.items()}
+        wrong_on = {
+            name: [rank for rank, counted in enumerate(found.get(name, ())) if counted != count]
+            for name, count in want.counters.items()
+        }
+        names = [name for name, ranks in wrong_on.items() if ranks]
         if not names:
             return None
-        right, wrong = want.counters[names[0]], got.counters[names[0]]
+        ranks, of_ranks = wrong_on[names[0]], found[names[0]]
+        right, wrong = want.counters[names[0]], of_ranks[ranks[0]]
         off = "off by one: " if abs(wrong - right) == 1 else ""
         words = (
             f"is {off}{wrong:g} where one process has {right:g}, so Adam's bias correction is that of step {wrong:g}"
         )
+        words += _on_ranks(ranks, len(of_ranks))
         return Difference(COUNTER, step, names[0], "counter", words, None, abs(wrong - right), 0.0, tuple(names[1:]))
+
+    def _numbers_of_ranks(self, where: str, step: int, name: str) -> tuple[float, ...]:
+        """What each rank has, where they do not have the same number."""
+        for each in self.found.disagreements:
+            if each.place == (where, step) and each.name == name:
+                return tuple(math.nan if value is None else float(value) for value in each.by_rank)
+        return ()
+
+    def buffers(self, steps: int) -> Difference | None:
+        """Buffers after the last step; statistics of batch normalisation are those of a rank's own samples."""
+        excused = self.reference.probes.excused
+
+        def compared(buffers: Values) -> Values:
+            return {name: value for name, value in buffers.items() if name not in excused}
+
+        return self.tensors(BUFFER, steps, compared(self.reference.observation.buffers), compared(self.found.buffers))
 
     def tensors(self, where: str, step: int, want: Values, got: Values) -> Difference | None:
         allowed = self.tolerance.at_step(max(step, 1)) if where != INITIAL else EXACT
         ranks = {each.name: each for each in self.found.disagreements if each.place == (where, step)}
-        spread = self.reference.probes.spread[step - 1] if where == WEIGHT else {}
+        if where == GRADIENT:
+            allowed = allowed.among(want.values())
+        spread = self.reference.probes.spread[step - 1] if where in (WEIGHT, STATE) else {}
         names = [
             name
             for name in self._ordered(where, want, got)
-            if name in ranks or _differs(want.get(name), got.get(name), allowed, spread.get(name), where)
+            if name in ranks
+            or _differs(want.get(name), got.get(name), allowed, spread.get(name), where)
+            or (where == WEIGHT and self._wrong_update(step, name, want, got))
         ]
         if not names:
             return None
         name = names[0]
-        diagnosis = self._diagnose(where, step, name, want, got, ranks.get(name), allowed)
-        error, limit = _worst(want.get(name), got.get(name), allowed, spread.get(name))
+        diagnosis = self._diagnose(where, step, name, want, got, ranks.get(name), allowed, spread.get(name))
+        value = got.get(name)
+        if name in ranks:
+            wrong = _wrong_ranks(ranks[name], want.get(name), allowed, spread.get(name))
+            value = ranks[name].by_rank[wrong[0]] if wrong else _farthest(ranks[name], want.get(name))
+        error, limit = _worst(want.get(name), value, allowed, spread.get(name))
+        wrong_update = self._wrong_update(step, name, want, got) if where == WEIGHT else None
+        if wrong_update is not None and error <= limit:
+            error, limit = wrong_update.error, wrong_update.allowed
         return Difference(
             where, step, name, diagnosis.kind, diagnosis.words, diagnosis.ratio, error, limit, tuple(names[1:])
         )
+
+    def _wrong_update(self, step: int, name: str, want: Values, got: Values) -> UpdateError | None:
+        update = Update(step, name, self._before(step, name), self.reference.probes)
+        return wrong_update(want.get(name), got.get(name), update, self.tolerance.at_step(step))
 
     def _ordered(self, where: str, want: Values, got: Values) -> Iterator[str]:
         """Names in the order of causes: gradients as backward makes them, then frozen weights before others."""
@@ -195,6 +195,7 @@ class _Sides:
         got: Values,
         ranks: Disagreement | None,
         tolerance: Tolerance,
+        extra: Tensor | None,
     ) -> Diagnosis:
         by_rank = tuple(value for value in ranks.by_rank if value is not None) if ranks is not None else ()
         context = self._context(where, step, name, got, by_rank)
@@ -212,7 +213,7 @@ class _Sides:
 
         if ranks is None:
             return explain(got.get(name))
-        return _explain_ranks(ranks, want.get(name), explain, tolerance)
+        return _explain_ranks(ranks, want.get(name), explain, tolerance, extra)
 
     def _before(self, step: int, name: str) -> tuple[Tensor | None, Tensor | None]:
         """A weight before the update: expected and found."""
@@ -254,19 +255,38 @@ class _Sides:
 
 
 def _explain_ranks(
-    ranks: Disagreement, expected: Tensor | None, explain: Callable[[Tensor | None], Diagnosis], tolerance: Tolerance
+    ranks: Disagreement,
+    expected: Tensor | None,
+    explain: Callable[[Tensor | None], Diagnosis],
+    tolerance: Tolerance,
+    extra: Tensor | None,
 ) -> Diagnosis:
     """The cause on the first rank that is wrong, of a tensor that is not the same on all of them."""
-    wrong = [
-        rank
-        for rank, value in enumerate(ranks.by_rank)
-        if value is None or expected is None or not tolerance.agrees(expected, value)
-    ]
+    wrong = _wrong_ranks(ranks, expected, tolerance, extra)
     if not wrong:
         return Diagnosis("ranks disagree", "is not the same on all ranks, though each is within what rounding allows")
     told = explain(ranks.by_rank[wrong[0]])
     words = f"is not the same on all ranks: on rank {wrong[0]} it {told.words}"
     return Diagnosis(told.kind, words, told.ratio)
+
+
+def _wrong_ranks(ranks: Disagreement, expected: Tensor | None, tolerance: Tolerance, extra: Tensor | None) -> list[int]:
+    return [
+        rank
+        for rank, value in enumerate(ranks.by_rank)
+        if value is None or expected is None or not tolerance.agrees(expected, value, extra)
+    ]
+
+
+def _farthest(ranks: Disagreement, expected: Tensor | None) -> Tensor | None:
+    """The value of the rank that is farthest off, though within what is allowed."""
+
+    def distance(value: Tensor | None) -> float:
+        if value is None or expected is None or value.shape != expected.shape or not value.numel():
+            return 0.0
+        return float((value.double() - expected.double()).abs().max())
+
+    return max(ranks.by_rank, key=distance)
 
 
 def _differs(want: Tensor | None, got: Tensor | None, allowed: Tolerance, extra: Tensor | None, where: str) -> bool:
@@ -286,6 +306,10 @@ def _worst(want: Tensor | None, got: Tensor | None, tolerance: Tolerance, extra:
     allowed = tolerance.allowed(want, extra)
     place = int(torch.nan_to_num(error - allowed, nan=math.inf).argmax())
     return float(error.flatten()[place]), float(allowed.flatten()[place])
+
+
+def _on_ranks(wrong: list[int], num_ranks: int) -> str:
+    return f" (on rank(s) {', '.join(map(str, wrong))})" if len(wrong) < num_ranks else ""
 
 
 def _number(
@@ -320,12 +344,3 @@ def _compare_copies(where: str, step: int, want: Values, got: Values, tolerance:
 def _all_or_none(values: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
     found = tuple(values)
     return tuple(value for value in found if value is not None) if all(value is not None for value in found) else ()
-
-
-def _still(buffers: Values) -> Values:
-    """Buffers that do not depend on which samples a rank has seen."""
-    return {name: value for name, value in buffers.items() if not name.endswith(_RUNNING)}
-
-
-def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")

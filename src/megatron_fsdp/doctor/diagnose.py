@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_fsdp.doctor.moved import tell_moved
 from megatron_fsdp.doctor.ratios import known_ratios, ratio_of, tell_ratio
+from megatron_fsdp.doctor.rounded import rounded_to
 from megatron_fsdp.doctor.tolerance import Nearness, Tolerance
 
 
@@ -17,7 +18,7 @@ class Diagnosis:
 
     Attributes:
         kind: For programs: non-finite, missing, unexpected, shape, zero, frozen, stale, not reduced, factor, moved,
-            other tensor, counter or unknown.
+            other tensor, counter, rounded, decay or unknown.
         words: For people; follows the name of the tensor in a sentence.
         ratio: Found over expected, where that is one number.
     """
@@ -178,6 +179,18 @@ def _explain_factor(expected: Tensor, found: Tensor, context: Context, near: Nea
     return None
 
 
+def _explain_rounded(expected: Tensor, found: Tensor, context: Context, _near: Nearness) -> Diagnosis | None:
+    sizes = torch.stack([expected.abs(), *(value.double().abs() for value in context.of_ranks)])
+    dtype = rounded_to(expected, found, sizes.amax(0), must_be_exact=context.what != "gradient")
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    where = "communicated or kept in a coarser dtype"
+    if dtype is torch.float32:
+        where = "kept in float32 by main_params_dtype, as fully_shard does unless told, or communicated in it"
+    return Diagnosis("rounded", f"is right, but rounded as {name} would ({where})")
+
+
 def _explain_moved(expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
     words = tell_moved(expected, found, context.num_ranks, near)
     return None if words is None else Diagnosis("moved", words)
@@ -225,6 +238,7 @@ _WHOLE: tuple[Explain, ...] = (
     _explain_moved,
     _explain_other,
     _explain_factor,
+    _explain_rounded,
 )
 
 

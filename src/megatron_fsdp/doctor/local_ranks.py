@@ -30,6 +30,10 @@ from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankErro
 _GRACE_S = 5.0
 """How long the others may go on once a rank has failed."""
 _SHOWN = 4000
+_NEVER_BEGAN = (
+    "it never began: new processes import the script again, so what starts ranks has to stand in a file, under "
+    '`if __name__ == "__main__":`'
+)
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,8 @@ def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], ti
     for place, process in zip(places, processes, strict=True):
         if process.exitcode and place.rank not in failures:
             raise RankError(
-                f"rank {place.rank} died with exit code {process.exitcode}, and all ranks were ended:\n{_log(place)}"
+                f"rank {place.rank} died {_tell_end(process.exitcode)}, and all ranks were ended:\n"
+                f"{_log(place, never=_NEVER_BEGAN)}"
             )
     if failures:
         rank, first = min(failures.items(), key=lambda item: item[1].time_ns)
@@ -213,17 +218,22 @@ def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], ti
         named = ", ".join(str(place.rank) for place in running)
         raise RankError(
             f"rank(s) {named} took more than {timeout_s:g} s and were ended; they wait for each other, or need more "
-            f"time (timeout_s):\n{_log(running[0])}"
+            f"time (timeout_s):\n{_log(running[0], never='(it had not begun: it was still importing)')}"
         )
 
 
-def _log(place: _Place) -> str:
+def _tell_end(exit_code: int) -> str:
+    """How a process ended that wrote nothing."""
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
+    why = ", as when memory runs out" if exit_code == -9 else ""
+    return f"(killed by signal {-exit_code}{why})"
+
+
+def _log(place: _Place, never: str) -> str:
     path = place.file("log")
     if not path.exists():
-        return (
-            "it never began: new processes import the script again, so what starts ranks has to stand in a file, under "
-            '`if __name__ == "__main__":`'
-        )
+        return never
     return _short(path.read_text(errors="replace")) or "(it wrote nothing)"
 
 

@@ -70,7 +70,7 @@ class Observation:
     Attributes:
         initial: Weights before the first step.
         steps: One record per optimizer step.
-        buffers: Buffers after the last step.
+        buffers: Buffers after the last step; in one process that does what ranks do, those of rank 0.
         round_trip: None where it was not asked for, and in one process.
         disagreements: Where ranks hold different values, in the order of causes.
     """
@@ -103,8 +103,11 @@ class Probes:
         of_ranks: Gradients of each rank's samples alone, in step 1.
         of_microbatches: Gradients of each microbatch alone, in step 1, divided as in the whole.
         stale: For each step after the first: with the weights before the last update.
-        spread: For each step: how far a weight moves when gradients change by what rounding may change them.
+        spread: For each step: how far a weight, or optimizer state, moves when gradients change by what rounding may
+            change them.
         betas: Adam's, where the optimizer has any.
+        decay: What part of each weight its decay takes off in one update: learning rate times weight decay.
+        excused: Buffers that differ between ranks in right runs: statistics of batch normalisation.
     """
 
     num_ranks: int
@@ -117,6 +120,8 @@ class Probes:
     stale: tuple[StaleStep, ...] = ()
     spread: tuple[Values, ...] = ()
     betas: tuple[float, float] | None = None
+    excused: frozenset[str] = frozenset()
+    decay: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

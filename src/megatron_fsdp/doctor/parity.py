@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.ranks import gather_objects
-from megatron_fsdp.doctor.compare import Difference, compare
+from megatron_fsdp.doctor.compare import compare
+from megatron_fsdp.doctor.difference import Difference
+from megatron_fsdp.doctor.digest import digest_of_batch
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
 from megatron_fsdp.doctor.observation import Reference
 from megatron_fsdp.doctor.reference import run_reference
@@ -79,7 +81,7 @@ def check_parity(
         timeout_s: Seconds that ranks started here may take.
 
     Returns:
-        What differs; `.passed`, `.differences`, `.told()`, `.to_dict()`.
+        What differs; `.passed`, `.judged`, `.differences`, `.told()`, `.to_dict()`.
 
     Raises:
         ConfigurationError: An argument cannot be honoured: a batch that does not divide, a loss that is no scalar, a
@@ -126,7 +128,11 @@ def _generators(device: torch.device) -> str:
 
 def _check_here(task: Task, device: torch.device) -> ParityReport:
     num_ranks = dist.get_world_size()
-    right = _on_first(lambda: run_reference(task, num_ranks, device))
+    task = _with_batches(task)
+    right = _together(
+        lambda: run_reference(task, num_ranks, device) if dist.get_rank() == 0 else None,
+        "the model could not be trained in one process, without any sharding",
+    )
     known = gather_objects(None if right is None else _names(right[0]))[0]
     runs = []
     if gather_objects(right is not None and right[1].can_compare)[0]:
@@ -141,23 +147,35 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
     return told
 
 
-def _on_first(act: Callable[[], Result]) -> Result | None:
-    """Do something on rank 0; what it raises there is raised on all ranks."""
+def _with_batches(task: Task) -> Task:
+    """The task with its batches, which have to be the same on every rank; collective."""
+    made = _together(task.with_batches, "the batches could not be made")
+    digests = gather_objects([digest_of_batch(batch) for batch in made.made])
+    other = [rank for rank, own in enumerate(digests) if own != digests[0]]
+    if other:
+        raise ConfigurationError(
+            f"batch gives rank(s) {', '.join(map(str, other))} other samples than rank 0; it has to make the batch of "
+            "all ranks together, the same on every rank"
+        )
+    return made
+
+
+def _together(act: Callable[[], Result], failing: str) -> Result:
+    """Do something; what a rank raises is raised on all ranks. Collective."""
     result, failure, told = None, None, None
-    if dist.get_rank() == 0:
-        try:
-            result = act()
-        except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
-            failure = error
-            is_usage = isinstance(error, ConfigurationError)
-            told = (is_usage, str(error) if is_usage else "".join(traceback.format_exception(error)).strip())
-    met = gather_objects(told)[0]
+    try:
+        result = act()
+    except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
+        failure = error
+        is_usage = isinstance(error, ConfigurationError)
+        told = (is_usage, str(error) if is_usage else "".join(traceback.format_exception(error)).strip())
+    met = next((each for each in gather_objects(told) if each is not None), None)
     if met is None:
-        return result
+        return cast(Result, result)
     is_usage, text = met
     if is_usage:
         raise ConfigurationError(text) from failure
-    raise RankError(f"the model could not be trained in one process, without any sharding:\n{text}") from failure
+    raise RankError(f"{failing}:\n{text}") from failure
 
 
 def _report(

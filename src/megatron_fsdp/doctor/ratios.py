@@ -47,7 +47,10 @@ def tell_ratio(ratio: float, num_ranks: int, microbatches: int) -> str:
         return "the negative of what it should be: the sign is flipped"
     near = [(value, name) for value, name in known_ratios(num_ranks, microbatches) if _is_near(ratio, value)]
     names = [name for _, name in near if name not in ("2", "1/2")]
-    shown = f"{near[0][0] if near else ratio:.5g} times what it should be"
+    number = f"{near[0][0] if near else ratio:.5g}"
+    if number == "1":  # off by less than these digits show
+        number = f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.2g}"
+    shown = f"{number} times what it should be"
     return f"{shown} ({'; or '.join(names)})" if names else shown
 
 

@@ -62,6 +62,14 @@ class Trainee:
         """Buffers, whole."""
         return {self._own_name(name): whole(buffer) for name, buffer in self.model.named_buffers()}
 
+    def put_back(self, buffers: Values) -> None:
+        """Set buffers to what they were; of a model that is not sharded."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                value = buffers.get(name)
+                if value is not None:
+                    buffer.copy_(value)
+
     def optimizer_state(self) -> tuple[dict[str, float], dict[str, Tensor | None]]:
         """The step counter of each parameter, and the other tensors as `<parameter>: <slot>`."""
         counters, tensors = dict[str, float](), dict[str, Tensor | None]()
@@ -100,10 +108,21 @@ class Trainee:
             total += float(loss.detach()) * weight
         return total
 
-    def step(self, parts: Sequence[Part], add_up: AddUp) -> StepRecord:
-        """One optimizer step."""
+    def backward_of_ranks(self, ranks: Sequence[Sequence[Part]]) -> float:
+        """The same for the parts of several ranks, each of which begins with the same buffers; keeps the first's."""
+        before = self.buffers()
+        total = self.backward(ranks[0])
+        kept = self.buffers()
+        for parts in ranks[1:]:
+            self.put_back(before)
+            total += self.backward(parts)
+        self.put_back(kept)
+        return total
+
+    def step(self, ranks: Sequence[Sequence[Part]], add_up: AddUp) -> StepRecord:
+        """One optimizer step of the parts of several ranks that this process stands for; sharded, of its own."""
         self.optimizer.zero_grad()
-        loss, of_ranks = add_up(self.backward(parts))
+        loss, of_ranks = add_up(self.backward(ranks[0]) if len(ranks) == 1 else self.backward_of_ranks(ranks))
         gradients = self.gradients()
         norm = self._clip()
         self.optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megatron_fsdp.doctor.observation import Observation, Probes, Reference, StaleStep, StepRecord, Values
 from megatron_fsdp.doctor.recording import Trainee
-from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself, unfit
+from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself, first_not_finite, tell_not_finite, unfit
 from megatron_fsdp.doctor.task import Part, Task
 from megatron_fsdp.doctor.tolerance import EXACT, Tolerance, tolerance_of
 from megatron_fsdp.errors import ConfigurationError
@@ -43,10 +44,13 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
             "from torch's generator, or load them"
         )
     order = _watch_backward(trainee)
+    unjudged = Reference(Observation(initial, (), {}), Probes(num_ranks, task.microbatches, frozenset(), ()), notes)
     if not check.can_compare:
-        empty = Probes(num_ranks, task.microbatches, frozenset(), ())
-        return Reference(Observation(initial, (), {}), empty, notes), check, tolerance
+        return unjudged, check, tolerance
     steps, stale = _train(task, trainee, probe, num_ranks, device, by_slices=not check.is_mean)
+    broken = _tell_broken(trainee.model, steps)
+    if broken is not None:
+        return unjudged, unfit(broken), tolerance
     observation = Observation(initial, steps, trainee.buffers())
     probes = Probes(
         num_ranks=num_ranks,
@@ -59,6 +63,8 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
         stale=stale,
         spread=_spread(task, steps, _other_gradients(check, stale), device, tolerance),
         betas=_betas(trainee.optimizer),
+        excused=_statistics(trainee),
+        decay=_decay(trainee),
     )
     return Reference(observation, probes, notes), check, tolerance
 
@@ -83,7 +89,8 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         found.append(
             "the model has batch normalisation: each rank normalises by its own samples, so it is compared with one "
-            "process that does the same slice by slice; running statistics differ between ranks and are not compared"
+            "process that does the same slice by slice; running_mean and running_var differ between ranks and are not "
+            "compared"
         )
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     if frozen:
@@ -99,22 +106,35 @@ def _train(
     before = trainee.parameters()
     for number in range(1, task.steps + 1):
         microbatches = task.microbatches_of(number, num_ranks, device)
-        parts = task.parts_of_all(microbatches, num_ranks) if by_slices else task.parts_whole(microbatches)
+        ranks = task.parts_of_all(microbatches, num_ranks) if by_slices else [task.parts_whole(microbatches)]
         if number > 1:
-            stale.append(_stale_step(probe, before, parts))
+            probe.put_back(trainee.buffers())
+            stale.append(_stale_step(probe, before, ranks))
             before = steps[-1].parameters
-        steps.append(trainee.step(parts, lambda loss: (loss, ())))
+        steps.append(trainee.step(ranks, lambda loss: (loss, ())))
     return tuple(steps), tuple(stale)
 
 
-def _stale_step(probe: Trainee, weights: Values, parts: list[Part]) -> StaleStep:
+def _tell_broken(model: nn.Module, steps: tuple[StepRecord, ...]) -> str | None:
+    """Words for the first value of one process that is not finite."""
+    for number, record in enumerate(steps, start=1):
+        if not math.isfinite(record.loss):
+            return f"the loss of step {number} is {record.loss} in one process already, and sharding was not judged"
+        for what, values in (("gradient", record.gradients), ("weight", record.parameters)):
+            name = first_not_finite(values)
+            if name is not None:
+                return tell_not_finite(model, what, name, number)
+    return None
+
+
+def _stale_step(probe: Trainee, weights: Values, ranks: list[list[Part]]) -> StaleStep:
     with torch.no_grad():
         for name, param in probe.named_parameters():
             value = weights[name]
             if value is not None:
                 param.copy_(value)
     probe.model.zero_grad()
-    return StaleStep(probe.backward(parts), probe.gradients())
+    return StaleStep(probe.backward_of_ranks(ranks), probe.gradients())
 
 
 def _spread(
@@ -124,7 +144,7 @@ def _spread(
     device: torch.device,
     tolerance: Tolerance,
 ) -> tuple[Mapping[str, Tensor | None], ...]:
-    """How far weights move when each gradient is changed by what rounding may change it, up and down.
+    """How far weights and optimizer state move when gradients change by what rounding may change, up and down.
 
     Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
     What no sample reaches (a row of an embedding) has a gradient of zero without any rounding, and is left alone: it is
@@ -134,19 +154,21 @@ def _spread(
     for sign in (1.0, -1.0):
         trainee = Trainee(*task.build(device), task)
         for number, record in enumerate(steps, start=1):
+            allowed = tolerance.at_step(number).among(record.gradients.values())
             for name, param in trainee.named_parameters():
                 grad = record.gradients[name]
                 if grad is not None:
                     further = [values.get(name) for values in others[number - 1]]
                     is_reached = torch.stack([each != 0 for each in (grad, *further) if each is not None]).any(0)
-                    shift = sign * tolerance.at_step(number).allowed(grad) * is_reached
+                    shift = sign * allowed.allowed(grad) * is_reached
                     param.grad = (grad.double() + shift).to(param.device, param.dtype)
             if task.max_norm is not None:
                 nn.utils.clip_grad_norm_(trainee.model.parameters(), task.max_norm)
             trainee.optimizer.step()
             trainee.optimizer.zero_grad()
-            for name, value in trainee.parameters().items():
-                right = record.parameters[name]
+            rights = {**record.parameters, **record.state}
+            for name, value in {**trainee.parameters(), **trainee.optimizer_state()[1]}.items():
+                right = rights.get(name)
                 if value is None or right is None:
                     continue
                 moved, known = (value.double() - right.double()).abs(), spread[number - 1].get(name)
@@ -157,6 +179,25 @@ def _spread(
 def _other_gradients(check: SelfCheck, stale: tuple[StaleStep, ...]) -> list[tuple[Values, ...]]:
     """Gradients of the same samples in other ways, for each step."""
     return [check.of_ranks, *((step.gradients,) for step in stale)]
+
+
+def _decay(trainee: Trainee) -> dict[str, float]:
+    """What part of a weight its decay takes off in one update, by name: learning rate times weight decay."""
+    parts = {
+        id(param): float(group["lr"]) * float(group.get("weight_decay", 0.0))
+        for group in trainee.optimizer.param_groups
+        for param in group["params"]
+        if "lr" in group
+    }
+    return {name: parts.get(id(param), 0.0) for name, param in trainee.named_parameters()}
+
+
+def _statistics(trainee: Trainee) -> frozenset[str]:
+    """Running statistics of batch normalisation, by name; what a module of another kind calls so is no such."""
+    layers = [name for name, module in trainee.model.named_modules() if isinstance(module, _BatchNorm)]
+    return frozenset(
+        f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in ("running_mean", "running_var")
+    )
 
 
 def _watch_backward(trainee: Trainee) -> list[str]:

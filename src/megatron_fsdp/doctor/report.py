@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp.doctor.compare import (
+from megatron_fsdp.doctor.difference import (
     BUFFER,
     COUNTER,
     GRADIENT,
@@ -87,6 +87,16 @@ class ParityReport:
         """Whether nothing differs."""
         return not self.differences
 
+    @property
+    def judged(self) -> bool:
+        """Whether this says something of sharding: not where nothing but the model or its loss is at fault."""
+        return not self.findings or any(run.differences for run in self.runs)
+
+    @property
+    def verdict(self) -> str:
+        """One word or two: "passed", "DIFFERS" or "NOT JUDGED"."""
+        return "passed" if self.passed else "DIFFERS" if self.judged else "NOT JUDGED"
+
     def diagnosis(self) -> list[str]:
         """Sentences: each finding, the first difference of each run, and the notes."""
         lines = [f"before sharding: {finding.told()}" for finding in self.findings]
@@ -104,7 +114,7 @@ class ParityReport:
         for run in self.runs:
             cells = zip(COLUMNS, run.cells(), strict=True)
             lines.append(f"{run.label}: {', '.join(f'{title} {cell}' for (title, _), cell in cells)}")
-        return "\n".join([*lines, *self.diagnosis(), "passed" if self.passed else "DIFFERS"])
+        return "\n".join([*lines, *self.diagnosis(), self.verdict])
 
     def __str__(self) -> str:
         return self.told()
@@ -113,6 +123,7 @@ class ParityReport:
         """For JSON."""
         return {
             "passed": self.passed,
+            "judged": self.judged,
             "num_ranks": self.num_ranks,
             "steps": self.steps,
             "tolerance": self.part_allowed,

@@ -57,25 +57,30 @@ def check_itself(
         tolerance: How near is the same.
         samples_meet: Whether the model is known to let samples of a batch see each other (batch normalisation).
     """
+    buffers = probe.buffers()
 
-    def run(parts: list[Part], seed: int = task.seed) -> _Pass:
+    def run(*ranks: list[Part], seed: int = task.seed) -> _Pass:
         torch.manual_seed(seed)
+        probe.put_back(buffers)
         probe.model.zero_grad()
-        return _Pass(probe.backward(parts), probe.gradients())
+        return _Pass(probe.backward_of_ranks(ranks), probe.gradients())
 
     whole = run(task.parts_whole(microbatches))
     if not math.isfinite(whole.loss):
         return unfit(f"the loss of the first step is {whole.loss} in one process already, and sharding was not judged")
-    random = _differing(whole, run(task.parts_whole(microbatches), task.seed + 1), tolerance)
+    broken = first_not_finite(whole.gradients)
+    if broken is not None:
+        return unfit(tell_not_finite(probe.model, "gradient", broken, 1))
+    random = _differing(whole, run(task.parts_whole(microbatches), seed=task.seed + 1), tolerance)
     if random is not None:
         return unfit(_tell_random(probe.model, random))
     ranks = [run(task.parts_of_rank(microbatches, rank, num_ranks)) for rank in range(num_ranks)]
     alone = [run([part]) for part in task.parts_whole(microbatches)] if task.microbatches > 1 else []
-    slices = run(task.parts_of_all(microbatches, num_ranks))
-    is_mean = _differing(whole, slices, tolerance) is None
-    finding = None
-    if not is_mean and not samples_meet:
-        finding = ("loss", _tell_not_mean(task, whole.loss, slices.loss, num_ranks))
+    slices = run(*task.parts_of_all(microbatches, num_ranks))
+    difference = _differing(whole, slices, tolerance)
+    is_mean, finding = difference is None, None
+    if difference is not None and not samples_meet:
+        finding = ("loss", _tell_not_mean(task, whole.loss, slices.loss, num_ranks, difference))
     return SelfCheck(
         True,
         is_mean,
@@ -83,6 +88,21 @@ def check_itself(
         tuple(each.loss for each in ranks),
         tuple(each.gradients for each in ranks),
         tuple(each.gradients for each in alone),
+    )
+
+
+def first_not_finite(values: Values) -> str | None:
+    """The name of the first tensor with an element that is NaN or infinite."""
+    pairs = ((name, value) for name, value in values.items() if value is not None)
+    return next((name for name, value in pairs if not bool(value.isfinite().all())), None)
+
+
+def tell_not_finite(model: nn.Module, what: str, name: str, step: int) -> str:
+    """Words for a gradient or weight of one process that cannot be compared with."""
+    is_half = any(param.dtype == torch.float16 for param in model.parameters())
+    hint = " (float16 ends at 65504, and Adam's eps of 1e-8 is zero in it)" if is_half else ""
+    return (
+        f"the {what} of `{name}` in step {step} is not finite in one process already{hint}, and sharding was not judged"
     )
 
 
@@ -94,14 +114,24 @@ def unfit(words: str) -> SelfCheck:
 def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | None:
     """What differs first; None if nothing does."""
     if not tolerance.agree_numbers(expected.loss, found.loss):
-        return f"the loss is {expected.loss:.6g}, then {found.loss:.6g}"
+        return f"the loss is {expected.loss:.9g}, then {found.loss:.9g}"
+    allowed = tolerance.among(expected.gradients.values())
     for name, want in expected.gradients.items():
         got = found.gradients.get(name)
-        if (want is None) != (got is None) or (
-            want is not None and got is not None and not tolerance.agrees(want, got)
-        ):
-            return f"the gradient of `{name}` changes"
+        if (want is None) != (got is None):
+            return (
+                f"the gradient of `{name}` is there, then not" if got is None else f"`{name}` has no gradient, then one"
+            )
+        if want is not None and got is not None and not allowed.agrees(want, got):
+            error = float((got.double() - want.double()).abs().max())
+            return (
+                f"the gradient of `{name}` changes by up to {error:.3g} (its largest element is {_largest(want):.3g})"
+            )
     return None
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.double().abs().max())
 
 
 def _tell_random(model: nn.Module, difference: str) -> str:
@@ -124,9 +154,9 @@ def _random_layers(model: nn.Module) -> Iterator[str]:
             yield f"`{name}` is {type(module).__name__}({p:g})"
 
 
-def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int) -> str:
+def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
     """Why losses of ranks do not make up that of the batch; sharding has no part in it."""
-    told = f"one process has {whole:.6g} on the whole batch, and its {num_ranks} slices together {slices:.6g}"
+    told = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
     if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
         return (
             f"the loss is a sum over samples, not a mean: {told}. Gradients are averaged over ranks, so those of this "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.ranks import gather_objects
-from megatron_fsdp.doctor.compare import GRADIENT, INITIAL, STATE, WEIGHT
+from megatron_fsdp.doctor.difference import BUFFER, COUNTER, GRADIENT, INITIAL, NORM, STATE, WEIGHT
+from megatron_fsdp.doctor.digest import digest_of
 from megatron_fsdp.doctor.observation import Disagreement, Observation, RoundTrip, StepRecord, Values
 from megatron_fsdp.doctor.recording import Trainee
 from megatron_fsdp.doctor.task import Pair, ShardFn, Task
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard
 
 _OTHER_SEED = 7919  # weights that loading has to replace
@@ -46,7 +48,7 @@ def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torc
     Returns:
         The same on every rank.
     """
-    trainee = Trainee(*shard(*task.build(device)), task, known)
+    trainee = Trainee(*_shard(shard, task.build(device)), task, known)
     initial = trainee.parameters()
     torch.manual_seed(task.seed)
     steps = tuple(_step(task, trainee, number, device) for number in range(1, task.steps + 1))
@@ -54,6 +56,23 @@ def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torc
     trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else None
     observation = Observation(initial, steps, buffers, trip)
     return Observation(initial, steps, buffers, trip, _disagreements(observation))
+
+
+def _shard(shard: ShardFn, pair: Pair) -> Pair:
+    """Call a sharding function.
+
+    Raises:
+        ConfigurationError: It gives something else than a model and an optimizer.
+    """
+    given: Any = shard(*pair)
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not is_pair or not isinstance(given[0], nn.Module) or not hasattr(given[1], "step"):
+        kinds = ", ".join(type(each).__name__ for each in given) if isinstance(given, tuple | list) else ""
+        told = f"({kinds})" if kinds else type(given).__name__
+        raise ConfigurationError(
+            f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
+        )
+    return given[0], given[1]
 
 
 def _step(task: Task, trainee: Trainee, number: int, device: torch.device) -> StepRecord:
@@ -64,7 +83,7 @@ def _step(task: Task, trainee: Trainee, number: int, device: torch.device) -> St
         losses = tuple(gather_objects(loss))
         return sum(losses) * task.share_of_rank(num_ranks), losses
 
-    return trainee.step(task.parts_of_rank(microbatches, dist.get_rank(), num_ranks), add_up)
+    return trainee.step([task.parts_of_rank(microbatches, dist.get_rank(), num_ranks)], add_up)
 
 
 def _round_trip(
@@ -77,7 +96,7 @@ def _round_trip(
         checkpointer = Checkpointer(folder)
         checkpointer.save(task.steps, trainee.model, trainee.optimizer)
         saved = _everything(trainee)
-        fresh = Trainee(*shard(*task.build(device, task.seed + _OTHER_SEED)), task, known)
+        fresh = Trainee(*_shard(shard, task.build(device, task.seed + _OTHER_SEED)), task, known)
         checkpointer.load(fresh.model, fresh.optimizer)
         loaded = _everything(fresh)
         went_on = _step(task, trainee, task.steps + 1, device).parameters
@@ -90,13 +109,13 @@ def _round_trip(
 
 def _everything(trainee: Trainee) -> Values:
     counters, state = trainee.optimizer_state()
-    counts = {f"{name}: step": torch.tensor(count, dtype=torch.float64) for name, count in counters.items()}
+    counts = {f"{name}: step": _number(count) for name, count in counters.items()}
     return {**trainee.parameters(), **state, **counts}
 
 
 def _disagreements(observation: Observation) -> tuple[Disagreement, ...]:
     """What ranks hold different values of, in the first place where they do; one collective, and one more if so."""
-    mine = {(place, name): _digest(value) for place, values in _places(observation) for name, value in values.items()}
+    mine = {(place, name): digest_of(value) for place, values in _places(observation) for name, value in values.items()}
     everyone = gather_objects(mine)
     keys = dict.fromkeys(key for of_rank in everyone for key in of_rank)
     different = [key for key in keys if len({of_rank.get(key) for of_rank in everyone}) > 1]
@@ -113,12 +132,12 @@ def _places(observation: Observation) -> Iterator[tuple[tuple[str, int], Mapping
     yield (INITIAL, 0), observation.initial
     for number, record in enumerate(observation.steps, start=1):
         yield (GRADIENT, number), record.gradients
+        yield (NORM, number), {"": None if record.norm is None else _number(record.norm)}
+        yield (COUNTER, number), {name: _number(count) for name, count in record.counters.items()}
         yield (WEIGHT, number), record.parameters
         yield (STATE, number), record.state
+    yield (BUFFER, len(observation.steps)), observation.buffers
 
 
-def _digest(value: Tensor | None) -> bytes:
-    if value is None:
-        return b""
-    data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(data + repr(value.shape).encode(), digest_size=16).digest()
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megatron_fsdp.doctor.batches import check_divides, part_of
+from megatron_fsdp.doctor.digest import digest_of_batch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.import_path import import_by_path
 
@@ -43,6 +44,7 @@ class Task:
         part_allowed: Allowed difference, as a part; None: by dtype.
         checkpoint: Whether to check a round trip.
         checkpoint_dir: A folder that all ranks share; None: a temporary one of this machine.
+        made: The batch of each step, once it is made, so that every run gets the same one.
     """
 
     model_fn: ModelFn | str
@@ -59,6 +61,7 @@ class Task:
     part_allowed: float | None = None
     checkpoint: bool = True
     checkpoint_dir: str | None = None
+    made: tuple[Any, ...] = ()
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
         """The model on a device and its optimizer, from a known state of the random generators.
@@ -88,27 +91,52 @@ class Task:
         """The user's own function, if there is one."""
         return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
 
+    def with_batches(self) -> "Task":
+        """The same with the batch of every step made, and of one more where there is a checkpoint.
+
+        Raises:
+            ConfigurationError: The same seed gives other samples a second time.
+        """
+        made = tuple(self._make_batch(step) for step in range(1, self.steps + 1 + self.checkpoint))
+        batch = self._batch()
+        takes_seed = callable(batch) and bool(inspect.signature(batch).parameters)
+        if takes_seed and digest_of_batch(made[0]) != digest_of_batch(self._make_batch(1)):
+            raise ConfigurationError(
+                f"batch({self.seed + 1}) gives other samples each time, though torch.manual_seed is called before; "
+                "draw them from a generator with the seed it is given"
+            )
+        return replace(self, made=made)
+
+    def _batch(self) -> Any:
+        return _resolve(self.batch, "batch") if isinstance(self.batch, str) else self.batch
+
+    def _make_batch(self, step: int) -> Any:
+        batch = self._batch()
+        if not callable(batch):
+            return batch
+        torch.manual_seed(self.seed + step)
+        return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
+
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
         """The microbatches of a step (counted from 1), each of all ranks together.
 
         Raises:
             ConfigurationError: The batch does not divide.
         """
-        batch = _resolve(self.batch, "batch") if isinstance(self.batch, str) else self.batch
-        if callable(batch):
-            batch = batch(self.seed + step) if inspect.signature(batch).parameters else batch()
+        batch = self.made[step - 1] if self.made else self._make_batch(step)
         check_divides(batch, num_ranks, self.microbatches)
-        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+        # A copy: a model may write to what it is given.
+        batch = tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, batch)
         return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
 
     def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
         """The samples of one rank."""
         return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
 
-    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[Part]:
+    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
         """The samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
         share = self.share_of_rank(num_ranks) / self.microbatches
-        return [(share, part_of(micro, rank, num_ranks)) for micro in microbatches for rank in range(num_ranks)]
+        return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
 
     def parts_whole(self, microbatches: list[Any]) -> list[Part]:
         """Whole microbatches."""

@@ -1,0 +1,58 @@
+"""Buffers, the norm and step counters are compared on every rank; only batch norms' own statistics are excused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.doctor import ParityReport, check_parity
+from tests.conftest import RunRanks
+from tests.doctor import faults, patients
+
+
+def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
+    options = {"loss_fn": patients.square_loss, "checkpoint": False, "steps": 2, **options}
+    return check_parity(model_fn, options.pop("batch", patients.vectors), **options)
+
+
+def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check, patients.build_counting, {"strategies": (0, 3), "microbatches": 3})[0]
+    assert report.passed, report.told()
+
+
+@pytest.mark.parametrize(("buffer", "wrong"), [("running_mean", "rank 1"), ("calls", "rank 1")])
+def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(run_ranks: RunRanks, buffer: str, wrong: str) -> None:
+    shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
+    report = run_ranks(2, check, patients.build_counting, {"shard_fn": shard_fn})[0]
+    (found,) = report.differences
+    assert (found.where, found.step, found.name, found.also) == ("buffer", 2, buffer, ())
+    assert f"is not the same on all ranks: on {wrong} it is 6 times what it should be" in found.words
+    assert found.error == 10.0
+
+
+@pytest.mark.parametrize(("buffer", "passes"), [("1.running_mean", True), ("1.num_batches_tracked", False)])
+def test_only_statistics_of_batch_norms_are_excused(run_ranks: RunRanks, buffer: str, passes: bool) -> None:
+    shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
+    report = run_ranks(2, check, patients.build_batch_norm, {"shard_fn": shard_fn, "microbatches": 2})[0]
+    assert "running_mean and running_var differ between ranks and are not compared" in report.notes[0]
+    assert [found.name for found in report.differences] == ([] if passes else [buffer])
+
+
+def test_a_loss_that_is_no_mean_leaves_buffers_as_those_of_a_rank(run_ranks: RunRanks) -> None:
+    options = {"loss_fn": patients.pairwise_loss, "strategies": (0,)}
+    report = run_ranks(2, check, patients.build_counting, options)[0]
+    assert report.runs[0].differences == ()
+
+
+def test_a_norm_of_one_rank_is_named(run_ranks: RunRanks) -> None:
+    options = {"shard_fn": faults.norm_of_rank_one, "loss_fn": None, "batch": patients.tokens}
+    found = run_ranks(2, check, patients.build, options)[0].differences[0]
+    assert (found.where, found.step, found.ratio) == ("gradient norm", 1, 2.0)
+    assert found.words.endswith("(on rank(s) 1)")
+
+
+def test_a_step_counter_of_one_rank_is_named(run_ranks: RunRanks) -> None:
+    options = {"shard_fn": faults.counter_of_rank_one, "loss_fn": None, "batch": patients.tokens}
+    found = run_ranks(2, check, patients.build, options)[0].differences[0]
+    assert (found.where, found.step, found.error) == ("step counter", 1, 1.0)
+    assert found.words.endswith("is that of step 2 (on rank(s) 1)")
