@@ -190,9 +190,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / file_name(3, 0)).mkdir()
     logs = read_folder(tmp_path)
     assert [(log.writer.rank, log.flight) for log in logs.ranks] == [(0, ())]
-    assert logs.remarks == tuple(
-        f"rank-0000{rank}.mfsdplog was left out: it is no regular file" for rank in (1, 2, 3)
-    )
+    assert logs.remarks == tuple(f"rank-0000{rank}.mfsdplog was left out: it is no regular file" for rank in (1, 2, 3))
 
 
 def test_foreign_and_damaged_files_are_told_and_left_out(tmp_path: Path) -> None:
