@@ -145,7 +145,7 @@ class Reports:
             agree_over(self._engine.reaching_all, problem)
         except BaseException:
             if log is not None:
-                log.close()
+                log.withdraw()
             raise
         assert log is not None
         self._hang_log = log

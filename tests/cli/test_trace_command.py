@@ -29,7 +29,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "steps 0",
         "ranks 2 of 2, cpu",
         "slowest rank 1, 0.00 ms more work than the fastest",
-        "slowest unit layers.0",
+        "slowest unit (root)",
         "clocks ranks left a barrier together",
     ]
     assert lines[7].split()[:4] == ["rank", "step", "own", "compute"]
@@ -68,6 +68,14 @@ def test_what_cannot_be_read_ends_with_status_2(
     write_timeline(folder, replace(OTHER, world_size=3))
     assert main(["trace", str(folder)]) == 2
     assert "mixes recordings: world_size differs between ranks 0 and 1" in capsys.readouterr().err
+
+
+def test_missing_ranks_are_an_error_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_timeline(tmp_path, replace(KNOWN, recording="now", peers=(0, 1)))
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "lacks the files of ranks 1, which recorded too" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path), "--partial"]) == 0
+    assert "1 of 2, cpu" in capsys.readouterr().out
 
 
 def test_an_incomplete_recording_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ class Story:
         self.records: list[Record] = []
         self._count = self._hash = self._epoch = 0
         self._time_ns = int(start_s * _SECOND)
+        self.step, self.back = 0, False
 
     def add(self, mark: Mark, phase: Phase, unit: int, num_bytes: int = 0) -> "Story":
         self._time_ns += 10**6
@@ -47,16 +48,16 @@ class Story:
         if mark is Mark.LAUNCHES:
             self._count += 1
             self._hash = fold(self._hash, _number(phase), unit, num_bytes)
-        number, back = len(self.records), False
+        number = len(self.records)
         self.records.append(
             Record(
                 number,
                 self._time_ns,
-                0,
+                self.step,
                 unit,
                 _number(phase),
                 mark,
-                back,
+                self.back,
                 0,
                 num_bytes,
                 self._count,
@@ -69,6 +70,19 @@ class Story:
     def gather(self, unit: int, num_bytes: int = 64) -> "Story":
         self.add(Mark.BEGINS, Phase.GATHER, unit).add(Mark.LAUNCHES, Phase.GATHER, unit, num_bytes)
         return self.add(Mark.ENDS, Phase.GATHER, unit)
+
+    def meet(self, phase: Phase) -> "Story":
+        """Begin what takes all ranks."""
+        return self.add(Mark.BEGINS, phase, 0).add(Mark.LAUNCHES, phase, 0)
+
+    def train(self, norm: bool = True) -> "Story":
+        """A step of three gathers, with a norm at its end."""
+        for unit in (0, 1, 2):
+            self.gather(unit)
+        if norm:
+            self.meet(Phase.NORM).add(Mark.ENDS, Phase.NORM, 0)
+        self.step += 1
+        return self
 
     def wait(self, unit: int) -> "Story":
         return self.add(Mark.BEGINS, Phase.WAIT, unit)
@@ -148,6 +162,94 @@ def test_ranks_that_saw_communication_fail_did_not_start_it() -> None:
     assert (kind, ranks) == (Kind.DIED, (1,))
     kind, ranks, _ = _found(follows.log(0, alive=False), Story().gather(1).log(1))
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+
+
+def test_a_failed_wait_is_told_also_of_a_rank_that_ended_then() -> None:
+    follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).add(Mark.GOODBYE, Phase.GATHER, 0)
+    kind, ranks, text = _found(follows.log(0, alive=False), Story().gather(1).log(1))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    assert "rank 0 raised an error while it waits for the weights of a since " in text
+    assert (
+        "  rank 0: raised an error while it waits for the weights of a; 1 operations, quiet for 0.0 s, process ended"
+        in text
+    )
+
+
+def _backward() -> Story:
+    story = Story().gather(1)
+    story.back = True
+    return story.add(Mark.BEGINS, Phase.BACKWARD, 2)
+
+
+@pytest.mark.parametrize(
+    ("story", "told"),
+    [
+        (
+            _backward().add(Mark.ENDS, Phase.BACKWARD, 2).add(Mark.BEGINS, Phase.FINALISE, 0),
+            "while it ends its backward in the backward of step 0",
+        ),
+        (_backward(), "while it computes the backward of b in the backward of step 0"),
+        (_backward().add(Mark.ENDS, Phase.BACKWARD, 2), "outside of the model after the backward of step 0"),
+        (Story().gather(1), "outside of the model after the forward of step 0"),
+        (Story().add(Mark.ENDS, Phase.NORM, 0), "outside of the model in step 0"),
+        (Story().add(Mark.ENDS, Phase.INSTALL, 0), "outside of the model before the forward of step 0"),
+    ],
+)
+def test_an_error_is_told_with_its_place(story: Story, told: str) -> None:
+    """Not that of the goodbye, which is said in no phase."""
+    story.back = False
+    dead = replace(story.add(Mark.GOODBYE, Phase.GATHER, 0).log(1, alive=False), words="ValueError: hook")
+    kind, ranks, text = _found(Story().gather(1).wait(1).log(0), dead)
+    assert (kind, ranks) == (Kind.RAISED, (1,))
+    assert text.startswith(f"rank 1 raised an error {told}:\n  ValueError: hook\n")
+
+
+@pytest.mark.parametrize(
+    ("phase", "doing"), [(Phase.WHOLE, "puts whole tensors together"), (Phase.NORM, "computes the")]
+)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_one_rank_alone_asks_for_while_others_train_on_is_told_as_such(
+    phase: Phase, doing: str, world: int, steps: int
+) -> None:
+    def story() -> Story:
+        told = Story()
+        for _ in range(steps):
+            told.train()
+        return told
+
+    others = [story().gather(0).wait(0).log(rank, world) for rank in range(world) if rank != 1]
+    kind, ranks, text = _found(*others, story().meet(phase).log(1, world))
+    assert (kind, ranks) == (Kind.ALONE, (1,))
+    assert text.startswith(f"rank 1 does alone what takes all ranks: it {doing}")
+    each = "rank 0" if world == 2 else "each of ranks 0, 2"
+    place = f"(operation {4 * steps + 1}, in the forward of step {steps})"
+    assert f" where {each} gathers (root) (64 bytes) {place}\n" in text
+    assert "skipped" not in text
+
+
+def test_who_leaves_out_a_unit_before_the_norm_still_skips_it() -> None:
+    full = [Story().train().gather(0).gather(1).gather(2).wait(2).log(rank, 3) for rank in (0, 2)]
+    kind, ranks, text = _found(*full, Story().train().gather(0).gather(1).meet(Phase.NORM).log(1, 3))
+    assert (kind, ranks) == (Kind.SKIPPED, (1,))
+    assert text.startswith(
+        "rank 1 skipped b: it computes the norm of all gradients where each of ranks 0, 2 gathers b "
+    )
+
+
+def test_who_leaves_out_the_norm_is_named() -> None:
+    waits = [Story().train().train(norm=False).meet(Phase.NORM).log(rank, 3) for rank in (0, 2)]
+    for log in waits:
+        assert state_of(log).waits
+    kind, ranks, text = _found(*waits, Story().train().train(norm=False).gather(0).wait(0).log(1, 3))
+    assert (kind, ranks) == (Kind.ORDER, (1,))  # it might have done something more first
+    waits = [Story().train().gather(0).gather(1).gather(2).meet(Phase.NORM).log(rank, 3) for rank in (0, 2)]
+    kind, ranks, text = _found(*waits, Story().train().train(norm=False).gather(0).wait(0).log(1, 3))
+    assert (kind, ranks) == (Kind.SKIPPED, (1,))
+    assert text.startswith(
+        "rank 1 did not take part: it gathers (root) (64 bytes) where each of ranks 0, 2 computes the norm of all "
+        "gradients (operation 8, in step 1)\n"
+    )
 
 
 def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:

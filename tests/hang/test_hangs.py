@@ -68,6 +68,26 @@ def leave_early(model: MegatronFSDP, rank: int) -> None:
         time.sleep(DEADLINE_S)
 
 
+def ask_for_whole_tensors(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        list(model.iter_full_tensors())
+
+
+def raise_in_backward(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        model.module.layers[2].up.register_forward_hook(_raise_with_gradient)
+
+
+def raise_before_the_update(model: MegatronFSDP, rank: int) -> None:
+    step(model)
+    if rank == 1:
+        raise ValueError("bad batch")
+
+
+def _raise_with_gradient(_module: object, _inputs: object, output: torch.Tensor) -> None:
+    output.register_hook(_raise)
+
+
 def _sleep(*_unused: object) -> None:
     time.sleep(DEADLINE_S)
 
@@ -144,6 +164,28 @@ CASES = [
             "ValueError: bad batch",
             _LAYER_2,
         ],
+    ),
+    (
+        ask_for_whole_tensors,
+        Kind.ALONE,
+        [
+            "rank 1 does alone what takes all ranks: it puts whole tensors together where rank 0 gathers (root) (",
+            ", in the forward of step 2)",
+        ],
+    ),
+    (
+        raise_in_backward,
+        Kind.RAISED,
+        [
+            "rank 1 raised an error while it computes the backward of layers.2 in the backward of step 2:",
+            "ValueError: bad batch",
+            _LAYER_2,
+        ],
+    ),
+    (
+        raise_before_the_update,
+        Kind.RAISED,
+        ["rank 1 raised an error outside of the model after the backward of step 2:", "ValueError: bad batch"],
     ),
 ]
 

@@ -1,6 +1,9 @@
 """Models that keep logs: switched on by a call or the environment, on all ranks or none, without effect on values."""
 
+import contextlib
+import io
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,15 @@ import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang import opening
 from megatron_fsdp.hang.flight_recorder import dump_flight, read_flight
+from megatron_fsdp.hang.processes import this_process
 from megatron_fsdp.hang.reading import read_folder
 from megatron_fsdp.hang.state import Doing, state_of
+from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
 from megatron_fsdp.runtime.observer import Phase
 from megatron_fsdp.runtime.ring_format import Mark
+from megatron_fsdp.runtime.ring_log import Ring
 from tests.conftest import RunRanks
 from tests.support.hanging import step
 from tests.support.usage_models import Layer, Ordered
@@ -123,6 +130,68 @@ def test_a_folder_that_one_rank_cannot_write_is_refused_by_all(run_ranks: RunRan
     (message,) = set(run_ranks(2, cannot_write, str(tmp_path)))
     assert "rank 1: the log for hangs cannot be written to " in message
     assert "FileExistsError" in message or "NotADirectoryError" in message
+
+
+def beside_another_job(folder: str) -> tuple[str, list[str], str]:
+    model, other = shard(), Path(folder)
+    with pytest.raises(ConfigurationError) as raised:
+        model.log_for_hangs(folder)
+    names = sorted(path.name for path in other.iterdir())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        log = other / file_name(1, 0)
+        log.rename(other / file_name(7, 0))  # a later job of more ranks, in the same folder all the same
+    dist.barrier()
+    model.log_for_hangs(folder)
+    dist.barrier()
+    said = io.StringIO()
+    assert model._hang_log is not None
+    with contextlib.redirect_stderr(said):
+        model._hang_log._speak_up(1.0)
+    dist.barrier()
+    return str(raised.value), names, said.getvalue()
+
+
+def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """The other job is this process, which lives, and began later."""
+    process = this_process()
+    phases = tuple(phase.value for phase in Phase)
+    far = 2 * time.time_ns()
+    other = Writer(7, 8, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),), phases)
+    Ring(tmp_path / file_name(1, 0), as_json(other), 4)
+    found = run_ranks(2, beside_another_job, str(tmp_path))
+    (message,) = {message for message, _, _ in found}
+    assert f"holds the log of rank 1 of another job, which still runs (process {process.pid} on " in message
+    assert "; give each job its own folder for logs of hangs" in message
+    assert "rank-00001.mfsdplog" in found[1][1]
+    for rank, (_, _, said) in enumerate(found):
+        assert f"  rank {rank}: has not called the model yet; 0 operations" in said
+        assert "  rank 7: " not in said
+        assert "logs of rank 7 are of another run that still lives and were left out" in said
+
+
+def many_models(folder: str) -> tuple[list[str], int]:
+    """The logs of eight models, and how many logs were read to begin them."""
+    models, read = [shard() for _ in range(8)], []
+    whole = opening.read_writer
+
+    def counted(path: Path) -> Writer:
+        read.append(path.name)
+        return whole(path)
+
+    opening.read_writer = counted
+    try:
+        for model in models:
+            model.log_for_hangs(folder)
+    finally:
+        opening.read_writer = whole
+    return sorted(path.name for path in Path(folder).iterdir()), len(read)
+
+
+def test_the_logs_of_earlier_models_are_not_read_again(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ((names, read),) = run_ranks(1, many_models, str(tmp_path))
+    assert names == sorted(file_name(0, model) for model in range(8))
+    assert read == 7  # the newest of them, each time
 
 
 def flight(folder: str) -> tuple[bool, tuple[str, ...]]:

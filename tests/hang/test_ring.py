@@ -2,6 +2,7 @@
 
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,10 @@ def _writer(rank: int, run: str = "one", started_ns: int = 1, model: int = 0) ->
     )
 
 
+_GONE = replace(this_process(), started=-1)
+"""One whose number has been given to somebody else since."""
+
+
 def _log(folder: Path, writer: Writer) -> Path:
     path = folder / file_name(writer.rank, writer.model)
     Ring(path, as_json(writer), 4).add(Mark.BEGINS, 0, 0, False, 0, 0, 0, 0, 0, 0)
@@ -159,10 +164,33 @@ def test_a_log_is_read_back_with_its_writer(tmp_path: Path) -> None:
 
 def test_logs_of_an_earlier_run_are_told_and_left_out(tmp_path: Path) -> None:
     _log(tmp_path, _writer(0, "new", 20))
-    _log(tmp_path, _writer(1, "old", 10))
+    _log(tmp_path, replace(_writer(1, "old", 10), process=_GONE))
     logs = read_folder(tmp_path)
     assert [log.writer.rank for log in logs.ranks] == [0]
     assert logs.remarks == ("logs of rank 1 are of an earlier run and were left out",)
+
+
+def test_of_two_runs_the_one_asked_for_is_read(tmp_path: Path) -> None:
+    _log(tmp_path, _writer(0, "mine", 10))
+    _log(tmp_path, _writer(1, "other", 20))
+    mine = read_folder(tmp_path, "mine")
+    assert [log.writer.rank for log in mine.ranks] == [0]
+    assert mine.remarks == ("logs of rank 1 are of another run that still lives and were left out",)
+    assert [log.writer.rank for log in read_folder(tmp_path).ranks] == [1]
+    with pytest.raises(ConfigurationError, match="holds logs of other runs only; give each job its own folder"):
+        read_folder(tmp_path, "gone")
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Reading a pipe waits for a writer, and a device may never end."""
+    _log(tmp_path, _writer(0))
+    os.mkfifo(tmp_path / file_name(1, 0))
+    os.mkfifo(tmp_path / "rank-00000.flight.json")
+    (tmp_path / file_name(2, 0)).symlink_to("/dev/zero")
+    (tmp_path / file_name(3, 0)).mkdir()
+    logs = read_folder(tmp_path)
+    assert [(log.writer.rank, log.flight) for log in logs.ranks] == [(0, ())]
+    assert logs.remarks == tuple(f"rank-0000{rank}.mfsdplog was left out: it is no regular file" for rank in (1, 2, 3))
 
 
 def test_foreign_and_damaged_files_are_told_and_left_out(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """With `verify_ranks="step"`, ranks that gathered or reduced different units learn at the end of the backward."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,25 @@ def buckets() -> list[float]:
 def test_buckets_are_compared_too(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, buckets, timeout_s=_TIMEOUT_S)
     assert first == second
+
+
+def open_descriptors(verify: str | bool) -> list[int]:
+    """After each of six models that trained a step and were deleted."""
+    counts = []
+    for _ in range(6):
+        model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=verify)
+        step(model)
+        del model
+        gc.collect()
+        dist.barrier()  # ends of connections that the other rank closes
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+@pytest.mark.parametrize("verify", ["step:20", True])
+def test_nothing_is_left_of_the_verifier_of_a_deleted_model(run_ranks: RunRanks, verify: str | bool) -> None:
+    for counts in run_ranks(2, open_descriptors, verify, timeout_s=_TIMEOUT_S):
+        assert counts[1:] == [counts[1]] * 5
 
 
 def test_the_switch_is_read_from_argument_and_environment() -> None:

@@ -4,6 +4,7 @@ A scenario is a module-level function `misbehave(model, rank)`; it runs in the t
 """
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,18 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
     torch.manual_seed(0)
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=verify)
     model.log_for_hangs(folder, timeout_s=watch_s or None)
+    try:
+        _train(model, rank, misbehave)
+    except BaseException as error:
+        # What the interpreter does where a script ends by an error, and a process of multiprocessing does not.
+        sys.last_value = error
+        assert model._hang_log is not None
+        model._hang_log.close()
+        raise
+    time.sleep(DEADLINE_S)
+
+
+def _train(model: MegatronFSDP, rank: int, misbehave: Misbehave) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(NORMAL_STEPS):
         step(model)
@@ -57,7 +70,6 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
     misbehave(model, rank)
     step(model)
     optimizer.step()
-    time.sleep(DEADLINE_S)
 
 
 @contextmanager

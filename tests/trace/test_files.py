@@ -62,7 +62,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other JSON": (lambda told: told.pop(KEY), "is JSON of something else"),
-    "newer": (_set("format", to=2), "has format 2; this version reads 1"),
+    "newer": (_set("format", to=1), "has format 1; this version reads 2"),
     "no rank": (lambda told: told[KEY].pop("rank"), "is damaged: KeyError: 'rank'"),
     "text for a number": (_set("world_size", to="2"), "world_size is '2', not int"),
     "truth for a number": (_set("spans", "rows", 0, 3, to=True), "start_ns is True, not int"),
@@ -76,6 +76,9 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "negative time": (_set("spans", "rows", 0, 4, to=-1), "phase 'forward' of -1 ns"),
     "an unknown lane": (_set("collectives", "rows", 0, 5, to="x"), "lane 'x'"),
     "an unknown clock": (_set("clock", to="sundial"), "clock 'sundial'"),
+    "a rank that is none": (_set("peers", to=["0"]), "peers is '0', not int"),
+    "no list of ranks": (_set("peers", to=None), "peers is None, not list"),
+    "a number for a name": (_set("recording", to=3), "recording is 3, not str"),
     "another rank": (_set("rank", to=4), "is of rank 4; do not rename"),
 }
 
@@ -119,3 +122,25 @@ def test_recordings_of_different_jobs_are_not_mixed(tmp_path: Path) -> None:
     write_timeline(tmp_path, replace(KNOWN, rank=1, units=("(root)", "a", "b")))
     with pytest.raises(TraceError, match="mixes recordings: units differs between ranks 0 and 1"):
         read_timelines(tmp_path)
+
+
+@pytest.mark.parametrize("others", ["earlier", ""])
+def test_a_stale_file_of_an_earlier_recording_of_the_same_job_is_not_mixed_in(tmp_path: Path, others: str) -> None:
+    write_timeline(tmp_path, replace(KNOWN, recording="now", peers=(0, 1)))
+    write_timeline(tmp_path, replace(KNOWN, rank=1, recording=others, peers=(0, 1)))
+    for partial in (False, True):
+        with pytest.raises(TraceError, match="mixes recordings: recording differs between ranks 0 and 1; write each"):
+            read_timelines(tmp_path, partial=partial)
+
+
+def test_ranks_that_recorded_too_are_missed_unless_told_otherwise(tmp_path: Path) -> None:
+    one = replace(KNOWN, rank=2, world_size=8, recording="now", peers=(0, 2, 3, 5))
+    other = replace(one, rank=3)
+    for timeline in (one, other):
+        write_timeline(tmp_path, timeline)
+    with pytest.raises(TraceError, match=r"lacks the files of ranks 0, 5, which recorded too; bring .*\(--partial\)"):
+        read_timelines(tmp_path)
+    assert read_timelines(tmp_path, partial=True) == (one, other)
+    for rank in (0, 5):
+        write_timeline(tmp_path, replace(one, rank=rank))
+    assert [timeline.rank for timeline in read_timelines(tmp_path)] == [0, 2, 3, 5]

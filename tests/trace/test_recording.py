@@ -114,7 +114,11 @@ def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
 
 @pytest.mark.parametrize("how", ["hsdp", "hfsdp"])
 def test_hybrid_sharding_has_an_outer_lane(run_ranks: RunRanks, how: str) -> None:
-    for without, values, timeline in run_ranks(4, _both, how, 3, training.plain):
+    found = run_ranks(4, _both, how, 3, training.plain)
+    (recording,) = {timeline.recording for _, _, timeline in found}
+    assert recording
+    assert {timeline.peers for _, _, timeline in found} == {(0, 1, 2, 3)}
+    for without, values, timeline in found:
         _check_all(without, values, timeline)
         across = [one for one in timeline.collectives if one.lane == "outer"]
         assert {one.axis for one in across} == {"dp_outer"}
@@ -264,6 +268,7 @@ def test_a_model_that_only_evaluates_is_one_step(run_ranks: RunRanks) -> None:
         assert not phases["backward"]
         assert not phases["optimizer"]
         assert not timeline.is_aligned
+        assert (timeline.recording, timeline.peers) == ("", ())
 
 
 def _hooks() -> tuple[int, int]:

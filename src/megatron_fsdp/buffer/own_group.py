@@ -32,9 +32,19 @@ class OwnGroups:
             axes: Whose ranks; all ranks give axes of the same kinds in the same order.
         """
         groups: list[dist.ProcessGroup] = []
-        # Not at exit, when torch has its own order of taking groups down; before the first group, which may fail.
-        weakref.finalize(self, _destroy, groups).atexit = False
+        go_with(self, groups)  # before the first group, which may fail
         self.axes = tuple(_over_own_group(axis, groups) for axis in axes)
+
+
+def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
+    """Forget groups when their owner is deleted, on this rank alone.
+
+    Args:
+        owner: Whose they are.
+        groups: Some may be added later.
+    """
+    # Not at exit, when torch has its own order of taking groups down.
+    weakref.finalize(owner, _destroy, groups).atexit = False
 
 
 def twin_of(

@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with times in nanoseconds")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the step, or the last one")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="write one JSON of all ranks for Perfetto")
+    parser.add_argument("--partial", action="store_true", help="go on where files of some ranks are missing")
     parser.set_defaults(run=run)
 
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TraceError: There is nothing to read, or it is damaged.
     """
-    timelines = read_timelines(args.folder)
+    timelines = read_timelines(args.folder, partial=args.partial)
     found = compare(timelines, args.step)
     if args.png is not None:
         timeline_png(args.png, timelines, None if args.step is None else [args.step])

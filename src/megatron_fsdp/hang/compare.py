@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron_fsdp.hang.state import Operation
+from megatron_fsdp.runtime.observer import Phase
 
 Operations = Mapping[int, Operation]
+
+BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOLE))
+"""Phases that the caller asks for, outside of forward and backward too."""
 
 
 class Difference(Enum):
@@ -18,6 +22,7 @@ class Difference(Enum):
     ORDER = "order"
     BYTES = "bytes"
     EARLIER = "earlier"  # before what the logs hold
+    EXTRA = "extra"  # something that the caller asks for, which takes all ranks
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,12 @@ def _judged(number: int, there: Mapping[int, Operation], logs: Mapping[int, Oper
     mine, theirs = there[odd[0]], there[others[0]]
     if (mine.phase, mine.unit) == (theirs.phase, theirs.unit):
         return _mismatch(Difference.BYTES, number, odd, others, there)
-    skipped = _skips(number, logs[odd[0]], logs[others[0]])
-    return _mismatch(Difference.SKIPPED if skipped else Difference.ORDER, number, odd, others, there)
+    difference = Difference.ORDER
+    if _is_extra(number, logs[odd[0]], logs[others[0]]):
+        difference = Difference.EXTRA
+    elif _skips(number, logs[odd[0]], logs[others[0]]):
+        difference = Difference.SKIPPED
+    return _mismatch(difference, number, odd, others, there)
 
 
 def _mismatch(
@@ -106,19 +115,42 @@ def _is_odd(number: int, one: Operations, other: Operations) -> bool:
     one_skips, other_skips = _skips_surely(number, one, other), _skips_surely(number, other, one)
     if one_skips != other_skips:
         return one_skips
+    if (one[number].phase in BESIDE) != (other[number].phase in BESIDE):
+        return one[number].phase in BESIDE
     return _is_ahead(one[number], other[number])
 
 
 def _came_next_before(number: int, operations: Operations) -> tuple[str, int] | None:
     """What came, the last time, after the operation that comes before this one."""
+    place = _last_time(number, operations)
+    return None if place is None else _what(operations[place])
+
+
+def _last_time(number: int, operations: Operations) -> int | None:
+    """Where, the last time, this one would have come: after the same operation as now."""
     if number - 1 not in operations:
         return None
     previous = operations[number - 1]
     for earlier in range(number - 2, min(operations) - 1, -1):
         found = operations.get(earlier)
         if found is not None and _what(found) == _what(previous) and found.in_backward == previous.in_backward:
-            return _what(operations[earlier + 1])
+            return earlier + 1
     return None
+
+
+def _is_extra(number: int, one: Operations, other: Operations) -> bool:
+    """Whether `one` asks for something that the other does not.
+
+    Where it would have come to that anyway, by what the other does later or by what it did the last time itself, it
+    leaves out what comes before.
+    """
+    mine = one[number]
+    if mine.phase not in BESIDE or other[number].phase in BESIDE or _what(mine) in _after(number, other):
+        return False
+    place = _last_time(number, one)
+    if place is None:
+        return True
+    return _what(one[place]) == _what(mine) or _what(mine) not in _after(place - 1, one)
 
 
 def _after(number: int, operations: Operations) -> set[tuple[str, int]]:
@@ -136,6 +168,8 @@ def _skips(number: int, one: Operations, other: Operations) -> bool:
     """Whether `one` seems to leave out what the other does."""
     if _what(other[number]) in _after(number, one):
         return False
+    if other[number].phase in BESIDE:
+        return one[number].phase in BESIDE or one[number].step > other[number].step
     return _what(one[number]) in _after(number, other) or _is_ahead(one[number], other[number])
 
 

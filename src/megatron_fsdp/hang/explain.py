@@ -7,12 +7,21 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-from megatron_fsdp.hang.compare import Difference, Mismatch, first_mismatch
+from megatron_fsdp.hang.compare import BESIDE, Difference, Mismatch, first_mismatch
 from megatron_fsdp.hang.reading import Logs, RankLog
 from megatron_fsdp.hang.state import Doing, State, communicates, state_of
-from megatron_fsdp.hang.words import doing_told, listed, operation_told, seconds, subject, unit_told, where
+from megatron_fsdp.hang.words import (
+    after,
+    doing_told,
+    listed,
+    operation_told,
+    phase_told,
+    seconds,
+    subject,
+    unit_told,
+    where,
+)
 from megatron_fsdp.hang.writer import UnitFacts
-from megatron_fsdp.runtime.observer import Phase
 
 _UNSURE_S = 1.5
 """Between two signs of life."""
@@ -20,10 +29,11 @@ _SILENT_S = 5.0
 """How much earlier than the others a rank on another machine has to fall silent to count as gone."""
 
 
+_TAKES_ALL = (
+    "what compares ranks, takes a norm or puts whole tensors together has to be called on every rank, or on none"
+)
 _ROWS_SHOWN = 16
 _FLIGHTS_SHOWN = 2
-_BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOLE))
-"""Phases that the caller asks for, outside of forward and backward too."""
 
 
 class Kind(Enum):
@@ -142,7 +152,7 @@ def explain(logs: Logs, after_s: float) -> Explanation:
 
 
 def _process_told(log: RankLog, state: State) -> str:
-    if state.doing is Doing.ENDED:
+    if state.said_goodbye:
         return "ended"
     return {True: "alive", False: "dead", None: "elsewhere"}[log.alive]
 
@@ -237,12 +247,16 @@ class _Ranks:
 
     def _raised(self, ranks: tuple[int, ...]) -> Finding:
         state, log = self.states[ranks[0]], self.logs[ranks[0]]
-        place = "outside of the model"
-        if state.failed_ns is not None:
-            place = f"while it {doing_told(state, self.units).rpartition(' while it ')[2]}"
-        told = f"{listed(ranks)} raised an error {place} {where(state.step, state.in_backward, state.phase)}"
+        place = f"outside of the model {after(state.step, state.in_backward, state.phase)}"
+        is_inside = state.failed_ns is not None or state.is_inside
+        if is_inside:
+            # A hook of autograd fails untold, in the backward of a unit that never ends.
+            doing = phase_told(state.failed_in or state.phase, state.unit, self.units)
+            place = f"while it {doing} {where(state.step, state.in_backward, state.phase)}"
+        told = f"{listed(ranks)} raised an error {place}"
         words = tuple(f"  {line}" for line in log.words.splitlines())
-        return Finding(Kind.RAISED, ranks, (f"{told}:", *words, *self._unit_line(state), *self._others_told(ranks)))
+        unit = self._unit_line(state) if is_inside else ()
+        return Finding(Kind.RAISED, ranks, (f"{told}:", *words, *unit, *self._others_told(ranks)))
 
     def _died(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
@@ -267,6 +281,7 @@ class _Ranks:
             Difference.ORDER: Kind.ORDER,
             Difference.BYTES: Kind.BYTES,
             Difference.EARLIER: Kind.ORDER,
+            Difference.EXTRA: Kind.ALONE,
         }[found.difference]
         named = found.others_do
         place = f"(operation {found.number}, {where(named.step, named.in_backward, named.phase)})"
@@ -281,6 +296,8 @@ class _Ranks:
             f"{operation_told(named, self.units)} {place}"
         )
         told = f"{listed(found.odd)} {self._accused(found)}: {both}"
+        if BESIDE & {named.phase, found.odd_does.phase}:
+            return Finding(kind, found.odd, (told, *self._stuck_told(), _TAKES_ALL))
         return Finding(kind, found.odd, (told, unit_told(self.units[named.unit]), *self._stuck_told(), *self._advice()))
 
     def _reset_alone(self) -> Finding:
@@ -293,6 +310,10 @@ class _Ranks:
         return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 
     def _accused(self, found: Mismatch) -> str:
+        if found.difference is Difference.EXTRA:
+            return "does alone what takes all ranks"
+        if found.difference is Difference.SKIPPED and found.others_do.phase in BESIDE:
+            return "did not take part"
         if found.difference is Difference.SKIPPED:
             return f"skipped {self.units[found.others_do.unit].label}"
         if found.difference is Difference.BYTES:
@@ -308,7 +329,7 @@ class _Ranks:
         if not stuck:
             return None
         elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
-        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in _BESIDE for state in stuck):
+        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in BESIDE for state in stuck):
             return self._alone(stuck)
         if elsewhere:
             ranks = tuple(state.rank for state in elsewhere)
@@ -359,4 +380,4 @@ class _Ranks:
 
     def _unit_line(self, state: State) -> tuple[str, ...]:
         """What the unit holds that a rank is concerned with, if it is."""
-        return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in _BESIDE else ()
+        return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in BESIDE else ()

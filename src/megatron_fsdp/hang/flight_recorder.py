@@ -48,7 +48,7 @@ def dump_flight(folder: Path, writer: Writer) -> bool:
 def read_flight(path: Path) -> tuple[str, ...]:
     """The last collectives of a dump, one line each; nothing where there is none, or it cannot be read."""
     try:
-        return last_entries(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else ()
+        return last_entries(path.read_bytes()) if path.is_file() and path.stat().st_size <= _MOST_BYTES else ()
     except OSError:
         return ()
 

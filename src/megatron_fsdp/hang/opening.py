@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.flight_recorder import flight_name
-from megatron_fsdp.hang.processes import Process, this_process
-from megatron_fsdp.hang.reading import read_log
-from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
+from megatron_fsdp.hang.processes import Process, is_alive, this_process
+from megatron_fsdp.hang.reading import read_writer
+from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name, rank_and_model
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.ring_log import PHASES, Ring
 from megatron_fsdp.unit.unit import Unit
@@ -25,11 +25,11 @@ _RUN_KEY = "megatron_fsdp_hang_log_run"
 def open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
     """A new log in a folder, which is made where it is missing.
 
-    A log that another process left there under the same name is replaced. Models of one process get numbers, in the
-    order in which their logs begin, which has to be the same on all ranks.
+    A log that another process left there under the same name is replaced, if that process is over. Models of one
+    process get numbers, in the order in which their logs begin, which has to be the same on all ranks.
 
     Raises:
-        ConfigurationError: The folder cannot be written.
+        ConfigurationError: The folder cannot be written, or a job that still runs keeps its logs there.
     """
     is_distributed = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
@@ -37,13 +37,14 @@ def open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
     process = this_process()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        model = _first_free(folder, rank, process)
+        run = _run() if is_distributed else uuid.uuid4().hex
+        model = _first_free(folder, rank, run, process)
         writer = Writer(
             rank,
             world,
             tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,),
             model,
-            _run() if is_distributed else uuid.uuid4().hex,
+            run,
             time.time_ns(),
             process,
             _facts(engine.units),
@@ -58,16 +59,27 @@ def open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
         ) from error
 
 
-def _first_free(folder: Path, rank: int, process: Process) -> int:
-    """The first model whose log this process has not begun in the folder."""
-    model = 0
-    while True:
+def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
+    """One more than the last model whose log this process has begun in the folder.
+
+    Raises:
+        ConfigurationError: A process of another run that still lives writes a log of this rank.
+    """
+    found = (rank_and_model(path.name) for path in folder.iterdir())
+    models = sorted((place[1] for place in found if place is not None and place[0] == rank), reverse=True)
+    for model in models:  # those of this process come before what is left of earlier ones
         try:
-            if read_log(folder / file_name(rank, model)).writer.process != process:
-                return model
+            writer = read_writer(folder / file_name(rank, model))
         except (OSError, ValueError):
-            return model
-        model += 1
+            continue
+        if writer.process == process:
+            return model + 1
+        if writer.run != run and is_alive(writer.process):
+            raise ConfigurationError(
+                f"{folder} holds the log of rank {rank} of another job, which still runs (process "
+                f"{writer.process.pid} on {writer.process.host}); give each job its own folder for logs of hangs"
+            )
+    return 0
 
 
 def _run() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,16 @@ class Logs:
     remarks: tuple[str, ...] = ()
 
 
+def read_writer(path: Path) -> Writer:
+    """Who wrote a log.
+
+    Raises:
+        ValueError: The file is none, or damaged; says how.
+        OSError: It cannot be read.
+    """
+    return from_json(read_head(_content(path))[0])
+
+
 def read_log(path: Path) -> RankLog:
     """One log.
 
@@ -60,10 +71,8 @@ def read_log(path: Path) -> RankLog:
         ValueError: The file is none, or damaged; says how.
         OSError: It cannot be read.
     """
-    if path.stat().st_size > MOST_FILE_BYTES:
-        raise ValueError(f"it has more than {MOST_FILE_BYTES} bytes")
-    alive = is_alive(from_json(read_head(path.read_bytes())[0]).process)
-    content = path.read_bytes()  # again: of a process that is dead, this is the last
+    alive = is_alive(read_writer(path).process)
+    content = _content(path)  # again: of a process that is dead, this is the last
     who, places = read_head(content)
     writer = from_json(who)
     records, torn = read_records(content, places)
@@ -80,11 +89,24 @@ def read_log(path: Path) -> RankLog:
     )
 
 
-def read_folder(folder: Path) -> Logs:
-    """The logs of the newest run in a folder.
+def _content(path: Path) -> bytes:
+    """All of a file; opening a pipe or a device would wait for somebody, or never end."""
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    if path.stat().st_size > MOST_FILE_BYTES:
+        raise ValueError(f"it has more than {MOST_FILE_BYTES} bytes")
+    return path.read_bytes()
+
+
+def read_folder(folder: Path, run: str | None = None) -> Logs:
+    """The logs of one run in a folder.
+
+    Args:
+        folder: Where they are.
+        run: Name of the run; None: the newest.
 
     Raises:
-        ConfigurationError: There is no such folder, or no log that can be read in it.
+        ConfigurationError: There is no such folder, or no log of the run that can be read in it.
     """
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder; give the one that MFSDP_HANG_LOG or log_for_hangs named")
@@ -103,12 +125,22 @@ def read_folder(folder: Path) -> Logs:
             f"{folder} holds no log of a rank{told}; train with MFSDP_HANG_LOG={folder}, or call "
             "model.log_for_hangs(folder) on every rank"
         )
-    newest = max(found, key=lambda log: log.writer.started_ns).writer.run
-    earlier = sorted({log.writer.rank for log in found if log.writer.run != newest})
-    if earlier:
-        told = ", ".join(str(rank) for rank in earlier)
-        remarks.append(f"logs of rank {told} are of an earlier run and were left out")
-    ranks = sorted(
-        (log for log in found if log.writer.run == newest), key=lambda log: (log.writer.model, log.writer.rank)
-    )
-    return Logs(tuple(ranks), tuple(remarks))
+    return _of_run(folder, found, run or max(found, key=lambda log: log.writer.started_ns).writer.run, remarks)
+
+
+def _of_run(folder: Path, found: Sequence[RankLog], run: str, remarks: Sequence[str]) -> Logs:
+    ranks = sorted((log for log in found if log.writer.run == run), key=lambda log: (log.writer.model, log.writer.rank))
+    if not ranks:
+        raise ConfigurationError(f"{folder} holds logs of other runs only; give each job its own folder")
+    began_ns = min(log.writer.started_ns for log in ranks)
+    others: dict[str, set[int]] = {}
+    for log in found:
+        if log.writer.run != run:
+            which = "another run that still lives" if log.alive else "an earlier run"
+            which = "a later run" if log.writer.started_ns > began_ns and not log.alive else which
+            others.setdefault(which, set()).add(log.writer.rank)
+    told = [
+        f"logs of rank {', '.join(map(str, sorted(those)))} are of {which} and were left out"
+        for which, those in others.items()
+    ]
+    return Logs(tuple(ranks), (*remarks, *told))

@@ -83,6 +83,8 @@ class State:
         failed_in: Name of the phase that the error came out of.
         is_gone: Its process is dead and said no goodbye; None: nobody here can know.
         epoch: How often the model was reset, modulo 256.
+        said_goodbye: Its process ended, or its log was stopped; also of one that failed before.
+        is_inside: Whether a phase is under way, or was when it said goodbye.
     """
 
     rank: int
@@ -98,6 +100,8 @@ class State:
     failed_in: str = ""
     is_gone: bool | None = False
     epoch: int = 0
+    said_goodbye: bool = False
+    is_inside: bool = False
 
     @property
     def waits(self) -> bool:
@@ -131,13 +135,15 @@ def state_of(log: RankLog) -> State:
     names = writer.phases
     open_phases, failure = _unwind(records)
     last = records[-1]
-    innermost = failure or (open_phases[-1] if open_phases else last)
+    over = next((record for record in reversed(records) if record.mark is not Mark.GOODBYE), last)
+    innermost = failure or (open_phases[-1] if open_phases else over)
     phase, unit = names[innermost.phase], innermost.unit
     doing = Doing.OUTSIDE
-    if last.mark is Mark.GOODBYE:
-        doing, is_gone = Doing.ENDED, False
-    elif failure is not None:
+    said_goodbye = last.mark is Mark.GOODBYE
+    if failure is not None:  # how it ended follows from that
         doing = Doing.FAILED
+    elif said_goodbye:
+        doing = Doing.ENDED
     elif open_phases:
         doing = Doing.WAITS if phase in _COMMUNICATES else Doing.COMPUTES
     if doing in (Doing.OUTSIDE, Doing.COMPUTES) and log.beat is not None and log.beat.unfinished != NO_NUMBER:
@@ -154,8 +160,10 @@ def state_of(log: RankLog) -> State:
         _operations(records, names),
         failure.time_ns if failure is not None else None,
         names[failure.phase] if failure is not None else "",
-        is_gone,
+        False if said_goodbye else is_gone,
         last.epoch,
+        said_goodbye,
+        bool(open_phases),
     )
 
 

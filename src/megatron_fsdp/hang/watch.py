@@ -65,17 +65,22 @@ class HangLog(RingLog):
             self._speak_up(quiet_s)
         return min(_BEAT_S, self.timeout_s / 4)
 
+    def withdraw(self) -> None:
+        """Leave no log: another rank could not begin its own, and numbers of models are the same on all ranks."""
+        self.close()
+        self.ring.path.unlink(missing_ok=True)
+
     def explains(self) -> str:
         """As `Observer`."""
         with contextlib.suppress(MegatronFSDPError, OSError):
-            found = explain(read_folder(self.folder), _NOTE_AFTER_S)
+            found = explain(read_folder(self.folder, self.writer.run), _NOTE_AFTER_S)
             return str(found) if found.is_odd else ""
         return ""
 
     def _speak_up(self, quiet_s: float) -> None:
         dump_flight(self.folder, self.writer)
         try:
-            logs = read_folder(self.folder)
+            logs = read_folder(self.folder, self.writer.run)
         except (MegatronFSDPError, OSError) as error:
             text = f"the logs cannot be read: {error}"
         else:

@@ -37,6 +37,10 @@ _DONE = {
     Phase.WHOLE: "puts whole tensors together",
 }
 _BETWEEN = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
+_ENDS_BACKWARD = frozenset(
+    {Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_ACROSS, Phase.RETIRE, Phase.FINALISE}
+)
+_BESIDE = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
 _BY_NAME = {phase.value: phase for phase in Phase}
 
 
@@ -79,6 +83,22 @@ def where(step: int, in_backward: bool, phase: str = "") -> str:
     return f"in the {'backward' if in_backward else 'forward'} of step {step}"
 
 
+def after(step: int, in_backward: bool, phase: str) -> str:
+    """`after the backward of step 3`, of code outside of the model.
+
+    Args:
+        step: The step.
+        in_backward: Whether autograd ran when the model was last heard of.
+        phase: What it did then.
+    """
+    last = _BY_NAME.get(phase)
+    if last is Phase.INSTALL:
+        return f"before the forward of step {step}"
+    if in_backward or last in _ENDS_BACKWARD:
+        return f"after the backward of step {step}"
+    return f"in step {step}" if last in _BESIDE else f"after the forward of step {step}"
+
+
 def operation_told(operation: Operation, units: Sequence[UnitFacts]) -> str:
     """What an operation does, as the predicate of a sentence about one rank."""
     phase = _BY_NAME.get(operation.phase)
@@ -93,14 +113,15 @@ def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
     if state.doing is Doing.ENDED:
         return "has ended its program"
     if state.doing is Doing.FAILED:
-        return f"raised an error while it {_phase_told(state.failed_in, state.unit, units)}"
+        return f"raised an error while it {phase_told(state.failed_in, state.unit, units)}"
     if state.doing is Doing.OUTSIDE:
-        last = _phase_told(state.phase, state.unit, units)
+        last = phase_told(state.phase, state.unit, units)
         return f"runs code outside of the model (the last it did there: {last}, step {state.step})"
-    return f"{_phase_told(state.phase, state.unit, units)} {where(state.step, state.in_backward, state.phase)}"
+    return f"{phase_told(state.phase, state.unit, units)} {where(state.step, state.in_backward, state.phase)}"
 
 
-def _phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:
+def phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:
+    """What goes on in a phase, as the predicate of a sentence."""
     phase = _BY_NAME.get(name)
     template = _WAITING[phase] if phase is not None else f"is in {name} of {{unit}}"
     return template.format(unit=units[unit].label)

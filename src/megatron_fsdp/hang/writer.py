@@ -91,6 +91,12 @@ def file_name(rank: int, model: int) -> str:
     return f"rank-{rank:05d}{f'.model-{model}' if model else ''}{SUFFIX}"
 
 
+def rank_and_model(name: str) -> tuple[int, int] | None:
+    """The rank and model that a file of this name is of; None where it is not called as logs are."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2] or 0))
+
+
 def is_log_name(name: str) -> bool:
     """Whether a file is called as logs are."""
-    return _NAME.fullmatch(name) is not None
+    return rank_and_model(name) is not None

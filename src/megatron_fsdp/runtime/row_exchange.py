@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.own_group import twin_of
+from megatron_fsdp.buffer.own_group import go_with, twin_of
 
 
 class AbsentError(RuntimeError):
@@ -25,7 +25,7 @@ class AbsentError(RuntimeError):
 
 
 class RowExchange:
-    """Exchanges rows over a gloo group of its own. Collective to make.
+    """Exchanges rows over a gloo group of its own, which goes with it. Collective to make.
 
     Args:
         group: The ranks.
@@ -45,6 +45,7 @@ class RowExchange:
         told = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
         dist.broadcast_object_list(told, group=group, group_src=0)
         self._group = twin_of(group, str(told[0]), backend="gloo")
+        go_with(self, [self._group])
 
     def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The rows of all ranks, in order.

@@ -28,7 +28,7 @@ from megatron_fsdp.trace.timeline import (
 KEY = "megatronFsdpTimeline"
 """Where the data stands in the file; viewers pass over it."""
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"trace-rank(\d+)\.json")
 _TABLES: dict[str, type] = {
     "steps": StepWindow,
@@ -58,11 +58,17 @@ def write_chrome(path: str | os.PathLike[str], timelines: Sequence[Timeline]) ->
     _write(Path(path), {"traceEvents": chrome_events(timelines), "displayTimeUnit": "ms"})
 
 
-def read_timelines(folder: str | os.PathLike[str]) -> tuple[Timeline, ...]:
-    """Read what `write_timeline` wrote, of all ranks that are there, by rank.
+def read_timelines(folder: str | os.PathLike[str], *, partial: bool = False) -> tuple[Timeline, ...]:
+    """Read what `write_timeline` wrote, by rank.
+
+    Args:
+        folder: Where the files of all ranks are.
+        partial: Read what is there, where files of some ranks are missing. Who recorded without aligning ranks may be
+            alone, so nobody is missed then.
 
     Raises:
-        TraceError: There is nothing, or a file is no timeline, is damaged, or does not belong to the others.
+        TraceError: There is nothing, a rank's file is missing, or a file is no timeline, is damaged, or does not belong
+            to the others.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -72,12 +78,18 @@ def read_timelines(folder: str | os.PathLike[str]) -> tuple[Timeline, ...]:
         raise TraceError(f"{place} holds no trace-rank*.json; write_timeline makes them")
     timelines = tuple(_read(path, rank) for rank, path in sorted(named.items()))
     for timeline in timelines[1:]:
-        for name in ("world_size", "units", "device", "clock"):
+        for name in ("world_size", "units", "device", "clock", "recording"):
             if getattr(timeline, name) != getattr(timelines[0], name):
                 raise TraceError(
                     f"{place} mixes recordings: {name} differs between ranks {timelines[0].rank} and {timeline.rank}; "
                     "write each recording into a folder of its own"
                 )
+    missing = sorted(set(timelines[0].peers) - named.keys())
+    if missing and not partial:
+        raise TraceError(
+            f"{place} lacks the files of ranks {', '.join(map(str, missing))}, which recorded too; bring them here, or "
+            "ask for what is there with partial=True (--partial)"
+        )
     return timelines
 
 
@@ -127,9 +139,12 @@ def _read(path: Path, rank: int) -> Timeline:
 def _from_json(data: dict[str, Any]) -> Timeline:
     hints = get_type_hints(Timeline)
     values: dict[str, Any] = {
-        name: _checked(data[name], hint, name) for name, hint in hints.items() if name not in (*_TABLES, "units")
+        name: _checked(data[name], hint, name)
+        for name, hint in hints.items()
+        if name not in (*_TABLES, "units", "peers")
     }
     values["units"] = tuple(_checked(label, str, "units") for label in _checked(data["units"], list, "units"))
+    values["peers"] = tuple(_checked(rank, int, "peers") for rank in _checked(data["peers"], list, "peers"))
     values |= {name: _rows(data[name], row, name) for name, row in _TABLES.items()}
     timeline = Timeline(**values)
     _check_values(timeline)

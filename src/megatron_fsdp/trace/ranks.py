@@ -73,7 +73,7 @@ class Comparison:
         units: Each unit that did something, in the order of the model.
         slowest_rank: The one that waited least.
         skew_ns: What it worked longer than the rank that worked least.
-        slowest_unit: The one that took most time, waits included and optimizers left out.
+        slowest_unit: The one that took most time; waits, which name who suffers, and optimizers left out.
     """
 
     steps: tuple[int, ...]
@@ -116,7 +116,7 @@ def compare(timelines: Sequence[Timeline], step: int | None = None) -> Compariso
         units=units,
         slowest_rank=slowest.rank,
         skew_ns=slowest.own_ns - min(rank.own_ns for rank in ranks),
-        slowest_unit=max(units, key=lambda unit: unit.times.total - unit.times.update, default=_NOBODY).unit,
+        slowest_unit=max(units, key=_own_ns, default=_NOBODY).unit,
     )
 
 
@@ -177,6 +177,10 @@ def _only(summary: Summary, steps: Sequence[int]) -> Summary:
 
 
 _NOBODY = UnitMean("", Times(), 0, 0, None, 0)
+
+
+def _own_ns(unit: UnitMean) -> int:
+    return unit.times.total - unit.times.update - unit.times.wait
 
 
 def _rank_mean(summary: Summary) -> RankMean:

@@ -20,6 +20,7 @@ from megatron_fsdp.runtime.footprint import memory_of
 from megatron_fsdp.runtime.observer import Observer, Phase
 from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.trace.build import Times, build_timeline
+from megatron_fsdp.trace.gathering import name_together
 from megatron_fsdp.trace.log import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog
 from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
 from megatron_fsdp.trace.timeline import HOST, OPTIMIZER, STREAM, Timeline
@@ -75,6 +76,7 @@ class Recorder(Observer):
         self._tells_done = self._clock.is_host
         self._was_used = self._was_installed = False
         self._times: Times | None = None
+        self._recording, self._peers = "", frozenset[int]()
 
     # ---- start, stop, result ------------------------------------------------------------------------------------
 
@@ -87,6 +89,7 @@ class Recorder(Observer):
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
+            self._recording, self._peers = name_together(self._engine.reaching_all)
             self._clock.settle()
             for group in self._engine.reaching_all:
                 if group is not None:
@@ -130,6 +133,8 @@ class Recorder(Observer):
             started_unix_ns=self._started_unix_ns,
             is_aligned=self._align,
             is_cut=any(step.is_cut for step in self._steps),
+            recording=self._recording,
+            peers=tuple(sorted(self._peers)),
             memory_kind="held" if self._clock.is_host else "allocated",
             steps=(),
             spans=(),

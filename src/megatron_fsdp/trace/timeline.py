@@ -145,6 +145,8 @@ class Timeline:
         started_unix_ns: This host's wall clock when the recording started.
         is_aligned: Whether all ranks left a barrier at that moment, so that their times may be compared.
         is_cut: Whether some step had more to record than there was room for.
+        recording: Name of the recording, which all its ranks share; empty where ranks were not aligned.
+        peers: The ranks that recorded together; empty where ranks were not aligned.
         memory_kind: What the samples count: "allocated" on the device, or "held" by the engine.
         steps: Recorded steps.
         spans: By start; what contains stands before what it contains.
@@ -160,6 +162,8 @@ class Timeline:
     started_unix_ns: int
     is_aligned: bool
     is_cut: bool
+    recording: str
+    peers: tuple[int, ...]
     memory_kind: str
     steps: tuple[StepWindow, ...]
     spans: tuple[Span, ...]
