@@ -133,6 +133,11 @@ class CheckpointAccess(nn.Module):
             return state_dict
         return state_as_held(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
 
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
+        return self._engine.handed_out.is_written
+
     def _names_by_id(self) -> dict[int, str]:
         groups = self._engine.groups()
         return {id(param): name for group in groups for name, param in zip(group.names, group.sharded, strict=True)}

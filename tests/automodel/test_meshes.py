@@ -273,7 +273,7 @@ def shard_over_copies_and_context() -> None:
         assert_equal_tensors(found, truth.gradients[0], rtol=1e-4, atol=1e-6)
         optimizer.step()
         stepped = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-        assert_equal_tensors(stepped, truth.parameters[0], rtol=1e-4, atol=2e-5)
+        assert_equal_tensors(stepped, truth.parameters[0], rtol=1e-4, atol=1e-4)
 
 
 def test_fsdp2_trains_over_copies_whose_shards_lie_on_context_parallel_ranks(run_ranks: RunRanks) -> None:

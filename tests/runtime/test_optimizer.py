@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -321,12 +323,18 @@ def test_one_rank_trains_bit_for_bit_as_without_sharding(run_ranks: RunRanks) ->
         assert {name: error for name, error in found.items() if error != 0.0} == {}
 
 
-def _loads_nothing(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> list[str]:
+def _loads_nothing(
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], loads_weights: bool, folder: str
+) -> list[str]:
     model = build(0)
-    _, optimizer = fully_shard(model, optimizer_of(model), mesh(), "dp", fsdp_unit_modules=[Layer])
+    sharded, optimizer = fully_shard(model, optimizer_of(model), mesh(), "dp", fsdp_unit_modules=[Layer])
+    state = {"model": sharded.state_dict(), "optimizer": optimizer.state_dict()}
+    if loads_weights:
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(state["optimizer"])
     return [str(warning.message) for warning in caught]
 
 
@@ -342,11 +350,18 @@ def _without_momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(("optimizer_of", "warned"), [(_adamw, 1), (_with_momentum, 1), (_without_momentum, 0)])
+@pytest.mark.parametrize(
+    ("optimizer_of", "loads_weights", "warned"),
+    [(_adamw, True, 1), (_with_momentum, True, 1), (_without_momentum, True, 0), (_adamw, False, 0)],
+)
 def test_moments_that_begin_at_zero_are_warned_of(
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], warned: int, run_ranks: RunRanks
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
+    loads_weights: bool,
+    warned: int,
+    run_ranks: RunRanks,
+    tmp_path: Path,
 ) -> None:
-    """As after `dcp.load` into the state of a new optimizer, which has none to fill."""
-    for told in run_ranks(2, _loads_nothing, optimizer_of):
+    """As after `dcp.load`, which fills weights, but has no state of a new optimizer to fill."""
+    for told in run_ranks(2, _loads_nothing, optimizer_of, loads_weights, str(tmp_path)):
         assert len(told) == warned
         assert all("was given no state, so its moments start from zero" in text for text in told)

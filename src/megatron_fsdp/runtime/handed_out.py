@@ -18,8 +18,13 @@ class HandedOut:
         """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
         self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
 
+    @property
+    def is_written(self) -> bool:
+        """Whether any was written to since `changed` was called last."""
+        return any(alias._version != version for _, alias, version in self._seen)
+
     def changed(self) -> bool:
         """Whether any was written to since the last call; those that have died are asked once more and forgotten."""
-        changed = any(alias._version != version for _, alias, version in self._seen)
+        changed = self.is_written
         self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
         return changed

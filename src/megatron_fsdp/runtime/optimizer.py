@@ -51,6 +51,11 @@ class ShardedModel(Protocol):
         """A state dict of an optimizer as all ranks together have it."""
         ...
 
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether weights were just loaded into a state dict of the model."""
+        ...
+
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor, cut as a sharded parameter."""
         ...
@@ -165,7 +170,8 @@ def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer
 
 def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     alive = _alive(model)
-    if not state_dict["state"] and not optimizer.state and any(map(_keeps_state, optimizer.param_groups)):
+    nothing = not state_dict["state"] and not optimizer.state
+    if nothing and alive.state_dict_was_filled and any(map(_keeps_state, optimizer.param_groups)):
         warn_caller(
             f"{type(optimizer).__name__}.load_state_dict was given no state, so its moments start from zero; a new "
             "optimizer has none that torch.distributed.checkpoint.load could fill: use megatron_fsdp.checkpoint's "
