@@ -19,7 +19,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from megatron_fsdp.buffer import collectives
+from megatron_fsdp.buffer import collectives, real_values
 from megatron_fsdp.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, message_of
@@ -60,7 +60,12 @@ class _Reductions(TorchDispatchMode):
 @contextmanager
 def another_back_end() -> Iterator[_Reductions]:
     """The path of back ends whose own reduce-scatter is fine; gloo's, used here, adds in the dtype that travels."""
-    with mock.patch.object(collectives, "dist", _AsIfNotGloo()), _Reductions() as reductions:
+    other = _AsIfNotGloo()
+    with (
+        mock.patch.object(collectives, "dist", other),
+        mock.patch.object(real_values, "dist", other),
+        _Reductions() as reductions,
+    ):
         yield reductions
 
 
