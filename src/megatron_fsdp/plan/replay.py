@@ -141,7 +141,6 @@ class _Replay:
         self._operations: list[str] = []
         self._began_s = self._began_exposed_s = 0.0
         self._first_transfer = 0
-        self._stepped = True
         self._cast_bytes = 0
 
     # ---- what is recorded ---------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from megatron_fsdp.buffer.pools import Block, pack_bytes
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.plan.setup import Backend
 from megatron_fsdp.plan.wires import Wire, Wires
-from megatron_fsdp.region import held_region
 from megatron_fsdp.unit.group_plan import GroupPlan
 
 _NOTHING = torch.empty(0, device="meta")
@@ -103,9 +102,7 @@ class PlannedGradients:
     @property
     def inner_numel(self) -> int:
         """Elements that the reduction over the inner ranks leaves here."""
-        axes, placement = self.plan.axes, self.plan.placements.main_grad
-        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
-        return held_region(self.plan.layout.numel, inner_only, axes).numel
+        return self.plan.inner_gradient_region.numel
 
     @property
     def scatters_inside(self) -> bool:
