@@ -77,5 +77,5 @@ def test_delays_of_the_environment() -> None:
     for value in ("3", "0.1", "a:0.1", "1:b", "1:0", "1:-1", "1:nan", "1:inf"):
         with pytest.raises(ConfigurationError, match=r"MFSDP_DELAYS|up_to_s"):
             resolve_delays({"MFSDP_DELAYS": value})
-    with pytest.raises(ConfigurationError, match=r"up_to_s=0.0 is no delay; give a positive number"):
+    with pytest.raises(ConfigurationError, match=r"up_to_s=0.0 is no delay; give seconds, more than 0 and at most 60"):
         checked_delays(0, 0.0)
