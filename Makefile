@@ -49,7 +49,7 @@ check-python:
 	  { echo "error: $(PYTHON) lacks torch or pytest; leave NO_VENV out to have an environment made" >&2; exit 1; }
 
 run: $(READY)
-	$(PY) -m megatron_fsdp.train $(ARGS)
+	$(PY) -m megatron_fsdp.train --preset cpu-small $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)

@@ -25,7 +25,7 @@ from benchmarks.worker import run_rank
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.package_info import __version__
-from megatron_fsdp.train.launcher import choose_ranks, count_cores, find_device_type, rank_environment
+from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, rank_environment
 
 EXIT_DISAGREEMENT = 1
 

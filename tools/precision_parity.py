@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from megatron_fsdp.train.arguments import Arguments, Settings, resolve_settings
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.mixed_precision import resolve_precision
-from megatron_fsdp.train.arguments import Arguments, Settings, resolve_settings
-from megatron_fsdp.train.build import build_model, build_optimizer
-from megatron_fsdp.train.corpus import find_source, load_corpus
-from megatron_fsdp.train.data import TokenSets, encode_corpus
+from megatron_fsdp.train.data.batches import TokenSets, encode_corpus
+from megatron_fsdp.train.data.corpus import find_source, load_corpus
+from megatron_fsdp.train.data.vocabulary import ByteVocabulary
+from megatron_fsdp.train.engines.sharded import build_model, build_optimizer
+from megatron_fsdp.train.launch.ranks import Rank, reduce_values
 from megatron_fsdp.train.loop import Run, train_step
-from megatron_fsdp.train.model import Block
-from megatron_fsdp.train.ranks import Rank, reduce_values
-from megatron_fsdp.train.vocabulary import ByteVocabulary
+from megatron_fsdp.train.models.decoder import Block
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NUM_RANKS, STEPS, MICROBATCHES, CORPUS_BYTES = 2, 50, 2, 2_000_000

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_fsdp.cli.output import write_error
-from megatron_fsdp.cli.parser import EXIT_ERROR, Parser
+from megatron_fsdp.command_parser import EXIT_ERROR, Parser
 from megatron_fsdp.errors import MegatronFSDPError
 
 _INTERRUPTED = 130

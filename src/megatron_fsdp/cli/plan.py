@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.cli.output import write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.cli.parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.cli.plan_trainer import build_trainer_model, is_trainer_preset, trainer_presets, trainer_workload
+from megatron_fsdp.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.import_path import import_by_path
 from megatron_fsdp.mixed_precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name

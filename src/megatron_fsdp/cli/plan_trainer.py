@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_fsdp.train.presets import PRESETS, find_preset, model_shape
+from megatron_fsdp.train.options.model import ModelOptions
+from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.presets import PRESETS, find_preset
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_fsdp.plan.setup import ParallelRanks
     from megatron_fsdp.plan.workload import Workload
-    from megatron_fsdp.train.model import Decoder
+    from megatron_fsdp.train.models.decoder import Decoder
 
 BYTES = 256
 """The vocabulary of the trainer's default tokens."""
@@ -29,9 +31,10 @@ def is_trainer_preset(name: str) -> bool:
 
 def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
     """The model of a preset with a vocabulary of bytes, on the default device."""
-    from megatron_fsdp.train.model import Decoder
+    from megatron_fsdp.train.models.build import model_shape
+    from megatron_fsdp.train.models.decoder import Decoder
 
-    return Decoder(model_shape(find_preset(name), BYTES)).to(dtype)
+    return Decoder(model_shape(_options(name)[0], BYTES)).to(dtype)
 
 
 def trainer_workload(
@@ -52,12 +55,12 @@ def trainer_workload(
     import torch
 
     from megatron_fsdp.plan.front import make_workload
-    from megatron_fsdp.train.model import Block, next_token_loss
+    from megatron_fsdp.train.models.decoder import Block, next_token_loss
 
-    preset = find_preset(name)
+    options, own_micro_batch = _options(name)
     shape = (
-        preset.batch_size if micro_batch is None else micro_batch,
-        preset.sequence_length if sequence_length is None else sequence_length,
+        own_micro_batch if micro_batch is None else micro_batch,
+        options.seq_length if sequence_length is None else sequence_length,
     )
     with torch.device("meta"):
         model = build_trainer_model(name, dtype)
@@ -76,3 +79,9 @@ def trainer_workload(
         name=name,
         tokens=tokens.numel(),
     )
+
+
+def _options(name: str) -> tuple[ModelOptions, int]:
+    """What a preset says of the model, and its microbatch."""
+    options = assemble((Layer(f"preset {name}", find_preset(name)),))
+    return options.model, options.training.micro_batch_size or 1

@@ -1,12 +1,9 @@
 """Where the training loop meets its checkpoints: go on from one, save on the way, save when interrupted."""
 
-import hashlib
-import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,42 +12,11 @@ from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.run_folder import iteration_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.loop import Progress, Run
-from megatron_fsdp.train.ranks import agree
+from megatron_fsdp.train.launch.ranks import agree
+from megatron_fsdp.train.loop import Run
+from megatron_fsdp.train.progress import Progress, TrainingState, facts_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@dataclass
-class TrainingState:
-    """What the loop itself has to remember; saved as `trainer`.
-
-    Attributes:
-        progress: How far training is.
-        facts: What decides the numbers of a run, by the name of its option.
-    """
-
-    facts: dict[str, str]
-    progress: Progress = field(default_factory=Progress)
-    saved_facts: dict[str, str] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        facts = [list(item) for item in self.facts.items()]  # one object, whatever options later versions have
-        return {"steps": self.progress.steps, "elapsed_s": self.progress.elapsed_s, "facts": facts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Out of a checkpoint."""
-        self.progress = Progress(int(state["steps"]), float(state["elapsed_s"]))
-        self.saved_facts = {str(name): str(value) for name, value in state["facts"]}
-
-    def changes(self) -> list[str]:
-        """What is not as it was when the checkpoint was saved, in words."""
-        return [
-            f"{name} was {self.saved_facts[name]} and is {value}"
-            for name, value in self.facts.items()
-            if name in self.saved_facts and self.saved_facts[name] != value
-        ]
 
 
 class RunCheckpoints:
@@ -72,8 +38,8 @@ class RunCheckpoints:
         self.is_finished = False
         self._run = run
         self._say = say
-        self._options = options = run.settings.arguments.checkpoints
-        self._state = TrainingState(facts_of(run) if options.save or options.load else {})
+        self._options = options = run.job.options.checkpoint
+        self._state = TrainingState(facts_of(run.job, run.data) if options.save or options.load else {})
         self._saved = -1
         self._replaceable: frozenset[int] = frozenset()
         self._handlers: dict[signal.Signals, Any] = {}
@@ -114,19 +80,20 @@ class RunCheckpoints:
                 cannot be written.
         """
         options, run = self._options, self._run
-        total = run.settings.preset.steps
+        load = self._load_folder
+        total = run.job.train_iters
         newest = self._newest_saved()
-        if options.load is not None and not (self._is_restarted and self._holds_nothing()):
-            self._load()
-        elif options.load is not None:
-            self._say(f"{options.load} holds no checkpoint yet: starting from the first step")
+        if load is not None and not (self._is_restarted and self._holds_nothing()):
+            self._load(load)
+        elif load is not None:
+            self._say(f"{load} holds no checkpoint yet: starting from the first step")
         steps = self._state.progress.steps
         if steps == total and self._is_restarted:
             self.is_finished = True
-            self._say(f"{options.load} has all {total} steps: the training is done, and there is nothing left to do")
+            self._say(f"{load} has all {total} steps: the training is done, and there is nothing left to do")
             return self._state.progress
         if steps >= total:
-            raise ConfigurationError(f"--load {options.load} has {steps} steps already: give --steps above {steps}")
+            raise ConfigurationError(f"--load {load} has {steps} steps already: give --train-iters above {steps}")
         if newest is not None and newest > steps:
             self._meet_later_ones(newest, steps)
         if options.save is not None:
@@ -135,7 +102,7 @@ class RunCheckpoints:
             self._replaceable = agree(run.rank, lambda: numbers_in(folder, above=steps))
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
-            dump_param_to_param_group_map(run.model, run.optimizer, folder)
+            dump_param_to_param_group_map(run.trained.model, run.trained.optimizer, folder)
             self._say(f"wrote the map of parameter groups: {folder}")
         return self._state.progress
 
@@ -154,12 +121,12 @@ class RunCheckpoints:
             return
         options, run = self._options, self._run
         self._state.progress = progress
-        optimizer = None if options.no_save_optim else run.optimizer
+        optimizer = None if options.no_save_optim else run.trained.optimizer
         extra, with_rng = {"trainer": self._state}, not options.no_save_rng
         overwrite = progress.steps in self._replaceable
         with in_options():
             path = self._checkpointer.save(
-                progress.steps, run.model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite
+                progress.steps, run.trained.model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite
             )
         self._saved = progress.steps
         self._say(f"step {progress.steps:>5}: saving {path}" if options.async_save else f"saved {path}")
@@ -167,8 +134,12 @@ class RunCheckpoints:
     @property
     def _is_restarted(self) -> bool:
         """Whether this is a job that is started again and again with the same command."""
-        load, save = self._options.load, self._options.save
-        return load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+        return self._run.job.load_is_optional
+
+    @property
+    def _load_folder(self) -> Path | None:
+        """Where to go on from: what was said; ranks that were started again go on from what they saved."""
+        return self._options.load or (self._options.save if self._is_restarted else None)
 
     def _holds_nothing(self) -> bool:
         return self._checkpointer is not None and self._checkpointer.latest() is None
@@ -186,23 +157,21 @@ class RunCheckpoints:
             f"{steps}, and replaces what it comes to again"
         )
 
-    def _load(self) -> None:
+    def _load(self, folder: Path) -> None:
         options, run = self._options, self._run
-        assert options.load is not None
+        finetunes = options.finetune
         with in_options():
             report: LoadReport = load_checkpoint(
-                run.model,
-                None if options.no_load_optim else run.optimizer,
-                options.load,
-                extra={"trainer": self._state},
-                with_rng=not options.no_load_rng,
-                strict=not options.no_strict_fsdp_dtensor_load,
+                run.trained.model,
+                None if options.no_load_optim or finetunes else run.trained.optimizer,
+                folder,
+                extra=None if finetunes else {"trainer": self._state},
+                with_rng=not (options.no_load_rng or finetunes),
+                strict=options.strict_fsdp_dtensor_load,
                 verify=options.verify_integrity,
             )
-        if report.iteration is not None:
-            self._state.progress = Progress(report.iteration, self._state.progress.elapsed_s)
         progress = self._state.progress
-        self._say(f"loaded {options.load}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
+        self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
         for change in self._state.changes():
             self._say(f"not as it was saved, so losses may differ from one run: {change}")
 
@@ -263,24 +232,3 @@ def require_writable(folder: Path) -> None:
         raise ConfigurationError(
             f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
         ) from error
-
-
-def facts_of(run: Run) -> dict[str, str]:
-    """What decides the losses of a run, as text, by option."""
-    settings, arguments = run.settings, run.settings.arguments
-    text = hashlib.sha256(run.tokens.training.data).hexdigest()[:16]
-    return {
-        "--lr-decay-iters": str(settings.decay_steps),
-        "--warmup": str(settings.preset.warmup),
-        "--learning-rate": str(settings.preset.learning_rate),
-        "--batch-size": str(settings.preset.batch_size),
-        "--sequence-length": str(settings.preset.sequence_length),
-        "--grad-accumulation": str(arguments.grad_accumulation),
-        "--weight-decay": str(arguments.weight_decay),
-        "--clip": str(arguments.clip),
-        "--seed": str(arguments.seed),
-        "--strategy": settings.strategy.name,
-        "--dtype": str(settings.dtype).removeprefix("torch."),
-        "--ranks": str(run.rank.count),
-        "--data": f"text with checksum {text}",
-    }

@@ -3,36 +3,43 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+
+from megatron_fsdp.train.engines.trained import Trained
 
 
 def generate(
-    model: nn.Module,
+    trained: Trained,
     prompt: Sequence[int],
     *,
     num_tokens: int,
     context_length: int,
     temperature: float,
     seed: int,
+    vocab_size: int,
 ) -> list[int]:
     """Return the prompt and `num_tokens` tokens that continue it.
 
     Call this without gradients and with the same arguments on every rank.
 
     Args:
-        model: Maps token ids [1, length] to logits [1, length, vocab_size].
+        trained: The model, in evaluation.
         prompt: At least one token id.
         num_tokens: How many tokens to add.
         context_length: How many of the last tokens the model sees.
         temperature: 0 takes the likeliest token each time; 1 samples from the model's distribution.
         seed: Fixes the sampling, on every kind of device alike.
+        vocab_size: Token ids that stand for text; the model may know more.
+
+    Returns:
+        Token ids; only the prompt with an engine that gives no logits.
     """
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(num_tokens):
-        context = torch.tensor([ids[-context_length:]], device=device)
-        logits = model(context)[0, -1].float().cpu()
+        found = trained.logits(torch.tensor([ids[-context_length:]]))
+        if found is None:
+            return ids
+        logits = found[0, -1, :vocab_size].float().cpu()
         if temperature == 0.0:
             ids.append(int(logits.argmax()))
         else:

@@ -1,27 +1,28 @@
-"""The training loop: plain PyTorch, the same lines as without sharding."""
+"""The training loop: plain steps over samples whose order does not depend on the number of ranks."""
 
+from __future__ import annotations
+
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+import torch.distributed as dist
+from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.buffer.collectives import Traffic
-from megatron_fsdp.train.arguments import Settings
-from megatron_fsdp.train.data import Batch, Share, TokenSets, held_out_batches, training_batch
-from megatron_fsdp.train.metrics import Evaluation, StepRecord
-from megatron_fsdp.train.model import next_token_loss
-from megatron_fsdp.train.ranks import Rank, reduce_values
-from megatron_fsdp.train.readings import peak_bytes
-from megatron_fsdp.train.schedule import learning_rate_at
-
-QUICK_SAMPLES = 16  # held-out samples of the measurements on the way
-FINAL_SAMPLES = 128
+from megatron_fsdp.train.data.batches import Batch, Feed, factors_per_sample, factors_per_token
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.evaluation import evaluate
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.nan_guard import NanGuard
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
+from megatron_fsdp.train.reporting.readings import peak_bytes
 
 
 class Watcher(Protocol):
@@ -33,49 +34,8 @@ class Watcher(Protocol):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Take a held-out loss."""
 
-
-@dataclass(frozen=True)
-class Run:
-    """Everything the loop works with.
-
-    Attributes:
-        model: The sharded model.
-        optimizer: Its optimizer.
-        settings: What was asked for.
-        tokens: The data.
-        rank: This process.
-    """
-
-    model: MegatronFSDP
-    optimizer: torch.optim.Optimizer
-    settings: Settings
-    tokens: TokenSets
-    rank: Rank
-
-    @property
-    def share(self) -> Share:
-        """This rank's part of every batch."""
-        return Share(self.rank.index, self.rank.count, self.settings.preset.batch_size)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all ranks in one optimizer step."""
-        preset = self.settings.preset
-        samples = preset.batch_size * self.rank.count * self.settings.arguments.grad_accumulation
-        return samples * preset.sequence_length
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far training is, earlier runs included.
-
-    Attributes:
-        steps: Steps that were done.
-        elapsed_s: Seconds in training steps; evaluations and saves not counted.
-    """
-
-    steps: int = 0
-    elapsed_s: float = 0.0
+    def say(self, text: str) -> None:
+        """Show a line or several."""
 
 
 class Keeper(Protocol):
@@ -95,169 +55,184 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
+class Run:
+    """Everything the loop works with.
+
+    Attributes:
+        job: What was asked for.
+        trained: The sharded model and its optimizer.
+        data: The tokens.
+        feed: This rank's microbatches.
+        rank: This process.
+    """
+
+    job: Job
+    trained: Trained
+    data: TokenData
+    feed: Feed
+    rank: Rank
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What training leaves behind besides the weights.
 
     Attributes:
         progress: How far it came.
-        step_counters: Collectives and bytes of the last step on this rank.
+        step_counters: Collectives and bytes of the last step on this rank; None with an engine that does not count.
         is_interrupted: Whether the user ended it.
     """
 
     progress: Progress
-    step_counters: Traffic
+    step_counters: Traffic | None
     is_interrupted: bool
-
-    @property
-    def steps(self) -> int:
-        """Steps that were done, those of earlier runs included."""
-        return self.progress.steps
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds in training steps, likewise."""
-        return self.progress.elapsed_s
-
-
-def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
-    """Train for as many steps as the settings allow, from where the keeper starts; tell the watcher."""
-    arguments, total = run.settings.arguments, run.settings.preset.steps
-    evaluate_at = {total * (i + 1) // arguments.evaluations for i in range(arguments.evaluations)}
-    pending: list[tuple[int, Tensor, Tensor]] = []
-    progress = keeper.start()
-    limit_s = progress.elapsed_s + 60.0 * arguments.minutes
-    verdict, started, counters = Verdict(), time.perf_counter(), run.model.traffic()
-    for step in range(progress.steps + 1, total + 1):
-        run.rank.require_launcher()
-        before = run.model.traffic()
-        pending.append((step, *train_step(run, step - 1)))
-        counters = run.model.traffic().since(before)
-        is_last = step == total or (arguments.exit_interval is not None and step % arguments.exit_interval == 0)
-        is_check, is_save = step in evaluate_at, keeper.is_due(step)
-        if is_last or is_check or is_save or step % arguments.log_every == 0:
-            records, verdict = flush(run, pending, (progress.elapsed_s, started), limit_s, keeper.is_interrupted)
-            progress = Progress(step, records[-1].elapsed_s)
-            watcher.on_steps(records)
-            pending = []
-            is_last = is_last or verdict.is_over
-            if is_save or is_last:
-                keeper.save(progress)
-            if (is_check or is_last) and not verdict.is_interrupted:
-                watcher.on_evaluation(Evaluation(step, evaluate(run, QUICK_SAMPLES)))
-            if is_last:
-                break
-            started = time.perf_counter()
-    return Outcome(progress, counters, verdict.is_interrupted)
-
-
-def train_step(run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """Do optimizer step `step` (0-based); return this rank's mean loss and the norm of the whole gradient."""
-    preset, arguments = run.settings.preset, run.settings.arguments
-    rate = learning_rate(run.settings, step)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
-    run.optimizer.zero_grad()
-    losses = []
-    for microbatch in range(arguments.grad_accumulation):
-        indices = run.share.sample_indices(microbatch)
-        batch = training_batch(run.tokens.training, preset.sequence_length, arguments.seed, step, indices)
-        logits = run.model(batch.inputs.to(run.rank.device))
-        loss = next_token_loss(logits, batch.targets.to(run.rank.device)) / arguments.grad_accumulation
-        loss.backward()
-        losses.append(loss.detach())
-    norm = run.model.clip_grad_norm_(arguments.clip)
-    run.optimizer.step()
-    return torch.stack(losses).sum(), norm
-
-
-def learning_rate(settings: Settings, step: int) -> float:
-    """Return the learning rate of step `step` (0-based)."""
-    preset = settings.preset
-    return learning_rate_at(
-        step, peak=preset.learning_rate, warmup_steps=preset.warmup, total_steps=settings.decay_steps
-    )
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the ranks have agreed on.
+class StepResult:
+    """One step, as all ranks know it.
 
     Attributes:
-        is_late: Whether time is over.
-        is_interrupted: Whether a rank was asked to save and end.
+        loss: Over all ranks and microbatches, nats per token.
+        grad_norm: Norm of the whole gradient before clipping.
+        checksum: Of the samples of all ranks; see `Batch`.
+        is_interrupted: Whether some rank was asked to end.
+        is_late: Whether the first rank's clock says that time is over.
     """
 
-    is_late: bool = False
-    is_interrupted: bool = False
+    loss: float
+    grad_norm: float
+    checksum: int
+    is_interrupted: bool
+    is_late: bool
 
     @property
-    def is_over(self) -> bool:
-        """Whether to end."""
-        return self.is_late or self.is_interrupted
+    def is_finite(self) -> bool:
+        """Whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def flush(
-    run: Run,
-    pending: Sequence[tuple[int, Tensor, Tensor]],
-    times_s: tuple[float, float],
-    limit_s: float,
-    is_interrupted: bool,
-) -> tuple[list[StepRecord], Verdict]:
-    """Average the losses of some steps over ranks, and agree whether to end.
+@dataclass
+class _Pace:
+    """Steps that were not shown yet, and the clock."""
+
+    progress: Progress
+    started: float = field(default_factory=time.perf_counter)
+    results: list[tuple[Progress, StepResult]] = field(default_factory=list)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training so far."""
+        return self.progress.elapsed_s + time.perf_counter() - self.started
+
+
+def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
+    """Train for as many steps as the job allows, from where the keeper starts; tell the watcher."""
+    job, training = run.job, run.job.options.training
+    guard = NanGuard(job.options.recovery.max_nan_steps, watcher.say)
+    pace = _Pace(keeper.start())
+    limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
+    counters, is_interrupted = None, False
+    while pace.progress.steps < job.train_iters and not training.skip_train:
+        run.rank.require_launcher()
+        before = None if run.trained.inside is None else run.trained.inside.traffic()
+        last = pace.results[-1][0] if pace.results else pace.progress
+        result = train_step(run, last, guard, (keeper.is_interrupted, pace.elapsed_s >= limit_s))
+        if before is not None and run.trained.inside is not None:
+            counters = run.trained.inside.traffic().since(before)
+        now = Progress(
+            last.steps + 1, last.samples + job.batch.total, last.skipped + (not result.is_finite), pace.elapsed_s
+        )
+        pace.results.append((now, result))
+        is_interrupted = result.is_interrupted
+        is_last = is_interrupted or result.is_late or now.steps == job.train_iters
+        is_last = is_last or (training.exit_interval is not None and now.steps % training.exit_interval == 0)
+        is_save = keeper.is_due(now.steps)
+        is_check = training.eval_interval is not None and now.steps % training.eval_interval == 0
+        if is_last or is_check or is_save or now.steps % job.options.reporting.log_interval == 0:
+            watcher.on_steps(records_of(run, pace))
+            if is_save or is_last:
+                keeper.save(now)
+            if (is_check or is_last) and not is_interrupted:
+                watcher.on_evaluation(Evaluation(now.steps, evaluate(run.job, run.trained, run.data)))
+            pace = _Pace(now)
+        if is_last:
+            break
+    return Outcome(pace.progress, counters, is_interrupted)
+
+
+def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:
+    """Do the optimizer step after `done`, or skip it if its loss or gradient is not finite.
 
     Args:
         run: What is trained.
-        pending: Step number, this rank's loss and the gradient norm, at least one.
-        times_s: Seconds trained before these steps, and the clock (`time.perf_counter`) when they began.
-        limit_s: Seconds after which training ends.
-        is_interrupted: Whether this rank was asked to end.
+        done: How far it is.
+        guard: Counts skipped steps.
+        flags: Whether this rank was asked to end, and whether its time is over.
 
-    Returns:
-        The records, and whether to end.
+    Raises:
+        NonFiniteStepError: Too many steps in a row were not finite; on every rank.
     """
-    before_s, started = times_s
-    count = run.rank.count
-    losses = reduce_values(run.rank, torch.stack([loss for _, loss, _ in pending]).tolist(), "sum")
-    span_s = time.perf_counter() - started  # read after the losses, which waits for the device
-    mine = [
-        float(peak_bytes(run.model, run.optimizer, run.rank.device)),
-        float(before_s + span_s >= limit_s),
-        float(is_interrupted),
+    for group in run.trained.optimizer.param_groups:
+        group["lr"] = run.job.schedule.rate(done.steps)
+    batches = run.feed.batches(done.samples)
+    loss = run.trained.accumulate(batches, loss_factors(run, batches))
+    norm = run.trained.clip(run.job.options.optimizer.clip_grad)
+    result = exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
+    guard.judge(done.steps + 1, result.loss, result.grad_norm, run.trained)
+    if result.is_finite:
+        run.trained.update()
+    else:
+        run.trained.skip()
+    return result
+
+
+def loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
+    """What each token's loss counts, so that all ranks' sums add up to the loss of the step."""
+    training, trained = run.job.options.training, run.trained
+    if not training.calculate_per_token_loss:
+        return [factors_per_sample(batch, run.job.batch.total) for batch in batches]
+    counted = torch.stack([batch.weights.sum() for batch in batches]).sum().double()
+    if run.job.options.data.eod_mask_loss:  # else every sample counts all its tokens
+        total = counted.to(trained.device)
+        dist.all_reduce(total)
+        tokens = float(total) * trained.data_size / run.rank.count
+    else:
+        tokens = float(run.job.tokens_per_step)
+    return [factors_per_token(batch, tokens) for batch in batches]
+
+
+def exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[bool, bool]) -> StepResult:
+    """Let all ranks know the same of a step; waits for the device."""
+    interrupted, late = flags
+    share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
+    mine = [float(loss) * share, checksum * share, float(interrupted), float(late and run.rank.is_first)]
+    values = torch.tensor(mine, dtype=torch.float64, device=run.trained.device)
+    dist.all_reduce(values)
+    total, checksums, interrupts, lates = values.tolist()
+    whole = round(checksums) if math.isfinite(checksums) else 0
+    return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
+
+
+def records_of(run: Run, pace: _Pace) -> list[StepRecord]:
+    """What is shown of the steps since the last time; all ranks together."""
+    job, count = run.job, len(pace.results)
+    peak = torch.tensor([float(peak_bytes(run.trained))], dtype=torch.float64, device=run.trained.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    span_s = pace.elapsed_s - pace.progress.elapsed_s
+    return [
+        StepRecord(
+            step=now.steps,
+            samples=now.samples,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=job.schedule.rate(now.steps - 1),
+            skipped=now.skipped,
+            data_checksum=result.checksum,
+            tokens_per_s=job.tokens_per_step * count / span_s,
+            step_s=span_s / count,
+            peak_bytes=int(peak.item()),
+            elapsed_s=now.elapsed_s,
+        )
+        for now, result in pace.results
     ]
-    peak, late, interrupted = reduce_values(run.rank, mine, "max")
-    records = []
-    for i, (step, _, norm) in enumerate(pending):
-        speed = run.tokens_per_step * len(pending) / span_s
-        elapsed_s = before_s + span_s * (i + 1) / len(pending)
-        rate = learning_rate(run.settings, step - 1)
-        records.append(StepRecord(step, losses[i] / count, float(norm), rate, speed, int(peak), elapsed_s))
-    return records, Verdict(late > 0.0, interrupted > 0.0)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation without gradients, and back to what it was."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def evaluate(run: Run, max_samples: int) -> float:
-    """Return the mean loss on at most `max_samples` held-out samples, in nats per token."""
-    batches = held_out_batches(run.tokens.held_out, run.settings.preset.sequence_length, max_samples, run.share)
-    with evaluating(run.model):
-        sums = [weighted_loss(run.model, batch, run.rank.device) for batch in batches]
-    total, weight = reduce_values(run.rank, [sum(loss for loss, _ in sums), sum(count for _, count in sums)], "sum")
-    return total / weight
-
-
-def weighted_loss(model: nn.Module, batch: Batch, device: torch.device) -> tuple[float, float]:
-    """Return the weighted sum of the samples' mean losses, and the sum of the weights."""
-    logits = model(batch.inputs.to(device)).float()
-    losses = functional.cross_entropy(logits.transpose(1, 2), batch.targets.to(device), reduction="none")
-    weights = batch.weights.to(device)
-    return float((losses.mean(dim=1) * weights).sum()), float(weights.sum())

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.failures import EXIT_FAILED, EXIT_USAGE, find_cause
+from megatron_fsdp.train.launch.failures import EXIT_FAILED, EXIT_USAGE, find_cause
 
 CPU_RANKS = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT

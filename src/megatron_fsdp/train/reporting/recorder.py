@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fsdp.train.loop import Watcher
-from megatron_fsdp.train.metrics import Evaluation, StepRecord, append_records
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, append_records
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -30,3 +30,7 @@ class Recorder:
         """Keep and show a held-out loss."""
         self.evaluations.append(evaluation)
         self._display.on_evaluation(evaluation)
+
+    def say(self, text: str) -> None:
+        """Show a line or several."""
+        self._display.say(text)

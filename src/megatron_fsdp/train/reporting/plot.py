@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_fsdp.train.metrics import Evaluation, StepRecord
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
 SMOOTHING = 0.9
 

@@ -12,19 +12,27 @@ class StepRecord:
 
     Attributes:
         step: Number of the step, from 1.
-        loss: Mean over all ranks and microbatches, in nats per token.
+        samples: Samples consumed so far.
+        loss: Over all ranks and microbatches, in nats per token.
         grad_norm: Norm of the whole gradient before clipping.
         learning_rate: What the optimizer used.
+        skipped: Steps skipped so far, since their loss or gradient was not finite.
+        data_checksum: Of the samples of this step, the same for any number of ranks.
         tokens_per_s: Tokens of all ranks per second, averaged since the last update of the display.
+        step_s: Seconds of a step, likewise.
         peak_bytes: Largest peak of memory of any rank so far.
-        elapsed_s: Seconds since training began.
+        elapsed_s: Seconds of training, earlier runs included.
     """
 
     step: int
+    samples: int
     loss: float
     grad_norm: float
     learning_rate: float
+    skipped: int
+    data_checksum: int
     tokens_per_s: float
+    step_s: float
     peak_bytes: int
     elapsed_s: float
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.train.engines.trained import Trained
 
 
 def exchanges_pairwise(model: MegatronFSDP) -> bool:
@@ -14,15 +15,17 @@ def exchanges_pairwise(model: MegatronFSDP) -> bool:
     return any(group.plan.axis.exchanges_pairwise and group.grads_sharded for group in model.parameter_groups())
 
 
-def peak_bytes(model: MegatronFSDP, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def peak_bytes(trained: Trained) -> int:
     """Return this rank's peak so far: all allocations of an accelerator; on a CPU, what `describe_peak` says.
 
     The CPU allocator keeps no statistics, and the resident size of a process says more about malloc than about tensors.
     """
-    if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
-    memory = model.memory()
-    return memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(optimizer)
+    if trained.device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(trained.device))
+    if trained.inside is None:
+        return optimizer_bytes(trained.optimizer)
+    memory = trained.inside.memory()
+    return memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(trained.optimizer)
 
 
 def describe_peak(device: torch.device) -> str:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from megatron_fsdp.train.comparison import Row
-from megatron_fsdp.train.metrics import Evaluation, StepRecord
+from megatron_fsdp.train.reporting.comparison import Row
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
 LIBRARY_LOGGER = "megatron_fsdp"
 PLAIN_LINES = 20  # lines of progress where there is no terminal to draw a bar on

@@ -1,0 +1,8 @@
+"""`mfsdp train` under the name that users of Megatron-LM type: `torchrun --nproc-per-node 2 pretrain_gpt.py ...`."""
+
+import sys
+
+from megatron_fsdp.train.program import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

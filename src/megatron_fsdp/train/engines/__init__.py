@@ -1,0 +1,1 @@
+"""What shards a model and steps it: one interface, an implementation for each engine."""

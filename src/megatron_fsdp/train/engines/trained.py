@@ -1,0 +1,63 @@
+"""What the training loop asks of a model that is sharded and of its optimizer, whichever engine shards it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.train.data.batches import Batch
+
+
+class Trained(Protocol):
+    """A model over ranks and its optimizer. Every method but the plain attributes is called by all ranks together.
+
+    Attributes:
+        model: What checkpoints and `describe` take.
+        optimizer: Of its parameters; its groups take the learning rate.
+        device: Where this rank computes.
+        data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
+        data_size: Data-parallel ranks.
+        vocab_size: Token ids that the model knows, rounding up included.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    data_index: int
+    data_size: int
+    vocab_size: int
+
+    @property
+    def inside(self) -> MegatronFSDP | None:
+        """The wrapper of this package, which knows memory, traffic and phases; None with another engine."""
+
+    def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
+        """Forward and backward of all microbatches of a step, and the reduction of gradients.
+
+        Args:
+            batches: This rank's microbatches, on the CPU.
+            factors: For each, [samples, length] float32: the loss of the step is the sum over all data-parallel ranks
+                and microbatches of factor times loss of the token, and gradients are those of this sum.
+
+        Returns:
+            This rank's share of the loss, float32, no gradient; shares of data-parallel ranks add up to the loss.
+        """
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
+
+    def update(self) -> None:
+        """Step the optimizer and drop the gradients."""
+
+    def skip(self) -> None:
+        """Drop the gradients."""
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Return [samples, length] float32 losses without gradients, the same on ranks that share the batch."""
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return [1, length, vocabulary] for token ids [1, length], without gradients; None where it cannot."""

@@ -1,0 +1,1 @@
+"""Starting ranks, what they know of each other, and how they end."""

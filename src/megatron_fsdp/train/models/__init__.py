@@ -1,0 +1,1 @@
+"""The models that the trainer can build, and what they cost to compute."""

@@ -1,0 +1,64 @@
+"""Steps whose loss or gradient is not finite: skipped and counted, and the end of the run where they go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.errors import MegatronFSDPError
+from megatron_fsdp.train.engines.trained import Trained
+
+_SHOWN = 5
+
+
+class NonFiniteStepError(MegatronFSDPError):
+    """Too many steps in a row had a loss or gradient that is NaN or infinite."""
+
+
+class NanGuard:
+    """Counts steps in a row that cannot be taken. Every rank judges the same numbers."""
+
+    def __init__(self, limit: int, say: Callable[[str], None]) -> None:
+        """Allow `limit` of them in a row; `say` shows each to the user."""
+        self._limit = limit
+        self._say = say
+        self._in_a_row = 0
+
+    def judge(self, step: int, loss: float, grad_norm: float, trained: Trained) -> None:
+        """Take note of a step.
+
+        Args:
+            step: Its number, from 1.
+            loss: The same on all ranks.
+            grad_norm: Likewise.
+            trained: Still has the step's gradients.
+
+        Raises:
+            NonFiniteStepError: It was one too many.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        names = list(names_of_bad_gradients(trained.model))
+        where = f"; on this rank in the gradients of {', '.join(names[:_SHOWN])}" if names else ""
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        what = f"step {step} has loss {loss} and gradient norm {grad_norm}{where}{more}"
+        if self._in_a_row > self._limit:
+            raise NonFiniteStepError(
+                f"{what}: {self._in_a_row} steps in a row could not be taken, and --max-nan-steps is {self._limit}; "
+                "lower --lr, look at the data of these steps, or go on from an earlier checkpoint"
+            )
+        self._say(f"{what}: skipped, {self._in_a_row} of at most {self._limit} in a row")
+
+
+def names_of_bad_gradients(model: nn.Module) -> Iterator[str]:
+    """Yield the parameters whose gradient, as far as this rank holds it, is not finite."""
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if isinstance(local, Tensor) and local.numel() and not bool(local.isfinite().all()):
+            yield name

@@ -1,0 +1,151 @@
+"""From the fields of a dataclass to flags: name, type, choices, help and the way to turn a switch off. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field as a flag.
+
+    Attributes:
+        name: Of the field; also the key in a configuration file.
+        flag: What turns a switch on, or comes before a value; for switches that are on by default too.
+        off_flags: What turns a switch off; empty where nothing does.
+        kind: The type of a value, without None.
+        is_many: Whether the flag takes one value or more.
+        choices: The values that are possible; empty: any.
+        default: Of the field.
+        meaning: One sentence or more.
+    """
+
+    name: str
+    flag: str
+    off_flags: tuple[str, ...]
+    kind: type
+    is_many: bool
+    choices: tuple[Any, ...]
+    default: Any
+    meaning: str
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off."""
+        return self.kind is bool
+
+
+def attribute_meanings(cls: type) -> dict[str, str]:
+    """What the docstring of a class says of each field; empty where Python was told to drop docstrings."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The fields of a dataclass as options, in their order.
+
+    A switch `x` that is off by default has the flags `--x` and `--no-x`; one that is on by default `--no-x` and, as in
+    Megatron-LM, `--disable-x`, and `--x` to say so. A switch named `no_x` has the flag `--no-x` only.
+    """
+    hints, meanings = typing.get_type_hints(cls), attribute_meanings(cls)
+    return tuple(
+        _option(field, hints[field.name], meanings.get(field.name, ""))
+        for field in dataclasses.fields(cls)
+        if field.init
+    )
+
+
+def _option(field: dataclasses.Field[Any], hint: Any, meaning: str) -> Option:
+    kind, is_many, choices = _kind_of(hint)
+    kebab = field.name.replace("_", "-")
+    off: tuple[str, ...] = ()
+    if kind is bool and not kebab.startswith("no-"):
+        off = (f"--no-{kebab}", f"--disable-{kebab}") if field.default else (f"--no-{kebab}",)
+    return Option(field.name, f"--{kebab}", off, kind, is_many, choices, field.default, meaning)
+
+
+def _kind_of(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
+    """Type of a value, whether there are several, and the choices."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = [part for part in get_args(hint) if part is not type(None)]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return type(choices[0]), False, choices
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0], True, ()
+    return hint, False, ()
+
+
+def converter_of(option: Option) -> Callable[[Any], Any]:
+    """What turns a text, or a value of a configuration file, into a value of the field.
+
+    Returns:
+        A function that raises ConfigurationError, with what is allowed.
+    """
+
+    def convert(value: Any) -> Any:
+        found = _READERS[option.kind](value)
+        if found is None or (option.choices and found not in option.choices):
+            raise ConfigurationError(f"{option.flag} {value} is not possible: give {allowed_words(option)}")
+        return found
+
+    return convert
+
+
+def allowed_words(option: Option) -> str:
+    """What an option takes, in words."""
+    if option.choices:
+        return "one of " + ", ".join(str(choice) for choice in option.choices)
+    return _WORDS[option.kind]
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]*", value.strip()):
+        return int(value)
+    return value if isinstance(value, int) else None
+
+
+def _real(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(found) else found
+
+
+def _text(value: Any) -> str | None:
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+
+
+def _path(value: Any) -> Path | None:
+    return Path(value).expanduser() if isinstance(value, str | Path) and str(value) else None
+
+
+def _switch(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+_READERS: Mapping[type, Callable[[Any], Any]] = {int: _whole, float: _real, str: _text, Path: _path, bool: _switch}
+_WORDS: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    bool: "true or false",
+}

@@ -1,0 +1,74 @@
+"""The program: starts the ranks, or is one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.launch.failures import EXIT_USAGE, report_failure
+from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
+from megatron_fsdp.train.launch.ranks import join_ranks
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.options import Options
+from megatron_fsdp.train.options.resolve import resolve
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what this process is for and return its exit code."""
+    return run_rank(argv) if is_rank(os.environ) else start_ranks(argv)
+
+
+def start_ranks(argv: Sequence[str]) -> int:
+    """Check the options once, then start the ranks and wait for them."""
+    try:
+        options = parse_options(argv)
+        device_type = find_device_type(options.parallel.device)
+        num_accelerators = 0 if device_type == "cpu" else torch.accelerator.device_count()
+        ranks = choose_ranks(options.parallel.nproc, num_accelerators=num_accelerators, num_cores=count_cores())
+        resolve(options, world_of(options, ranks))
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    return launch(argv, ranks)
+
+
+def run_rank(argv: Sequence[str]) -> int:
+    """Train as one rank."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # end at once and quietly, even inside a collective
+    index = int(os.environ["RANK"])
+    try:
+        from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need
+
+        options = parse_options(argv)
+        with join_ranks(find_device_type(options.parallel.device)) as rank:
+            run_job(resolve(options, world_of(options, rank.count)), rank)
+    except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
+        code = report_failure(error, index)
+        sys.stderr.flush()
+        os._exit(code)  # peers may be gone: do not wait for them in destructors
+    return 0
+
+
+def world_of(options: Options, ranks: int) -> World:
+    """What this process sees of the ranks and the hardware.
+
+    Raises:
+        ConfigurationError: The device that was asked for is not here.
+    """
+    device_type = find_device_type(options.parallel.device)
+    multiplies_bf16 = device_type != "cpu" or cpu_multiplies_bf16()
+    return World(ranks, device_type, multiplies_bf16, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bfloat16 instructions; without them bf16 is slower than fp32."""
+    read_capabilities = getattr(torch.cpu, "get_capabilities", None)  # younger than the oldest torch we run on
+    capabilities = {} if read_capabilities is None else read_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))

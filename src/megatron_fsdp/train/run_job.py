@@ -1,0 +1,176 @@
+"""One training run from start to end, on one rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.data.preparation import prepare_data
+from megatron_fsdp.train.data.samples import SimpleFeed
+from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.evaluation import evaluate, evaluating
+from megatron_fsdp.train.generate import generate
+from megatron_fsdp.train.launch.ranks import Rank, gather_values
+from megatron_fsdp.train.loop import Outcome, Run, train
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.reporting.applied import applied_rows
+from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, compare
+from megatron_fsdp.train.reporting.console import (
+    ConsoleWatcher,
+    format_bytes,
+    library_messages,
+    make_console,
+    show_comparison,
+    show_header,
+)
+from megatron_fsdp.train.reporting.metrics import Evaluation
+from megatron_fsdp.train.reporting.plot import plot_losses
+from megatron_fsdp.train.reporting.readings import describe_peak, exchanges_pairwise, optimizer_bytes, peak_bytes
+from megatron_fsdp.train.reporting.recorder import Recorder
+from megatron_fsdp.train.results_folder import results_folder
+
+TEMPERATURE = 0.7
+FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
+CURVE_FILE = "loss.png"
+SUMMARY_FILE = "summary.json"
+SAMPLE_FILE = "sample.txt"
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a finished run has to show.
+
+    Attributes:
+        held_out_loss: Mean on held-out text, in nats per token.
+        bits_per_byte: The same in bits per byte of text, which does not depend on the tokenizer; NaN: not known.
+        sample: Text that the model wrote.
+        rows: Measured values beside computed ones.
+        peaks_bytes: Peak of memory of every rank.
+        peak_meaning: What the peaks count.
+    """
+
+    held_out_loss: float
+    bits_per_byte: float
+    sample: str
+    rows: tuple[Row, ...]
+    peaks_bytes: tuple[int, ...]
+    peak_meaning: str
+
+
+def run_job(job: Job, rank: Rank) -> None:
+    """Prepare, train, and show the results; a run that was interrupted saves and shows none.
+
+    Raises:
+        CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
+        ConfigurationError: On every rank, for what is wrong with the data or the folder.
+        NonFiniteStepError: On every rank, where too many steps in a row were not finite.
+    """
+    console = make_console(is_first=rank.is_first)
+    with console.status("reading text ..."):
+        folder = results_folder(job, rank)
+        data = prepare_data(job, folder, rank)
+    show_header(console, applied_rows(job, rank, data, folder))
+    with library_messages(console):
+        trained = build(job, data.vocabulary.vocab_size, rank)
+        feed = SimpleFeed(data, job.batch, job.seq_length, job.options.training.seed, trained.data_index)
+        run = Run(job, trained, data, feed, rank)
+        with ConsoleWatcher(console, job.train_iters) as display, RunCheckpoints(run, display.say) as keeper:
+            recorder = Recorder(display, folder if rank.is_first else None)
+            outcome = train(run, recorder, keeper)
+        feed.close()
+        if keeper.is_finished:
+            return
+        if outcome.is_interrupted:
+            console.print(
+                f"stopped and saved after {outcome.progress.steps} steps; --load {job.options.checkpoint.save} goes on "
+                "from there"
+            )
+            return
+        with console.status("measuring held-out loss and writing a sample ..."):
+            results = conclude(run, outcome)
+    recorder.evaluations.append(Evaluation(outcome.progress.steps, results.held_out_loss))
+    if rank.is_first:
+        save(folder, job, recorder, outcome, results)
+    show(console, folder, outcome, results)
+
+
+def conclude(run: Run, outcome: Outcome) -> Results:
+    """Measure and sample after training; all ranks take part."""
+    loss = evaluate(run.job, run.trained, run.data, FINAL_TIMES)
+    bits = math.nan
+    if run.data.held_out_bytes:
+        bits = loss / math.log(2) * len(run.data.held_out) / run.data.held_out_bytes
+    peaks = gather_values(run.rank, peak_bytes(run.trained))
+    return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.rank.device))
+
+
+def write_sample(run: Run) -> str:
+    """Let the model continue the prompt; empty where there is none."""
+    reporting, vocabulary = run.job.options.reporting, run.data.vocabulary
+    if not reporting.prompt:
+        return ""
+    with evaluating(run.trained.model):
+        ids = generate(
+            run.trained,
+            vocabulary.encode([reporting.prompt])[:-1].tolist(),  # without the end of the text
+            num_tokens=reporting.sample_tokens,
+            context_length=run.job.seq_length,
+            temperature=TEMPERATURE,
+            seed=run.job.options.training.seed,
+            vocab_size=vocabulary.vocab_size,
+        )
+    return vocabulary.decode(ids)
+
+
+def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
+    """Measured values beside those of the formulas; none with an engine that does not count."""
+    model = run.trained.inside
+    if model is None or outcome.step_counters is None:
+        return ()
+    plan = Plan(
+        model.footprints(),
+        model.resolved.strategy,
+        microbatches=run.job.batch.microbatches,
+        exchanges_pairwise=exchanges_pairwise(model),
+    )
+    return compare(Measurement(model.memory(), optimizer_bytes(run.trained.optimizer), outcome.step_counters), plan)
+
+
+def save(folder: Path, job: Job, recorder: Recorder, outcome: Outcome, results: Results) -> None:
+    """Write summary, sample and loss curve."""
+    plot_losses(folder / CURVE_FILE, recorder.records, recorder.evaluations, f"{job.engine}, {job.dtype}")
+    (folder / SAMPLE_FILE).write_text(results.sample, encoding="utf-8")
+    summary = {
+        "options": asdict(job.options),
+        "ddp": job.ddp.to_dict(),
+        "sizes": asdict(job.sizes),
+        "batch": asdict(job.batch),
+        "dtype": str(job.dtype),
+        "progress": asdict(outcome.progress),
+        "last_training_loss": recorder.records[-1].loss if recorder.records else None,
+        "evaluations": [asdict(evaluation) for evaluation in recorder.evaluations],
+        **asdict(results),
+    }
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2, default=str), encoding="utf-8")
+
+
+def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> None:
+    """Print the results."""
+    done = outcome.progress
+    console.print(
+        f"held-out loss {results.held_out_loss:.3f} nats per token, perplexity {math.exp(results.held_out_loss):.2f}, "
+        f"{results.bits_per_byte:.3f} bits per byte, after {done.steps} steps in {done.elapsed_s:.0f} s"
+    )
+    if results.sample:
+        console.print(Panel(Text(results.sample), title="the model writes", expand=False))
+    if results.rows:
+        show_comparison(console, results.rows)
+    console.print(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
+    console.print(f"loss curve, metrics, sample and summary: {folder}")
