@@ -60,7 +60,7 @@ def trainer_workload(
     options, own_micro_batch = _options(name)
     shape = (
         own_micro_batch if micro_batch is None else micro_batch,
-        options.seq_length if sequence_length is None else sequence_length,
+        (options.seq_length or 1) if sequence_length is None else sequence_length,
     )
     with torch.device("meta"):
         model = build_trainer_model(name, dtype)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.train.data.batches import Batch
@@ -40,7 +39,7 @@ class ShardedModel:
         self.vocab_size = vocab_size
         mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))
         self.sums = job.options.training.calculate_per_token_loss
-        self.model: MegatronFSDP = DistributedDataParallel(
+        self.model = DistributedDataParallel(
             job.ddp,
             model,
             mesh,
@@ -54,7 +53,7 @@ class ShardedModel:
         self._defers = self.model.resolved.strategy <= ShardingStrategy.optim
 
     @property
-    def inside(self) -> MegatronFSDP:
+    def inside(self) -> DistributedDataParallel:
         """See `Trained`."""
         return self.model
 

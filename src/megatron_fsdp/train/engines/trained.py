@@ -8,23 +8,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.train.data.batches import Batch
 
 
 class Trained(Protocol):
-    """A model over ranks and its optimizer. Every method but the plain attributes is called by all ranks together.
+    """A model over ranks and its optimizer. Every method is called by all ranks together.
 
     Attributes:
-        model: What checkpoints and `describe` take.
-        optimizer: Of its parameters; its groups take the learning rate.
+        optimizer: Of the model's parameters; its groups take the learning rate.
         device: Where this rank computes.
         data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
         data_size: Data-parallel ranks.
         vocab_size: Token ids that the model knows, rounding up included.
     """
 
-    model: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
     data_index: int
@@ -32,7 +30,11 @@ class Trained(Protocol):
     vocab_size: int
 
     @property
-    def inside(self) -> MegatronFSDP | None:
+    def model(self) -> nn.Module:
+        """What checkpoints and `describe` take."""
+
+    @property
+    def inside(self) -> DistributedDataParallel | None:
         """The wrapper of this package, which knows memory, traffic and phases; None with another engine."""
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
