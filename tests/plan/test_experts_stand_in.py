@@ -79,7 +79,8 @@ def measure_divided() -> int:
     model = Routed("grouped_mm")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     parallelize_experts(model, mesh)
-    return measured_peak(model, tokens(), total)
+    # gloo's thread may let go of what it sent a moment late, which only ever adds.
+    return min(measured_peak(model, tokens(), total) for _ in range(3))
 
 
 def test_divided_experts_need_what_those_of_a_rank_need(run_ranks: RunRanks) -> None:
