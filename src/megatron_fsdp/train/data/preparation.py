@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
 from megatron_fsdp.train.data.indexed import open_indexed
 from megatron_fsdp.train.data.prepared import SIDE_FILE, TOKENIZER_FILE, Prepared, read_prepared, write_prepared
-from megatron_fsdp.train.data.sources import SavedDataset, Source, TextFiles, TokenIds, find_source, listing
+from megatron_fsdp.train.data.sources import SavedDataset, Source, TokenIds, find_source, listing
 from megatron_fsdp.train.data.texts import Documents, dataset_bytes
 from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, digest, npy_tokens
 from megatron_fsdp.train.data.tokenizer import (
@@ -72,32 +73,38 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
     Raises:
         ConfigurationError: On every rank, for what is wrong with the data.
     """
-    place = job.options.data.data_cache_path or folder
-    source: Source | None = None
-    made: Path | None = None
-    data: TokenData | None = None
-
-    def work() -> None:
-        write_data(job.options, place)
-
-    work_on_machines(rank, work)
-    error = None
+    work_on_machines(rank, lambda: write_data(job.options, folder))
+    found: TokenData | ConfigurationError
     try:
-        source = find_source(job.options.data.data_path)
-        made = place / folder_name(job.options, source)
-        data = read_data(job, made)
-    except ConfigurationError as problem:
-        error = str(problem)
+        found = read_data(job, folder)
+    except ConfigurationError as error:
+        found = error
     require_same(
         rank,
-        None if data is None else data.checksum,
-        error,
+        found.checksum if isinstance(found, TokenData) else None,
+        str(found) if isinstance(found, ConfigurationError) else None,
         "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "
         "all of them see",
     )
-    if data is None:
-        raise ConfigurationError(f"no tokens in {made}")
-    return data
+    if isinstance(found, ConfigurationError):
+        raise found
+    return found
+
+
+def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
+    """Return where tokens are or will be, and what they are made from.
+
+    Args:
+        options: Of the run.
+        folder: Of results.
+
+    Raises:
+        ConfigurationError: There is nothing to make them from.
+    """
+    written = (folder, options.data.data_cache_path, options.checkpoint.save, options.reporting.tensorboard_dir)
+    outputs = {path.absolute() for path in written if path is not None}
+    source = find_source(options.data.data_path, outputs)
+    return (options.data.data_cache_path or folder) / folder_name(options, source), source
 
 
 def folder_name(options: Options, source: Source) -> str:
@@ -110,14 +117,18 @@ def folder_name(options: Options, source: Source) -> str:
     return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
-def write_data(options: Options, place: Path) -> None:
-    """Leave the tokens of a text in a folder, whole or not at all; do nothing where they are.
+def write_data(options: Options, folder: Path) -> None:
+    """Leave the tokens of a text where they belong, whole or not at all; do nothing where they are.
+
+    Args:
+        options: Of the run.
+        folder: Of results.
 
     Raises:
         ConfigurationError: There is no text, it cannot be tokenized so, or the folder cannot be written.
     """
-    source = find_source(options.data.data_path)
-    made = place / folder_name(options, source)
+    made, source = tokens_folder(options, folder)
+    place = made.parent
     if (made / SIDE_FILE).exists():
         return
     temporary = place / f".{made.name}.{uuid.uuid4().hex[:8]}"
@@ -125,24 +136,30 @@ def write_data(options: Options, place: Path) -> None:
         _remove_forgotten(place, made.name)
         temporary.mkdir(parents=True)
         write_prepared(_prepare(options, source, temporary), temporary)
-        if made.exists():  # without a side file it is nothing that this program left
+        if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
             raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
         temporary.rename(made)
     except OSError as error:
         if not (made / SIDE_FILE).exists():  # else another machine was faster
             raise ConfigurationError(
-                f"tokens cannot be written to {place} ({error.strerror}): give another --data-cache-path or --out"
+                f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give another "
+                "--data-cache-path or --out"
             ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_data(job: Job, made: Path) -> TokenData:
+def read_data(job: Job, folder: Path) -> TokenData:
     """Open what `write_data` left; ranks of a machine share the memory.
+
+    Args:
+        job: The run.
+        folder: Of results.
 
     Raises:
         ConfigurationError: It is damaged, or too little for one sample.
     """
+    made, _ = tokens_folder(job.options, folder)
     prepared = read_prepared(made)
     for name, file in (("training", prepared.training), ("held-out", prepared.held_out)):
         if file.count <= job.seq_length:
@@ -172,7 +189,7 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
             "of a .bin and .idx, or an .npy; or another tokenizer"
         )
     documents = Documents(source, options.data.json_key)
-    vocabulary = _vocabulary_of(options, documents, source, split)
+    vocabulary = _vocabulary_of(options, documents, split)
     if isinstance(vocabulary, TokenizerVocabulary):
         vocabulary.save(folder / TOKENIZER_FILE)
     encoded = encode_documents(documents, vocabulary, split, folder)
@@ -194,10 +211,8 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
     )
 
 
-def _vocabulary_of(
-    options: Options, documents: Documents, source: TextFiles | SavedDataset, split: Split
-) -> Vocabulary:
-    data = options.data
+def _vocabulary_of(options: Options, documents: Documents, split: Split) -> Vocabulary:
+    data, source = options.data, documents.source
     if data.tokenizer_model is not None:
         return load_tokenizer(data.tokenizer_model)
     if data.tokenizer_type == "byte":
@@ -272,6 +287,7 @@ def _read_vocabulary(options: Options, prepared: Prepared, made: Path) -> Vocabu
 def _remove_forgotten(place: Path, name: str) -> None:
     """Remove what a killed preparation of the same tokens left; what another machine is writing has just changed."""
     for left in place.glob(f".{name}.*"):
-        changes = [file.stat().st_mtime for file in (left, *left.iterdir())]
-        if time.time() - max(changes) > _FORGOTTEN_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # another one removes it
+            changes = [file.stat().st_mtime for file in (left, *left.iterdir())]
+            if time.time() - max(changes) > _FORGOTTEN_S:
+                shutil.rmtree(left)

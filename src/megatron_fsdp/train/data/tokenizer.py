@@ -23,28 +23,32 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class TokenizerVocabulary:
-    """A tokenizer and the token that ends a text; see `Vocabulary`."""
+    """A tokenizer and the token that ends a text; see `Vocabulary`.
+
+    Attributes:
+        end: The token that ends a text.
+        end_id: Its id.
+        vocab_size: One more than the largest id, added tokens included.
+    """
 
     def __init__(self, tokenizer: Tokenizer, end: str) -> None:
         """Wrap a tokenizer.
 
         Args:
-            tokenizer: Its rules about what to put around a text are not used.
+            tokenizer: Its rules about what to put around a text, and where to cut it off, are not used.
             end: A token of it.
         """
         self._tokenizer = tokenizer
+        tokenizer.no_truncation()  # some files ask for it, for a model's inputs
+        tokenizer.no_padding()
         self.end = end
         self.end_id = int(tokenizer.token_to_id(end))
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
     def read(cls, path: Path, end: str) -> TokenizerVocabulary:
         """Read what `save` wrote."""
         return cls(Tokenizer.from_file(str(path)), end)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the ids of each text, in the smallest type that holds them."""
@@ -87,7 +91,7 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     file = tokenizer_file(path)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # noqa: BLE001  # the library raises nothing more special
         raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
     said = [_said_end(file.with_name(name)) for name in _SETTINGS]
     for end in (*said, *ENDS):

@@ -60,9 +60,10 @@ def require_same(rank: Rank, value: str | None, error: str | None, what: str) ->
     """
     found: list[tuple[str | None, str | None]] = [(None, None)] * rank.count
     dist.all_gather_object(found, (value, error))
-    for index, (_, problem) in enumerate(found):
-        if problem is not None:
-            raise ConfigurationError(f"rank {index}: {problem}" if rank.count > 1 else problem)
+    problems = {problem: index for index, (_, problem) in enumerate(found) if problem is not None}
+    for problem, index in problems.items():
+        is_common = len(problems) == 1 and all(theirs is not None for _, theirs in found)
+        raise ConfigurationError(problem if is_common else f"rank {index}: {problem}")
     ranks_of: dict[str, list[str]] = {}
     for index, (theirs, _) in enumerate(found):
         ranks_of.setdefault(str(theirs), []).append(str(index))
