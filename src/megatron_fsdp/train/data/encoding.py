@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ Side = Literal["training", "held_out", "aside"]
 
 _BATCH = 2**23  # characters encoded in one go
 _UNFAIR = 4.0  # a side may have so many times more, or less, than its share
+_FEW = 100  # documents; fewer cannot be cut into three shares by their hashes
 _COUNTED = 2**20  # tokens whose bytes are counted where that takes decoding
 SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 
@@ -67,8 +69,12 @@ def side_of(beginning: str, split: Split) -> Side:
 
 
 def pieces(documents: Iterable[Document], split: Split) -> Iterator[Piece]:
-    """Yield the pieces of all documents but those that are left aside, in order."""
-    for document in documents:
+    """Yield the pieces of all documents but those that are left aside, in order; of a few, none is left aside."""
+    found = iter(documents)
+    first = list(itertools.islice(found, _FEW))
+    if len(first) < _FEW:
+        split = replace(split, aside=0.0)
+    for document in itertools.chain(first, found):
         text = next(document, None)
         if text is None:
             continue

@@ -129,7 +129,7 @@ class LoaderFeed:
             return iter(loader)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 

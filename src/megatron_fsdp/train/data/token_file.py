@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from megatron_fsdp.errors import ConfigurationError
 
@@ -61,10 +61,14 @@ class TokenFile:
 
 def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
     """Return the smallest type for ids below this that Megatron's files have: uint8, uint16, int32."""
-    choices: tuple[tuple[int, DTypeLike], ...] = ((2**8, "u1"), (2**16, "<u2"), (2**31, "<i4"))
+    choices: tuple[tuple[int, np.dtype[np.integer]], ...] = (
+        (2**8, np.dtype(np.uint8)),
+        (2**16, np.dtype("<u2")),
+        (2**31, np.dtype("<i4")),
+    )
     for limit, dtype in choices:
         if vocab_size <= limit:
-            return np.dtype(dtype)
+            return dtype
     raise ConfigurationError(f"--vocab-size {vocab_size:,} is not possible: give at most {2**31:,}")
 
 

@@ -42,7 +42,7 @@ class TokenizerVocabulary:
         tokenizer.no_truncation()  # some files ask for it, for a model's inputs
         tokenizer.no_padding()
         self.end = end
-        self.end_id = int(tokenizer.token_to_id(end))
+        self.end_id = tokenizer.get_vocab(with_added_tokens=True)[end]
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
