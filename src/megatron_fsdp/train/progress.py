@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +71,6 @@ class TrainingState:
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:
     """What decides the losses of a run, as text, by option; the number of ranks only rounds them differently."""
     options, schedule = job.options, job.schedule
-    text = hashlib.sha256(data.training.data).hexdigest()[:16]
     return {
         "--lr": str(schedule.peak),
         "--min-lr": str(schedule.final),
@@ -86,5 +84,5 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--calculate-per-token-loss": str(options.training.calculate_per_token_loss),
         "--seed": str(options.training.seed),
         "the dtype of compute": str(job.dtype).removeprefix("torch."),
-        "--data-path": f"text with checksum {text}",
+        "--data-path": f"text with checksum {data.checksum[:16]}",
     }

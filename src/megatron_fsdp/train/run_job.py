@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.data.feed import make_feed
 from megatron_fsdp.train.data.preparation import prepare_data
-from megatron_fsdp.train.data.samples import SimpleFeed
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
@@ -79,7 +79,7 @@ def run_job(job: Job, rank: Rank) -> None:
     show_header(console, applied_rows(job, rank, data, folder))
     with library_messages(console):
         trained = build(job, data.vocabulary.vocab_size, rank)
-        feed = SimpleFeed(data, job.batch, job.seq_length, job.options.training.seed, trained.data_index)
+        feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
         run = Run(job, trained, data, feed, rank)
         with ConsoleWatcher(console, job.train_iters) as display, RunCheckpoints(run, display.say) as keeper:
             recorder = Recorder(display, folder if rank.is_first else None)
@@ -116,10 +116,13 @@ def write_sample(run: Run) -> str:
     reporting, vocabulary = run.job.options.reporting, run.data.vocabulary
     if not reporting.prompt:
         return ""
+    prompt = vocabulary.encode([reporting.prompt])[0].tolist()
+    if not prompt:  # token ids that stand for no text
+        return ""
     with evaluating(run.trained.model):
         ids = generate(
             run.trained,
-            vocabulary.encode([reporting.prompt])[:-1].tolist(),  # without the end of the text
+            prompt,
             num_tokens=reporting.sample_tokens,
             context_length=run.job.seq_length,
             temperature=TEMPERATURE,

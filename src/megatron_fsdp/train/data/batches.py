@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -32,6 +31,11 @@ class Batch:
         """[samples] float32: how many targets of each sample are learned."""
         return self.weights.sum(dim=1)
 
+    def pin_memory(self) -> Batch:
+        """Return the batch in memory that an accelerator reads by itself; called by `DataLoader`."""
+        pinned = [tensor.pin_memory() for tensor in (self.inputs, self.targets, self.weights)]
+        return Batch(pinned[0], pinned[1], pinned[2], self.checksum)
+
 
 class Feed(Protocol):
     """Gives a rank its microbatches; which samples they hold depends on the seed and the number of the sample only."""
@@ -52,9 +56,3 @@ def factors_per_sample(batch: Batch, total_samples: int) -> Tensor:
 def factors_per_token(batch: Batch, total_tokens: float) -> Tensor:
     """Return [samples, length] float32 by which token losses add up to the mean over all tokens that count."""
     return batch.weights / max(1.0, total_tokens)
-
-
-def filled_up(batch: Batch, counting: tuple[bool, ...]) -> Batch:
-    """Return the batch with the weights of samples that do not count set to 0."""
-    mask = torch.tensor(counting, dtype=torch.float32)[:, None]
-    return Batch(batch.inputs, batch.targets, batch.weights * mask, batch.checksum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_fsdp.train.data.batches import Batch, filled_up
+from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.samples import cut_samples
 from megatron_fsdp.train.options.batch import BatchPlan
@@ -29,5 +29,4 @@ def held_out_batches(
     whole = BatchPlan(plan.micro, len(starts), plan.ranks)
     for i in range(whole.microbatches):
         places = whole.positions(data_index, i)
-        batch = cut_samples(data.held_out, [0 if place is None else starts[place] for place in places], length)
-        yield filled_up(batch, tuple(place is not None for place in places))
+        yield cut_samples(data.held_out, [None if place is None else starts[place] for place in places], length)

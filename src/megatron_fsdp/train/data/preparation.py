@@ -1,23 +1,39 @@
-"""Before training: the vocabulary and the tokens, made by the first rank of a machine and shared by all."""
+"""Before training: tokens and vocabulary, made once on each machine, kept for later runs, the same on all ranks."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.corpus import find_source, load_corpus
-from megatron_fsdp.train.data.vocabulary import BpeVocabulary, ByteVocabulary, TokenArray, Vocabulary
-from megatron_fsdp.train.launch.ranks import Rank, agree
+from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
+from megatron_fsdp.train.data.indexed import open_indexed
+from megatron_fsdp.train.data.prepared import SIDE_FILE, TOKENIZER_FILE, Prepared, read_prepared, write_prepared
+from megatron_fsdp.train.data.sources import SavedDataset, Source, TokenIds, find_source, listing
+from megatron_fsdp.train.data.texts import Documents, dataset_bytes
+from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, digest, npy_tokens
+from megatron_fsdp.train.data.tokenizer import (
+    BPE_VOCAB_SIZE,
+    TokenizerVocabulary,
+    load_tokenizer,
+    tokenizer_file,
+    train_bpe,
+)
+from megatron_fsdp.train.data.vocabulary import ByteVocabulary, IdVocabulary, Vocabulary
+from megatron_fsdp.train.launch.machines import require_same, work_on_machines
+from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import Options
+from megatron_fsdp.train.options.split import Split, parse_split
 
-TOKENIZER_FILE = "tokenizer.json"
-DATA_FILE = "data.json"
-TRAINING_FILE = "training.npy"
-HELD_OUT_FILE = "held_out.npy"
+VERSION = 1  # of the folder of tokens; raise it when the same text gives other tokens
+_FORGOTTEN_S = 3600.0  # after so long without a change, what a preparation left was killed
 
 
 @dataclass(frozen=True)
@@ -29,64 +45,249 @@ class TokenData:
         held_out: Ids to evaluate on.
         held_out_bytes: UTF-8 bytes that the held-out ids stand for (for bits per byte); 0: not known.
         vocabulary: From text to ids and back.
+        checksum: Of all ids, in hex; the same for the same tokens.
+        training_file: Where the ids to train on lie.
+        notes: What a person should know of the preparation, in words.
     """
 
     training: TokenArray
     held_out: TokenArray
     held_out_bytes: int
     vocabulary: Vocabulary
-
-
-def write_data(job: Job, folder: Path) -> None:
-    """Read the text and leave tokens and vocabulary in the folder.
-
-    Raises:
-        ConfigurationError: There is no text, or too little.
-    """
-    path = job.options.data.data_path
-    corpus = load_corpus(find_source(None if path is None else str(path)))
-    is_bpe = job.options.data.tokenizer_type == "bpe"
-    vocabulary: Vocabulary = BpeVocabulary.train(corpus.training) if is_bpe else ByteVocabulary()
-    training, held_out = vocabulary.encode(corpus.training), vocabulary.encode(corpus.held_out)
-    for name, tokens in (("training", training), ("held-out", held_out)):
-        if len(tokens) <= job.seq_length:
-            raise ConfigurationError(
-                f"the {name} text has {len(tokens):,} tokens and one sample needs {job.seq_length + 1:,}: "
-                "give --data-path more text or lower --seq-length"
-            )
-    if isinstance(vocabulary, BpeVocabulary):
-        vocabulary.save(folder / TOKENIZER_FILE)
-    np.save(folder / TRAINING_FILE, training)
-    np.save(folder / HELD_OUT_FILE, held_out)
-    held_out_bytes = sum(len(text.encode()) + 1 for text in corpus.held_out)
-    (folder / DATA_FILE).write_text(json.dumps({"held_out_bytes": held_out_bytes}))
-
-
-def read_data(job: Job, folder: Path) -> TokenData:
-    """Open what `write_data` left; all ranks of a machine share the memory."""
-    vocabulary: Vocabulary = ByteVocabulary()
-    if job.options.data.tokenizer_type == "bpe":
-        vocabulary = BpeVocabulary.load(folder / TOKENIZER_FILE)
-    held_out_bytes = json.loads((folder / DATA_FILE).read_text())["held_out_bytes"]
-    training = np.load(folder / TRAINING_FILE, mmap_mode="r")
-    return TokenData(training, np.load(folder / HELD_OUT_FILE, mmap_mode="r"), held_out_bytes, vocabulary)
+    checksum: str
+    training_file: TokenFile
+    notes: tuple[str, ...] = ()
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
-    """Make the tokens, or find those of an earlier start; collective.
+    """Make the tokens, or find those of an earlier run; collective.
+
+    The first rank of each machine makes them, and all ranks compare what they found, so machines need not share a
+    folder.
 
     Args:
         job: Where text comes from.
-        folder: Of results; there already.
+        folder: Of results; tokens go into a folder in it where `--data-cache-path` names no other.
         rank: This process.
 
     Raises:
         ConfigurationError: On every rank, for what is wrong with the data.
     """
+    work_on_machines(rank, lambda: write_data(job.options, folder))
+    found: TokenData | ConfigurationError
+    try:
+        found = read_data(job, folder)
+    except ConfigurationError as error:
+        found = error
+    require_same(
+        rank,
+        found.checksum if isinstance(found, TokenData) else None,
+        str(found) if isinstance(found, ConfigurationError) else None,
+        "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "
+        "all of them see",
+    )
+    if isinstance(found, ConfigurationError):
+        raise found
+    return found
 
-    def work() -> None:
-        if not (folder / DATA_FILE).exists():
-            write_data(job, folder)
 
-    agree(rank, work)
-    return read_data(job, folder)
+def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
+    """Return where tokens are or will be, and what they are made from.
+
+    Args:
+        options: Of the run.
+        folder: Of results.
+
+    Raises:
+        ConfigurationError: There is nothing to make them from.
+    """
+    written = (folder, options.data.data_cache_path, options.checkpoint.save, options.reporting.tensorboard_dir)
+    outputs = {path.absolute() for path in written if path is not None}
+    source = find_source(options.data.data_path, outputs)
+    return (options.data.data_cache_path or folder) / folder_name(options, source), source
+
+
+def folder_name(options: Options, source: Source) -> str:
+    """Name the folder of tokens after all that decides them: the files as they are, the tokenizer, the split."""
+    data = options.data
+    model = None
+    if data.tokenizer_model is not None:
+        model = hashlib.sha256(tokenizer_file(data.tokenizer_model).read_bytes()).hexdigest()
+    facts = [VERSION, listing(source), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
+    return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+
+
+def write_data(options: Options, folder: Path) -> None:
+    """Leave the tokens of a text where they belong, whole or not at all; do nothing where they are.
+
+    Args:
+        options: Of the run.
+        folder: Of results.
+
+    Raises:
+        ConfigurationError: There is no text, it cannot be tokenized so, or the folder cannot be written.
+    """
+    made, source = tokens_folder(options, folder)
+    place = made.parent
+    if (made / SIDE_FILE).exists():
+        return
+    temporary = place / f".{made.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        _remove_forgotten(place, made.name)
+        temporary.mkdir(parents=True)
+        write_prepared(_prepare(options, source, temporary), temporary)
+        if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
+            raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
+        temporary.rename(made)
+    except OSError as error:
+        if not (made / SIDE_FILE).exists():  # else another machine was faster
+            raise ConfigurationError(
+                f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give another "
+                "--data-cache-path or --out"
+            ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_data(job: Job, folder: Path) -> TokenData:
+    """Open what `write_data` left; ranks of a machine share the memory.
+
+    Args:
+        job: The run.
+        folder: Of results.
+
+    Raises:
+        ConfigurationError: It is damaged, or too little for one sample.
+    """
+    made, _ = tokens_folder(job.options, folder)
+    prepared = read_prepared(made)
+    for name, file in (("training", prepared.training), ("held-out", prepared.held_out)):
+        if file.count <= job.seq_length:
+            raise ConfigurationError(
+                f"the {name} text has {file.count:,} tokens and one sample needs {job.seq_length + 1:,}: give "
+                f"--data-path more text, --split other shares than {job.options.data.split}, or a lower --seq-length"
+            )
+    return TokenData(
+        prepared.training.open(),
+        prepared.held_out.open(),
+        prepared.held_out_bytes,
+        _read_vocabulary(job.options, prepared, made),
+        prepared.checksum,
+        prepared.training,
+        prepared.notes,
+    )
+
+
+def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
+    split = parse_split(options.data.split)
+    if isinstance(source, TokenIds):
+        return _prepare_ids(options, source, split, folder)
+    kind = options.data.tokenizer_type
+    if kind == "NullTokenizer":
+        raise ConfigurationError(
+            f"--data-path {source.root} is text, and --tokenizer-type NullTokenizer takes token ids: give the prefix "
+            "of a .bin and .idx, or an .npy; or another tokenizer"
+        )
+    documents = Documents(source, options.data.json_key)
+    vocabulary = _vocabulary_of(options, documents, split)
+    if isinstance(vocabulary, TokenizerVocabulary):
+        vocabulary.save(folder / TOKENIZER_FILE)
+    encoded = encode_documents(documents, vocabulary, split, folder)
+    if encoded.training.count + encoded.held_out.count == 0:
+        raise ConfigurationError(f"--data-path {source.root} holds no UTF-8 text: give a file or a folder with some")
+    if options.is_given("json_key") and not documents.uses_key:
+        raise ConfigurationError(
+            f"--json-key {options.data.json_key} does nothing, since --data-path {source.root} holds no JSON lines and "
+            "no data set: leave it out"
+        )
+    return Prepared(
+        encoded.training,
+        encoded.held_out,
+        encoded.held_out_bytes,
+        vocabulary.vocab_size,
+        vocabulary.end if isinstance(vocabulary, TokenizerVocabulary) else "",
+        digest((encoded.training, encoded.held_out), vocabulary.vocab_size),
+        _notes(documents, is_cut=encoded.is_cut),
+    )
+
+
+def _vocabulary_of(options: Options, documents: Documents, split: Split) -> Vocabulary:
+    data, source = options.data, documents.source
+    if data.tokenizer_model is not None:
+        return load_tokenizer(data.tokenizer_model)
+    if data.tokenizer_type == "byte":
+        return ByteVocabulary()
+    if isinstance(source, SavedDataset):
+        size = dataset_bytes(source.root, data.json_key)
+    else:
+        size = sum(size for _, size, _ in listing(source))
+    return train_bpe(sample_texts(documents, split, size), data.vocab_size or BPE_VOCAB_SIZE)
+
+
+def _notes(documents: Documents, *, is_cut: bool) -> tuple[str, ...]:
+    notes = []
+    if documents.skipped:
+        count, first = len(documents.skipped), documents.skipped[0]
+        notes.append(f"{count} {'file is' if count == 1 else 'files are'} no UTF-8 text and left out, first {first}")
+    if is_cut:
+        notes.append("documents are too few or too unequal to split, so the end of the text is held out")
+    return tuple(notes)
+
+
+def _prepare_ids(options: Options, source: TokenIds, split: Split, folder: Path) -> Prepared:
+    """Token ids stay where they are; they are read once, for a checksum and for ids that no token has."""
+    data = options.data
+    vocabulary: Vocabulary
+    if data.tokenizer_model is not None:
+        vocabulary = load_tokenizer(data.tokenizer_model)
+        vocabulary.save(folder / TOKENIZER_FILE)
+    elif data.tokenizer_type == "NullTokenizer":
+        vocabulary = IdVocabulary(data.vocab_size or 0)
+    else:
+        raise ConfigurationError(
+            f"--data-path {source.root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
+            "--tokenizer-type NullTokenizer with --vocab-size, or HuggingFaceTokenizer with the one that made them"
+        )
+    training, held_out = split_indexed(source.root, split) if source.is_indexed else split_npy(source.root, split)
+    return Prepared(
+        training,
+        held_out,
+        count_bytes(held_out, vocabulary) if isinstance(vocabulary, TokenizerVocabulary) else 0,
+        vocabulary.vocab_size,
+        vocabulary.end if isinstance(vocabulary, TokenizerVocabulary) else "",
+        digest((training, held_out), vocabulary.vocab_size),
+    )
+
+
+def split_npy(path: Path, split: Split) -> tuple[TokenFile, TokenFile]:
+    """Hold out the end of an .npy; what is left aside comes after it."""
+    whole = npy_tokens(path)
+    return cut_end(whole.part(0, round(whole.count * (1 - split.aside))), split)
+
+
+def split_indexed(prefix: Path, split: Split) -> tuple[TokenFile, TokenFile]:
+    """Hold out the last documents, or, of a single one, its end; what is left aside comes after them."""
+    found = open_indexed(prefix)
+    stop = round(found.documents * (1 - split.aside))
+    cut = round(found.documents * split.training)
+    if not 0 < cut < stop:
+        return cut_end(found.tokens.part(0, round(found.tokens.count * (1 - split.aside))), split)
+    places = found.document_start(cut), found.document_start(stop)
+    return found.tokens.part(0, places[0]), found.tokens.part(*places)
+
+
+def _read_vocabulary(options: Options, prepared: Prepared, made: Path) -> Vocabulary:
+    if prepared.end:
+        return TokenizerVocabulary.read(made / TOKENIZER_FILE, prepared.end)
+    if options.data.tokenizer_type == "byte":
+        return ByteVocabulary()
+    return IdVocabulary(prepared.vocab_size)
+
+
+def _remove_forgotten(place: Path, name: str) -> None:
+    """Remove what a killed preparation of the same tokens left; what another machine is writing has just changed."""
+    for left in place.glob(f".{name}.*"):
+        with suppress(OSError):  # another one removes it
+            changes = [file.stat().st_mtime for file in (left, *left.iterdir())]
+            if time.time() - max(changes) > _FORGOTTEN_S:
+                shutil.rmtree(left)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.data_checks import check_data
 from megatron_fsdp.train.options.options import Options, flag_for
 
 _AT_LEAST_ONE = {
@@ -54,7 +55,6 @@ _NEEDS: tuple[tuple[str, str, str], ...] = (
     ("recompute_num_layers", "recompute_granularity", "nothing is recomputed"),
     ("moe_router_topk", "num_experts", "there are no experts"),
     ("moe_ffn_hidden_size", "num_experts", "there are no experts"),
-    ("tokenizer_model", "tokenizer_type", "tokens are bytes"),
     ("torch_fsdp2_reshard_after_forward", "use_torch_fsdp2", "FSDP2 is not used"),
     ("initial_loss_scale", "fp16", "the loss is not scaled"),
     ("sample_tokens", "prompt", "nothing is written"),
@@ -82,6 +82,7 @@ def check_options(options: Options) -> None:
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 0 or more, and less than 1")
     _check_needed(options)
     _check_alternatives(options)
+    check_data(options)
     if options.checkpoint.ckpt_format != "fsdp_dtensor":
         raise ConfigurationError(
             f"--ckpt-format {options.checkpoint.ckpt_format} is not written or read in training: leave it at "

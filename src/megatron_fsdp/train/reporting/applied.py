@@ -26,5 +26,5 @@ def applied_rows(job: Job, rank: Rank, data: TokenData, folder: Path) -> list[tu
         ("steps", f"{job.train_iters:,}"),
         ("results", str(folder)),
         *((f"from {origin}", " ".join(flags)) for origin, flags in by_origin.items()),
-        *(("notice", notice) for notice in job.notices),
+        *(("notice", notice) for notice in (*job.notices, *data.notes)),
     ]

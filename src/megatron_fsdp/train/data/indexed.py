@@ -1,0 +1,192 @@
+"""Megatron's pair of token files, the one format that is written here: PREFIX.bin holds ids, PREFIX.idx says where.
+
+The index, little-endian: the magic `MMIDIDX` and two zero bytes, the version (u64), the code of the ids' type (u8), the
+number of sequences S (u64) and of ends of documents D (u64); then S int32 lengths in tokens, S int64 places in bytes,
+and D int64 numbers of sequences at which documents end, the first of them 0. S bytes of modes may follow.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.data.token_file import TokenArray, TokenFile
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = {6: "float64", 7: "float32"}
+_LONGEST = 2**30  # tokens of a sequence, whose length is an int32
+_CHECKED = 2**20  # sequences looked at in one go
+
+
+def bin_of(prefix: Path) -> Path:
+    """The file of ids."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_of(prefix: Path) -> Path:
+    """The file that says where they lie."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A pair of files that fit together.
+
+    Attributes:
+        tokens: All ids, document after document.
+        lengths: [S] int32, tokens of each sequence; in memory only where it is looked at.
+        pointers: [S] int64, byte at which each begins.
+        ends: [D] int64, sequences before each document; the last entry is S.
+    """
+
+    tokens: TokenFile
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self.ends) - 1
+
+    def document_start(self, document: int) -> int:
+        """Return how many tokens lie before a document; before the one after the last: all."""
+        sequence = int(self.ends[document])
+        if sequence == len(self.pointers):
+            return self.tokens.count
+        return int(self.pointers[sequence]) // np.dtype(self.tokens.dtype).itemsize
+
+
+def open_indexed(prefix: Path) -> Indexed:
+    """Map a pair of files into memory; neither is read whole.
+
+    Raises:
+        ConfigurationError: A file is missing, is of another kind, or does not fit to the other.
+    """
+    index, ids = idx_of(prefix), bin_of(prefix)
+    for path in (index, ids):
+        if not path.is_file():
+            raise ConfigurationError(f"{path} does not exist: {prefix}.bin and {prefix}.idx belong together")
+    dtype, sequences, ends = _read_header(index)
+    offsets = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * ends])
+    size = index.stat().st_size
+    if size not in (offsets[3], offsets[3] + sequences):
+        raise ConfigurationError(
+            f"{index} has {size:,} bytes and its header says {offsets[3]:,}: it was damaged; make it again"
+        )
+    if sequences == 0:
+        raise ConfigurationError(f"{index} holds no sequence: give token files with text in them")
+    found = Indexed(
+        TokenFile(ids, dtype.str, 0, ids.stat().st_size // dtype.itemsize),
+        np.memmap(index, "<i4", "r", int(offsets[0]), (sequences,)),
+        np.memmap(index, "<i8", "r", int(offsets[1]), (sequences,)),
+        np.memmap(index, "<i8", "r", int(offsets[2]), (ends,)),
+    )
+    _check(found, index)
+    return found
+
+
+def _read_header(index: Path) -> tuple[np.dtype[np.integer], int, int]:
+    """Type of the ids, number of sequences, number of ends of documents."""
+    with index.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or not head.startswith(MAGIC):
+        raise ConfigurationError(f"{index} does not begin as Megatron's index files do: give the prefix of such a pair")
+    _, version, code, sequences, ends = _HEADER.unpack(head)
+    if version != VERSION:
+        raise ConfigurationError(f"{index} has version {version} and only {VERSION} is known: write it with that one")
+    if code not in _DTYPES:
+        kind = _FLOATS.get(code, f"the unknown code {code}")
+        raise ConfigurationError(f"{index} says that ids are {kind}: give whole numbers (codes {sorted(_DTYPES)})")
+    return np.dtype(_DTYPES[code]), sequences, ends
+
+
+def _check(found: Indexed, index: Path) -> None:
+    """Every sequence has to begin where the one before it ends, so that the ids are one stretch."""
+    itemsize = np.dtype(found.tokens.dtype).itemsize
+    expected = 0
+    for start in range(0, len(found.lengths), _CHECKED):
+        sizes = found.lengths[start : start + _CHECKED].astype(np.int64) * itemsize
+        stops = expected + np.cumsum(sizes)
+        if not np.array_equal(found.pointers[start : start + _CHECKED], stops - sizes):
+            raise ConfigurationError(f"{index}: sequences do not lie one after another: write the pair again")
+        expected = int(stops[-1])
+    size = found.tokens.path.stat().st_size
+    if expected != size:
+        raise ConfigurationError(
+            f"{found.tokens.path} has {size:,} bytes and its index says {expected:,}: they are not of one pair, or "
+            "one was damaged; make them again"
+        )
+    ends = found.ends
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(found.lengths) or bool(np.any(np.diff(ends) < 0)):
+        raise ConfigurationError(f"{index}: ends of documents do not go from 0 to {len(found.lengths)}: make it again")
+
+
+class IndexedWriter:
+    """Writes a pair of files piece by piece; the index is written at the end, so half a pair cannot be opened.
+
+    Only the lengths of sequences are kept in memory, four bytes each.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[np.integer]) -> None:
+        """Write to PREFIX.bin and PREFIX.idx, where nothing should be yet."""
+        self._prefix, self._dtype = prefix, dtype
+        self._code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
+        self._file: BinaryIO = bin_of(prefix).open("wb")
+        self._lengths, self._ends, self._open = array("i"), array("q", [0]), 0
+        self.tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if raised is None:
+            self._write_index()
+
+    def add(self, ids: TokenArray) -> None:
+        """Append ids to the document that is being written."""
+        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
+        self.tokens += len(ids)
+        self._open += len(ids)
+        while self._open > _LONGEST:
+            self._lengths.append(_LONGEST)
+            self._open -= _LONGEST
+
+    def end_document(self) -> None:
+        """Say that the document is complete."""
+        if self._open:
+            self._lengths.append(self._open)
+            self._open = 0
+        self._ends.append(len(self._lengths))
+
+    def add_all(self, other: Indexed) -> None:
+        """Append all documents of another pair, whose ids have the same type."""
+        tokens = other.tokens.open()
+        for document in range(other.documents):
+            start, stop = other.document_start(document), other.document_start(document + 1)
+            for place in range(start, stop, _LONGEST):
+                self.add(tokens[place : min(stop, place + _LONGEST)])
+            self.end_document()
+
+    def _write_index(self) -> None:
+        lengths, ends = np.asarray(self._lengths, "<i4"), np.asarray(self._ends, "<i8")
+        sizes = lengths.astype("<i8") * self._dtype.itemsize
+        pointers = (np.cumsum(sizes) - sizes).astype("<i8")
+        with idx_of(self._prefix).open("wb") as file:
+            file.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(ends)))
+            for part in (lengths, pointers, ends):
+                file.write(part.tobytes())

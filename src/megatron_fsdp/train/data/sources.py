@@ -1,0 +1,129 @@
+"""What `--data-path` names: texts, a saved data set, or token ids; nothing is read here but names and sizes."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.data.indexed import bin_of, idx_of
+
+LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
+SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+_DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files of text or of JSON lines.
+
+    Attributes:
+        root: What was named.
+        files: Candidates, in an order that depends on names only; some may turn out not to be text.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class SavedDataset:
+    """A folder that `datasets` wrote.
+
+    Attributes:
+        root: The folder.
+        files: All files in it.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids, made earlier.
+
+    Attributes:
+        root: The prefix of a .bin and .idx, or an .npy.
+        files: These.
+        is_indexed: Whether it is a pair.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+    is_indexed: bool
+
+
+Source = TextFiles | SavedDataset | TokenIds
+
+
+def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
+    """Look what there is.
+
+    Args:
+        path: Of the user; None: the Python standard library without its tests, at most `LIBRARY_BYTES` of it.
+        outputs: Absolute paths of folders that the run writes to; what lies in them is no text to learn.
+
+    Raises:
+        ConfigurationError: There is nothing, or half a pair.
+    """
+    if path is None:
+        return _library()
+    is_half = path.suffix in (".bin", ".idx") and path.is_file()
+    prefix = path.with_suffix("") if is_half else path
+    if is_half or (not path.exists() and idx_of(prefix).is_file()):
+        return TokenIds(prefix, (bin_of(prefix), idx_of(prefix)), is_indexed=True)
+    if not path.exists():
+        raise ConfigurationError(
+            f"--data-path {path} does not exist: give a text file, a folder of texts or JSON lines, a folder that "
+            "`datasets` saved, the prefix of a .bin and .idx, or an .npy of token ids"
+        )
+    if path.suffix == ".npy" and path.is_file():
+        return TokenIds(path, (path,), is_indexed=False)
+    if path.is_file():
+        return TextFiles(path, (path,))
+    if any(mark <= {file.name for file in path.iterdir()} for mark in _DATASET_MARKS):
+        return SavedDataset(path, tuple(sorted(file for file in path.rglob("*") if file.is_file())))
+    return TextFiles(path, tuple(walk(path, outputs=outputs)))
+
+
+def walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS, outputs: Collection[Path] = ()) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their names; hidden files and folders are left out.
+
+    Args:
+        folder: Where to begin.
+        skipped: Names of folders that are not entered.
+        outputs: Absolute paths of folders that are not entered.
+    """
+    for place, subfolders, names in os.walk(folder):
+        here = Path(place).absolute()
+        entered = (name for name in subfolders if name not in skipped and not name.startswith("."))
+        subfolders[:] = sorted(name for name in entered if here / name not in outputs)
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def listing(source: Source) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and time of the last change (ns) of every file.
+
+    Raises:
+        ConfigurationError: A file went away.
+    """
+    try:
+        return [(str(file.absolute()), (s := file.stat()).st_size, s.st_mtime_ns) for file in source.files]
+    except OSError as error:
+        raise ConfigurationError(f"--data-path: {error.filename} cannot be read ({error.strerror})") from None
+
+
+def _library() -> TextFiles:
+    root, left = Path(sysconfig.get_paths()["stdlib"]), LIBRARY_BYTES
+    files = []
+    for file in walk(root, SKIPPED_FOLDERS | _TEST_FOLDERS):
+        size = file.stat().st_size
+        if file.suffix == ".py" and size <= left:
+            files.append(file)
+            left -= size
+    return TextFiles(root, tuple(files))

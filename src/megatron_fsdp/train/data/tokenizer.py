@@ -1,0 +1,126 @@
+"""Tokenizers of the `tokenizers` library: a byte-level BPE trained on the spot, or one that is on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.data.token_file import TokenArray, dtype_for
+
+BPE_VOCAB_SIZE = 8192
+END_OF_TEXT = "<|end|>"
+ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
+"""Tokens that end a text in tokenizers that do not say which does, in the order in which they are looked for."""
+
+_FILE = "tokenizer.json"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class TokenizerVocabulary:
+    """A tokenizer and the token that ends a text; see `Vocabulary`.
+
+    Attributes:
+        end: The token that ends a text.
+        end_id: Its id.
+        vocab_size: One more than the largest id, added tokens included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end: str) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: Its rules about what to put around a text, and where to cut it off, are not used.
+            end: A token of it.
+        """
+        self._tokenizer = tokenizer
+        tokenizer.no_truncation()  # some files ask for it, for a model's inputs
+        tokenizer.no_padding()
+        self.end = end
+        self.end_id = tokenizer.get_vocab(with_added_tokens=True)[end]
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @classmethod
+    def read(cls, path: Path, end: str) -> TokenizerVocabulary:
+        """Read what `save` wrote."""
+        return cls(Tokenizer.from_file(str(path)), end)
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Return the ids of each text, in the smallest type that holds them."""
+        dtype = dtype_for(self.vocab_size)
+        return [np.array(found.ids, dtype) for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids without special tokens."""
+        return str(self._tokenizer.decode([i for i in ids if i != self.end_id], skip_special_tokens=True))
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as JSON."""
+        self._tokenizer.save(str(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> TokenizerVocabulary:
+    """Learn a byte-level BPE (Sennrich et al. 2016) of at most so many tokens; small texts give fewer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return TokenizerVocabulary(tokenizer, END_OF_TEXT)
+
+
+def load_tokenizer(path: Path) -> TokenizerVocabulary:
+    """Read a tokenizer from disk; nothing is downloaded or executed.
+
+    Args:
+        path: A tokenizer.json, or a folder with one; settings beside it may say which token ends a text.
+
+    Raises:
+        ConfigurationError: There is none, it cannot be read, or it has no token that ends a text.
+    """
+    file = tokenizer_file(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  # the library raises nothing more special
+        raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
+    said = [_said_end(file.with_name(name)) for name in _SETTINGS]
+    for end in (*said, *ENDS):
+        if end is not None and tokenizer.token_to_id(end) is not None:
+            return TokenizerVocabulary(tokenizer, end)
+    raise ConfigurationError(
+        f"--tokenizer-model {file} has no token that ends a text: looked for eos_token in {' and '.join(_SETTINGS)} "
+        f"beside it, and for {', '.join(ENDS)}; add one of these"
+    )
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Return the file of `--tokenizer-model`.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    file = path / _FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigurationError(f"--tokenizer-model {path} has no {_FILE}: give such a file, or a folder with one")
+    return file
+
+
+def _said_end(path: Path) -> str | None:
+    """The `eos_token` of a file of settings, which is a text, or an object with the text as `content`."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found: Any = settings.get("eos_token") if isinstance(settings, dict) else None
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else None

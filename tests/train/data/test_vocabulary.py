@@ -1,0 +1,119 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.data.tokenizer import END_OF_TEXT, TokenizerVocabulary, load_tokenizer, train_bpe
+from megatron_fsdp.train.data.vocabulary import ByteVocabulary, IdVocabulary, Vocabulary
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "naïve — 你好\n\tend"]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> TokenizerVocabulary:
+    return train_bpe(TEXTS * 20, vocab_size=280)
+
+
+def words(folder: Path, tokens: list[str], *, limit: int | None = None) -> Path:
+    """A tokenizer of whole words, one id each."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)
+        tokenizer.enable_padding(length=limit)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_bytes_are_the_utf8_of_the_text() -> None:
+    found = ByteVocabulary().encode(["é", "a"])
+    assert [ids.dtype for ids in found] == [np.uint8, np.uint8]
+    assert [ids.tolist() for ids in found] == [[0xC3, 0xA9], [97]]
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe"])
+def test_texts_come_back_as_they_were(name: str, bpe: TokenizerVocabulary) -> None:
+    vocabulary: Vocabulary = bpe if name == "bpe" else ByteVocabulary()
+    found = [ids.tolist() for ids in vocabulary.encode(TEXTS)]
+    assert [vocabulary.decode(ids) for ids in found] == TEXTS
+    assert max(map(max, found)) < vocabulary.vocab_size
+    assert not any(vocabulary.end_id in ids for ids in found)
+
+
+def test_broken_utf8_becomes_a_replacement_character() -> None:
+    assert ByteVocabulary().decode([97, 0xC3, 98]) == "a\ufffdb"
+
+
+def test_bpe_has_the_size_asked_for_and_is_shorter_than_bytes(bpe: TokenizerVocabulary) -> None:
+    assert (bpe.vocab_size, bpe.end, bpe.end_id) == (280, END_OF_TEXT, 0)
+    assert [ids.dtype for ids in bpe.encode(TEXTS)] == [np.uint16, np.uint16]
+    assert sum(map(len, bpe.encode(TEXTS))) < sum(map(len, ByteVocabulary().encode(TEXTS)))
+
+
+def test_training_twice_gives_the_same_pieces(bpe: TokenizerVocabulary, tmp_path: Path) -> None:
+    bpe.save(tmp_path / "a.json")
+    train_bpe(iter(TEXTS * 20), vocab_size=280).save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+
+
+def test_the_end_is_decoded_to_nothing(bpe: TokenizerVocabulary) -> None:
+    assert bpe.decode([bpe.end_id]) == ByteVocabulary().decode([0]) == ""
+
+
+def test_bpe_survives_saving_and_loading(bpe: TokenizerVocabulary, tmp_path: Path) -> None:
+    bpe.save(tmp_path / "tokenizer.json")
+    for loaded in (TokenizerVocabulary.read(tmp_path / "tokenizer.json", END_OF_TEXT), load_tokenizer(tmp_path)):
+        assert (loaded.vocab_size, loaded.end_id) == (280, 0)
+        assert [ids.tolist() for ids in loaded.encode(TEXTS)] == [ids.tolist() for ids in bpe.encode(TEXTS)]
+
+
+def test_a_tokenizer_is_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
+    words(tmp_path, ["[UNK]", "a", "b", "<|endoftext|>"])
+    for place in (tmp_path, tmp_path / "tokenizer.json"):
+        found = load_tokenizer(place)
+        assert [ids.tolist() for ids in found.encode(["b a c"])] == [[2, 1, 0]]
+        assert (found.end, found.end_id, found.vocab_size) == ("<|endoftext|>", 3, 4)
+
+
+@pytest.mark.parametrize("said", ["</s>", {"content": "</s>", "lstrip": False}])
+def test_settings_beside_it_say_which_token_ends_a_text(tmp_path: Path, said: object) -> None:
+    words(tmp_path, ["[UNK]", "<|endoftext|>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+    assert load_tokenizer(tmp_path).end_id == 2
+
+
+@pytest.mark.parametrize("settings", ["no json", "[]", '{"eos_token": null}', '{"eos_token": "absent"}'])
+def test_useless_settings_are_passed_over(tmp_path: Path, settings: str) -> None:
+    words(tmp_path, ["[UNK]", "<eos>"])
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    (tmp_path / "special_tokens_map.json").write_text(settings)
+    assert load_tokenizer(tmp_path).end_id == 1
+
+
+def test_texts_are_never_cut_off_or_padded(tmp_path: Path) -> None:
+    found = load_tokenizer(words(tmp_path, ["[UNK]", "a", "</s>"], limit=2))
+    assert [ids.tolist() for ids in found.encode(["a a a a", "a"])] == [[1, 1, 1, 1], [1]]
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+    words(tmp_path, ["[UNK]", "a"])
+    with pytest.raises(ConfigurationError, match="no token that ends a text: looked for eos_token in tokenizer_config"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--tokenizer-model .* has no tokenizer\.json: give such a file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_ids_are_numbers_as_text() -> None:
+    vocabulary = IdVocabulary(300)
+    assert [ids.tolist() for ids in vocabulary.encode(["7 299 300 -1 x", "def "])] == [[7, 299], []]
+    assert vocabulary.decode([7, 299]) == "7 299"
+    assert vocabulary.end_id is None
