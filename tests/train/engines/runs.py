@@ -109,7 +109,7 @@ class NoCheckpoints:
     def start(self) -> Progress:
         return self.progress
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:  # noqa: ARG002
         return False
 
     def save(self, progress: Progress) -> None:

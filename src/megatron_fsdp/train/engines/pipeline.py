@@ -93,7 +93,6 @@ class PipelineModel(SteppedModel):
 
     def logits(self, tokens: Tensor) -> None:
         """See `Trained`: only the last stage would have them."""
-        return None
 
     def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
         cut, device = self._place.cut, self.device

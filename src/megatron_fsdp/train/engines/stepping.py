@@ -17,7 +17,8 @@ Call = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
 def call_decoder(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """The logits of this package's decoder, [samples, length, vocabulary]."""
+    """The logits of this package's decoder, [samples, length, vocabulary]; its positions are always from 0."""
+    assert positions is None
     logits: Tensor = model(tokens)
     return logits
 
