@@ -47,7 +47,12 @@ def test_strategies(run_ranks: RunRanks, strategy: str) -> None:
         {**EVERYTHING, "recompute_granularity": "selective"},
         FSDP2,
         {**FSDP2, "init_model_with_meta_device": True},
-        {**FSDP2, "torch_fsdp2_reshard_after_forward": False, "global_batch_size": 11, "recompute_granularity": "full"},
+        {
+            **FSDP2,
+            "torch_fsdp2_no_reshard_after_forward": True,
+            "global_batch_size": 11,
+            "recompute_granularity": "full",
+        },
     ],
 )
 def test_decoder_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:

@@ -35,7 +35,6 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
         {**DECODER, **UNITS, "fp16": True, "initial_loss_scale": 64.0},
         {**LLAMA, **FSDP2},
         {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2},
-        {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2},
         {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2},
         {**LLAMA, **UNITS, "tensor_model_parallel_size": 2},
         {**LLAMA, **UNITS, "context_parallel_size": 2},

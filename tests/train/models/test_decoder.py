@@ -141,7 +141,18 @@ def test_parameter_formula_equals_the_parameters(
 ) -> None:
     dim, heads, groups = widths
     shape = ModelShape(
-        11, layers, dim, heads, 20, groups, kv_channels, positions, 1e4, normalization, 1e-5, *switches  # type: ignore[arg-type]
+        11,
+        layers,
+        dim,
+        heads,
+        20,
+        groups,
+        kv_channels,
+        positions,
+        1e4,
+        normalization,
+        1e-5,
+        *switches,  # type: ignore[arg-type]
     )
     with torch.device("meta"):
         model = Decoder(shape)

@@ -135,7 +135,7 @@ def _build(job: Job, rank: Rank, config: Any, loss: LossInOrder) -> Any:
 
 def _reshard_as_told(model: nn.Module, job: Job) -> None:
     """Keep every unit gathered from forward to backward with `--torch-fsdp2-no-reshard-after-forward`."""
-    if job.options.parallel.torch_fsdp2_reshard_after_forward:
+    if not job.options.parallel.torch_fsdp2_no_reshard_after_forward:
         return
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
