@@ -122,7 +122,7 @@ class RunCheckpoints:
         options, run = self._options, self._run
         self._state.progress = progress
         optimizer = None if options.no_save_optim else run.trained.optimizer
-        extra, with_rng = {"trainer": self._state}, not options.no_save_rng
+        extra, with_rng = self._extra(), not options.no_save_rng
         overwrite = progress.steps in self._replaceable
         with in_options():
             path = self._checkpointer.save(
@@ -165,7 +165,7 @@ class RunCheckpoints:
                 run.trained.model,
                 None if options.no_load_optim or finetunes else run.trained.optimizer,
                 folder,
-                extra=None if finetunes else {"trainer": self._state},
+                extra=None if finetunes else self._extra(),
                 with_rng=not (options.no_load_rng or finetunes),
                 strict=options.strict_fsdp_dtensor_load,
                 verify=options.verify_integrity,
@@ -174,6 +174,11 @@ class RunCheckpoints:
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
         for change in self._state.changes():
             self._say(f"not as it was saved, so losses may differ from one run: {change}")
+
+    def _extra(self) -> dict[str, Any]:
+        """What is saved beside weights and optimizer: the loop's own state and, in float16, the scale of the loss."""
+        scale = self._run.trained.scale
+        return {"trainer": self._state} if scale is None else {"trainer": self._state, "loss_scale": scale}
 
     def _newest_saved(self) -> int | None:
         if self._checkpointer is None:

@@ -28,7 +28,7 @@ class NanGuard:
         self._in_a_row = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, trained: Trained) -> None:
-        """Take note of a step.
+        """Take note of a step; one that overflowed through the scale of the loss alone is no failure.
 
         Args:
             step: Its number, from 1.
@@ -41,6 +41,9 @@ class NanGuard:
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
+            return
+        if trained.scale is not None and trained.scale.has_overflowed(loss, grad_norm):
+            self._say(f"step {step}: gradients overflow float16 at loss scale {trained.scale.value:g}: skipped, halved")
             return
         self._in_a_row += 1
         names = list(names_of_bad_gradients(trained.model))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_fsdp.errors import NotSupportedYetError
-from megatron_fsdp.train.engines.sharded import ShardedModel
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.engines.sharded import shard_decoder
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.build import build_decoder
-from megatron_fsdp.train.models.decoder import Block
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.model_checks import uses_transformers
 
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
@@ -20,9 +20,21 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
         rank: This process.
 
     Raises:
-        ConfigurationError: The model cannot be built or sharded so.
+        CheckpointError: Weights of `--hf-model` do not fit.
+        ConfigurationError: The model cannot be built or sharded so, or transformers is needed and not installed.
     """
-    if job.options.model.transformer_impl != "local" or job.engine == "torch_fsdp2":
-        raise NotSupportedYetError("models of transformers")
-    decoder = build_decoder(job, vocab_size, rank.device)
-    return ShardedModel(job, rank, decoder, [Block], decoder.shape.vocab_size)
+    is_ours = not uses_transformers(job.options.model)
+    if is_ours and job.engine != "torch_fsdp2":
+        return shard_decoder(job, rank, build_decoder(job, vocab_size, rank.device))
+    try:
+        from megatron_fsdp.train.engines import fsdp2, transformers_sharded
+    except ModuleNotFoundError as error:
+        what = "--use-torch-fsdp2" if is_ours else "a model of transformers"
+        raise ConfigurationError(
+            f"{what} needs the package {error.name}, which is not installed: pip install 'megatron-fsdp[hf]'"
+        ) from error
+    if job.engine != "torch_fsdp2":
+        return transformers_sharded.shard_transformers(job, rank, vocab_size)
+    if is_ours:
+        return fsdp2.shard_decoder_by_fsdp2(job, rank, vocab_size)
+    return fsdp2.shard_transformers_by_fsdp2(job, rank, vocab_size)

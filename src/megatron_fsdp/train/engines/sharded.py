@@ -4,97 +4,112 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.engines.loss_scale import make_loss_scale
+from megatron_fsdp.train.engines.microbatches import MicrobatchModel
 from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.engines.stepping import Place
 from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.models.decoder import Block, Decoder
 from megatron_fsdp.train.options.job import Job
 
 MESH_DIM = "dp"
 
 
-class ShardedModel:
-    """A model of this package's engine, data-parallel over all ranks; see `Trained`."""
+class ShardedModel(MicrobatchModel):
+    """A model of this package's engine; see `Trained`."""
 
-    def __init__(
-        self, job: Job, rank: Rank, model: nn.Module, units: Sequence[type[nn.Module]], vocab_size: int
-    ) -> None:
-        """Shard a model.
+    model: DistributedDataParallel
+
+    def __init__(self, job: Job, place: Place, model: DistributedDataParallel) -> None:
+        """Take a wrapped model.
 
         Args:
-            job: How.
-            rank: This process.
-            model: The same on every rank, on the device of this rank; or on the meta device, where the job says so.
-            units: Classes of the modules to gather together.
-            vocab_size: Token ids that it knows.
+            job: How it is trained.
+            place: Of this rank.
+            model: With its weights.
         """
-        self.device, self.data_index, self.data_size = rank.device, rank.index, rank.count
-        self.vocab_size = vocab_size
-        mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))
-        self.sums = job.options.training.calculate_per_token_loss
-        self.model = DistributedDataParallel(
-            job.ddp,
-            model,
-            mesh,
-            dp_dim=MESH_DIM,
-            calculate_per_token_loss=self.sums,
-            init_model_with_meta_device=job.options.parallel.init_model_with_meta_device,
-            fsdp_unit_modules=list(units) if job.engine == "megatron_fsdp" else None,
-        )
-        optimizer = build_optimizer(self.model, job.options.optimizer)
-        self.optimizer: torch.optim.Optimizer = DistributedOptimizer(optimizer, self.model)
-        self._defers = self.model.resolved.strategy <= ShardingStrategy.optim
+        training = job.options.training
+        super().__init__(place, make_loss_scale(training.fp16, training.initial_loss_scale))
+        self.model = model
+        self.optimizer = DistributedOptimizer(build_optimizer(model, job.options.optimizer), model)
+        self._sums = training.calculate_per_token_loss
+        self._defers = model.resolved.strategy <= ShardingStrategy.optim
 
     @property
     def inside(self) -> DistributedDataParallel:
         """See `Trained`."""
         return self.model
 
-    def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """See `Trained`; gradients of strategies without sharded gradients are reduced once."""
-        scale = 1.0 if self.sums else float(self.data_size)  # the engine averages over ranks, and the loss is a sum
-        total = torch.zeros((), device=self.device)
-        for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
-            is_last = i == len(batches) - 1
-            with self.model.no_sync() if self._defers and not is_last else contextlib.nullcontext():
-                loss = (self._losses(batch) * factor.to(self.device)).sum()
-                (loss * scale).backward()
-            total += loss.detach()
-        return total
+    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients of strategies without sharded gradients are reduced once."""
+        return self.model.no_sync() if self._defers and not is_last else contextlib.nullcontext()
 
-    def clip(self, max_norm: float) -> Tensor:
-        """See `Trained`."""
-        return self.model.clip_grad_norm_(max_norm if max_norm > 0 else float("inf"))
+    def _gradient_factor(self) -> float:
+        """The engine averages over ranks, unless it was told to sum; the loss of a step is a sum."""
+        return 1.0 if self._sums else float(self.data_size * self._place.cut.size)
 
-    def update(self) -> None:
-        """See `Trained`."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def _scale_gradients(self, factor: float) -> None:
+        self.model.scale_gradients(factor)
 
-    def skip(self) -> None:
-        """See `Trained`."""
-        self.optimizer.zero_grad()
+    def _clip(self, max_norm: float) -> Tensor:
+        return self.model.clip_grad_norm_(max_norm)
 
-    @torch.no_grad()
-    def token_losses(self, batch: Batch) -> Tensor:
-        """See `Trained`."""
-        return self._losses(batch)
 
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """See `Trained`."""
-        return self.model(tokens.to(self.device))
+def wrap(
+    job: Job,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dim: str,
+    *,
+    units: Sequence[type[nn.Module]] | None,
+    tp_dim: str | None = None,
+    init_meta: bool | str = False,
+) -> DistributedDataParallel:
+    """Shard a model as the configuration of a job says.
 
-    def _losses(self, batch: Batch) -> Tensor:
-        logits = self.model(batch.inputs.to(self.device))
-        targets = batch.targets.to(self.device)
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(
-            targets
-        )
+    Args:
+        job: How.
+        model: The same on every rank, on its device; or on the meta device, as `init_meta` says.
+        mesh: Of ranks.
+        dim: Data-parallel dimension of the mesh.
+        units: Classes of the modules to gather together, with units; None: what the model declares.
+        tp_dim: Tensor-parallel dimension.
+        init_meta: As `init_model_with_meta_device` of `fully_shard_model`.
+    """
+    has_units: dict[str, Any] = {}
+    if job.engine == "megatron_fsdp" and units is not None:
+        has_units["fsdp_unit_modules"] = list(units)
+    return DistributedDataParallel(
+        job.ddp,
+        model,
+        mesh,
+        dp_dim=dim,
+        tp_dim=tp_dim,
+        calculate_per_token_loss=job.options.training.calculate_per_token_loss,
+        init_model_with_meta_device=init_meta,
+        **has_units,
+    )
+
+
+def shard_decoder(job: Job, rank: Rank, decoder: Decoder) -> ShardedModel:
+    """Shard the decoder of this package, data-parallel over all ranks.
+
+    Args:
+        job: How.
+        rank: This process.
+        decoder: The same on every rank, on its device; on the meta device where the job says so.
+    """
+    torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
+    mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))
+    init_meta = job.options.parallel.init_model_with_meta_device
+    model = wrap(job, decoder, mesh, MESH_DIM, units=[Block], init_meta=init_meta)
+    return ShardedModel(job, Place(rank.device, rank.index, rank.count, decoder.shape.vocab_size), model)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.engines.loss_scale import LossScale
 
 
 class Trained(Protocol):
@@ -21,6 +22,7 @@ class Trained(Protocol):
         data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
         data_size: Data-parallel ranks.
         vocab_size: Token ids that the model knows, rounding up included.
+        scale: Of the loss, in float16; None in other dtypes. Part of a checkpoint.
     """
 
     optimizer: torch.optim.Optimizer
@@ -28,6 +30,7 @@ class Trained(Protocol):
     data_index: int
     data_size: int
     vocab_size: int
+    scale: LossScale | None
 
     @property
     def model(self) -> nn.Module:
@@ -53,10 +56,10 @@ class Trained(Protocol):
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
 
     def update(self) -> None:
-        """Step the optimizer and drop the gradients."""
+        """Step the optimizer and drop the gradients; the scale of the loss may grow."""
 
     def skip(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients; the scale of the loss shrinks."""
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return [samples, length] float32 losses without gradients, the same on ranks that share the batch."""

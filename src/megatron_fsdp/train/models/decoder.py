@@ -1,14 +1,17 @@
 """A GPT-style decoder in plain PyTorch; it knows nothing of parallelism.
 
-Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), normalised queries and keys
-(Henry et al. 2020) and a SwiGLU feed-forward layer (Shazeer 2020).
+Pre-norm blocks. By default RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), normalised queries and
+keys (Henry et al. 2020) and a SwiGLU feed-forward layer (Shazeer 2020); groups of query heads may share keys and values
+(Ainslie et al. 2023).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.errors import ConfigurationError
 
@@ -24,11 +27,22 @@ class ModelShape:
         vocab_size: Number of tokens.
         num_layers: Blocks.
         dim: Width of the residual stream.
-        num_heads: Attention heads; `dim` is `num_heads` times an even number.
+        num_heads: Heads of queries.
         hidden_dim: Width of the feed-forward layer.
+        num_query_groups: Heads of keys and values, which query heads share; None: as many as there are heads.
+        kv_channels: Width of a head; None: `dim` by the number of heads.
+        learned_positions: Positions that have a learned vector; 0: positions are rotary.
+        rotary_base: Base of the rotary frequencies.
+        normalization: Kind of all norms.
+        norm_epsilon: Added to the variance.
+        normalizes_query_key: Queries and keys are normalised, head by head.
+        is_gated: The feed-forward layer is gated with SiLU, in place of GELU.
+        has_bias: Linear layers but the last have a bias.
+        ties_embeddings: The output layer uses the matrix of the embeddings.
+        init_std: Standard deviation of initial matrices.
 
     Raises:
-        ConfigurationError: `dim` cannot be cut into heads of even width.
+        ConfigurationError: Heads do not fit the width, groups not the heads, or rotary positions not the heads' width.
     """
 
     vocab_size: int
@@ -36,30 +50,77 @@ class ModelShape:
     dim: int
     num_heads: int
     hidden_dim: int
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    learned_positions: int = 0
+    rotary_base: float = ROTARY_BASE
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    norm_epsilon: float = 1e-5
+    normalizes_query_key: bool = True
+    is_gated: bool = True
+    has_bias: bool = False
+    ties_embeddings: bool = False
+    init_std: float = INIT_STD
 
     def __post_init__(self) -> None:
-        if self.dim % (2 * self.num_heads) != 0:
+        if self.kv_channels is None and self.dim % self.num_heads != 0:
             raise ConfigurationError(
-                f"dim {self.dim} with {self.num_heads} heads is not possible: give a dim that is a multiple of "
-                f"{2 * self.num_heads}, since rotary positions need heads of even width"
+                f"--hidden-size {self.dim} with --num-attention-heads {self.num_heads} is not possible: give a hidden "
+                "size that is a multiple of the heads, or --kv-channels"
+            )
+        if self.learned_positions == 0 and self.head_dim % 2:
+            raise ConfigurationError(
+                f"heads of width {self.head_dim} (--hidden-size {self.dim}, --num-attention-heads {self.num_heads}) "
+                "have no rotary positions: give heads of even width, or --position-embedding-type learned_absolute"
+            )
+        if self.num_heads % self.groups:
+            raise ConfigurationError(
+                f"--num-query-groups {self.groups} does not divide --num-attention-heads {self.num_heads}: give a "
+                "divisor"
             )
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.dim // self.num_heads
+        return self.kv_channels or self.dim // self.num_heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups or self.num_heads
 
     @property
     def parameter_numel(self) -> int:
-        """Parameters of the model: embedding and head, and per block four projections, three matrices, four norms."""
-        block = 4 * self.dim**2 + 3 * self.dim * self.hidden_dim + 2 * self.dim + 2 * self.head_dim
-        return 2 * self.vocab_size * self.dim + self.num_layers * block + self.dim
+        """Parameters of the model: embeddings, head, last norm, and per block two projections, two matrices, norms."""
+        mixed = self.num_heads * self.head_dim
+        block = self._linear_numel(self.dim, mixed + 2 * self.groups * self.head_dim)
+        block += self._linear_numel(mixed, self.dim)
+        block += self._linear_numel(self.dim, self.hidden_dim * (2 if self.is_gated else 1))
+        block += self._linear_numel(self.hidden_dim, self.dim) + 2 * self._norm_numel(self.dim)
+        block += 2 * self._norm_numel(self.head_dim) if self.normalizes_query_key else 0
+        vectors = self.vocab_size * (1 if self.ties_embeddings else 2) + self.learned_positions
+        return vectors * self.dim + self.num_layers * block + self._norm_numel(self.dim)
+
+    def _linear_numel(self, inputs: int, outputs: int) -> int:
+        return inputs * outputs + (outputs if self.has_bias else 0)
+
+    def _norm_numel(self, width: int) -> int:
+        return width * (2 if self.normalization == "LayerNorm" else 1)
+
+    def norm(self, width: int) -> nn.Module:
+        """Make a norm over the last dimension."""
+        kind = nn.LayerNorm if self.normalization == "LayerNorm" else nn.RMSNorm
+        return kind(width, eps=self.norm_epsilon)
 
 
-def rotate(x: Tensor) -> Tensor:
+class ResidualLinear(nn.Linear):
+    """A linear layer that writes into the residual stream; it begins smaller than others."""
+
+
+def rotate(x: Tensor, base: float = ROTARY_BASE) -> Tensor:
     """Apply rotary positions to `x` [batch, heads, length, head_dim]; position 0 is the first of the sequence."""
     length, half_dim = x.shape[-2], x.shape[-1] // 2
-    frequency = ROTARY_BASE ** (-torch.arange(half_dim, device=x.device, dtype=torch.float32) / half_dim)
+    frequency = base ** (-torch.arange(half_dim, device=x.device, dtype=torch.float32) / half_dim)
     angle = torch.arange(length, device=x.device, dtype=torch.float32)[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
@@ -67,34 +128,48 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, length, dim]."""
+    """Causal self-attention over [batch, length, dim]. With `recomputes` its core is computed again in backward."""
 
     def __init__(self, shape: ModelShape) -> None:
-        """Make the projections for `shape`."""
+        """Make the projections for `shape`; those of queries, keys and values are one matrix, in this order."""
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.query_key_value = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
-        self.output = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.query_norm = nn.RMSNorm(shape.head_dim)
-        self.key_norm = nn.RMSNorm(shape.head_dim)
+        self.head_dim, self.num_heads, self.groups = shape.head_dim, shape.num_heads, shape.groups
+        self.rotary_base = None if shape.learned_positions else shape.rotary_base
+        self.recomputes = False
+        heads = shape.num_heads + 2 * shape.groups
+        self.query_key_value = nn.Linear(shape.dim, heads * shape.head_dim, bias=shape.has_bias)
+        self.output = ResidualLinear(shape.num_heads * shape.head_dim, shape.dim, bias=shape.has_bias)
+        self.query_norm = shape.norm(shape.head_dim) if shape.normalizes_query_key else None
+        self.key_norm = shape.norm(shape.head_dim) if shape.normalizes_query_key else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention output, shaped as `x`."""
-        heads = self.query_key_value(x).unflatten(-1, (3, -1, self.head_dim))
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        query, key = rotate(self.query_norm(query)), rotate(self.key_norm(key))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        projected = self.query_key_value(x)
+        if self.recomputes and self.training and torch.is_grad_enabled():
+            return self.output(checkpoint(self._core, projected, use_reentrant=False))
+        return self.output(self._core(projected))
+
+    def _core(self, projected: Tensor) -> Tensor:
+        """From projections [batch, length, heads and groups] to mixed values [batch, length, heads]."""
+        heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = heads.split([self.num_heads, self.groups, self.groups], dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary_base is not None:
+            query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
+        shares = self.groups != self.num_heads
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shares)
+        return mixed.transpose(1, 2).flatten(2)
 
 
-class FeedForward(nn.Module):
+class GatedFeedForward(nn.Module):
     """SwiGLU feed-forward layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         """Make the matrices for `shape`; gate and value are one matrix."""
         super().__init__()
-        self.gate_and_value = nn.Linear(shape.dim, 2 * shape.hidden_dim, bias=False)
-        self.output = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
+        self.gate_and_value = nn.Linear(shape.dim, 2 * shape.hidden_dim, bias=shape.has_bias)
+        self.output = ResidualLinear(shape.hidden_dim, shape.dim, bias=shape.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, shaped as `x`."""
@@ -102,19 +177,40 @@ class FeedForward(nn.Module):
         return self.output(functional.silu(gate) * value)
 
 
-class Block(nn.Module):
-    """One transformer block: the unit that is gathered and released together."""
+class FeedForward(nn.Module):
+    """GELU feed-forward layer."""
 
     def __init__(self, shape: ModelShape) -> None:
-        """Make the two sublayers for `shape`."""
+        """Make the matrices for `shape`."""
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.dim)
+        self.input = nn.Linear(shape.dim, shape.hidden_dim, bias=shape.has_bias)
+        self.output = ResidualLinear(shape.hidden_dim, shape.dim, bias=shape.has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, shaped as `x`."""
+        return self.output(functional.gelu(self.input(x)))
+
+
+class Block(nn.Module):
+    """One transformer block. With `recomputes` it keeps only its input, and is computed again in backward."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        """Make the block for `shape`."""
+        super().__init__()
+        self.recomputes = False
+        self.attention_norm = shape.norm(shape.dim)
         self.attention = Attention(shape)
-        self.feed_forward_norm = nn.RMSNorm(shape.dim)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward_norm = shape.norm(shape.dim)
+        self.feed_forward = GatedFeedForward(shape) if shape.is_gated else FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream [batch, length, dim] after this block."""
+        if self.recomputes and self.training and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(self._run, x, use_reentrant=False)  # inside of the hooks that gather
+            return recomputed
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -127,25 +223,57 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        self.positions = nn.Embedding(shape.learned_positions, shape.dim) if shape.learned_positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.dim)
+        self.norm = shape.norm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        self.initialise()
+        if shape.ties_embeddings:
+            self.head.weight = self.embedding.weight
+        self.apply(self._init_weights)
 
     @torch.no_grad()
-    def initialise(self) -> None:
-        """Draw matrices with a small normal; what writes into the residual stream shrinks with depth (GPT-2)."""
-        residual_std = INIT_STD / (2 * self.shape.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, residual_std if name.endswith("output.weight") else INIT_STD)
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw a matrix with a small normal; what writes into the residual stream shrinks with depth (GPT-2).
+
+        The engine calls it for every module of a model that was built on the meta device (docs/initialisation.md).
+        Numbers are drawn in float32, so that they do not depend on the dtype of the model.
+        """
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            return
+        std = self.shape.init_std
+        if isinstance(module, ResidualLinear):
+            std /= (2 * self.shape.num_layers) ** 0.5
+        module.weight.copy_(torch.empty_like(module.weight, dtype=torch.float32).normal_(0.0, std))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token at every position, in the dtype of the model."""
         x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def recompute(decoder: Decoder, granularity: Literal["full", "selective"], num_layers: int | None) -> None:
+    """Let backward compute activations again: those of whole blocks, or those of the core of attention.
+
+    The core is everything between the projections: norms, rotary positions, products and softmax.
+
+    Args:
+        decoder: Changed in place.
+        granularity: `full` or `selective`, as in Megatron-LM.
+        num_layers: How many of the first blocks, with `full`; None: all.
+    """
+    blocks = [block for block in decoder.blocks if isinstance(block, Block)]
+    if granularity == "selective":
+        for block in blocks:
+            block.attention.recomputes = True
+        return
+    for block in blocks[: len(blocks) if num_layers is None else num_layers]:
+        block.recomputes = True
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

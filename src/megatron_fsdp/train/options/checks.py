@@ -55,7 +55,7 @@ _NEEDS: tuple[tuple[str, str, str], ...] = (
     ("recompute_num_layers", "recompute_granularity", "nothing is recomputed"),
     ("moe_router_topk", "num_experts", "there are no experts"),
     ("moe_ffn_hidden_size", "num_experts", "there are no experts"),
-    ("torch_fsdp2_reshard_after_forward", "use_torch_fsdp2", "FSDP2 is not used"),
+    ("torch_fsdp2_no_reshard_after_forward", "use_torch_fsdp2", "FSDP2 is not used"),
     ("initial_loss_scale", "fp16", "the loss is not scaled"),
     ("sample_tokens", "prompt", "nothing is written"),
 )

@@ -12,7 +12,9 @@ from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.batch import plan_batch
 from megatron_fsdp.train.options.checks import check_options
 from megatron_fsdp.train.options.job import EngineName, Job, Sizes, World
+from megatron_fsdp.train.options.model_checks import check_model
 from megatron_fsdp.train.options.options import DDP_FIELDS, Options
+from megatron_fsdp.train.options.size_checks import check_sizes
 
 _UNREGISTERED = "buffers are not registered with NCCL by this version"
 
@@ -28,6 +30,7 @@ def resolve(options: Options, world: World) -> Job:
         ConfigurationError: Options contradict each other, do nothing, or do not fit the ranks.
     """
     check_options(options)
+    check_model(options)
     notices = list(options.explained)
     engine = _engine(options)
     sizes = _sizes(options, world, engine)
@@ -38,6 +41,11 @@ def resolve(options: Options, world: World) -> Job:
         raise ConfigurationError(
             "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "
             "give one of them"
+        )
+    if options.training.fp16 and (options.ddp.check_for_nan_in_grad or options.ddp.check_for_large_grads):
+        raise ConfigurationError(
+            "--fp16 finds the scale of the loss by gradients that overflow, which --check-for-nan-in-grad and "
+            "--check-for-large-grads end the run for: leave them out"
         )
     if options.is_given("gradient_accumulation_fusion"):
         notices.append("gradient accumulation fusion is off, as it always is in this version")
@@ -84,38 +92,8 @@ def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
             f"--expert-model-parallel-size {expert} does not divide the {sizes.data * context} data-parallel ranks "
             "(context-parallel ones counted): give one that does"
         )
-    _check_sizes(options, sizes, engine)
+    check_sizes(options, sizes, engine)
     return sizes
-
-
-def _check_sizes(options: Options, sizes: Sizes, engine: EngineName) -> None:
-    """Which engine and which model can be cut how."""
-    if sizes.is_data_only:
-        if options.parallel.sequence_parallel:
-            raise ConfigurationError(
-                "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"
-            )
-        return
-    model = options.model
-    if model.transformer_impl == "local" and model.hf_config is None and model.hf_model is None:
-        raise ConfigurationError(
-            "the decoder of this package is not cut over tensor-, pipeline-, context- or expert-parallel ranks: give "
-            "--transformer-impl transformers, --hf-config or --hf-model"
-        )
-    if engine == "ddp":
-        raise ConfigurationError(
-            "buckets (without --use-megatron-fsdp) know no parallelism but that of the data here: give "
-            "--use-megatron-fsdp or --use-torch-fsdp2"
-        )
-    if engine == "megatron_fsdp" and (sizes.pipeline > 1 or sizes.expert > 1):
-        raise ConfigurationError(
-            f"--use-megatron-fsdp goes with tensor- and context-parallel ranks, not with pipeline {sizes.pipeline} or "
-            f"expert {sizes.expert} in the trainer: give --use-torch-fsdp2 for those"
-        )
-    if options.parallel.sequence_parallel and sizes.tensor == 1:
-        raise ConfigurationError(
-            "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"
-        )
 
 
 def _dtype(options: Options, world: World) -> torch.dtype:

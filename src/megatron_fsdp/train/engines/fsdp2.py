@@ -1,0 +1,142 @@
+"""PyTorch's FSDP2 as the engine: this package's decoder, or models of transformers, also cut over further ranks."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
+    FSDP2Config,
+    accumulation_context,
+    clip_grad_norm_,
+    connect_optimizer,
+)
+from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
+from megatron_fsdp.automodel.gradient_clipping import gather_gradients
+from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.train.engines.context_cut import ContextCut
+from megatron_fsdp.train.engines.loss_scale import make_loss_scale
+from megatron_fsdp.train.engines.microbatches import MicrobatchModel
+from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.engines.pipeline import LossInOrder, PipelineModel, pipeline_config
+from megatron_fsdp.train.engines.stepping import Place, call_transformers
+from megatron_fsdp.train.engines.transformers_sharded import backend_of, recompute_layers
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.models.build import build_decoder
+from megatron_fsdp.train.models.transformers_config import check_fits, transformers_config
+from megatron_fsdp.train.options.job import Job
+
+
+class Fsdp2Model(MicrobatchModel):
+    """A model that FSDP2 shards; see `Trained`."""
+
+    inside = None
+
+    def __init__(self, job: Job, place: Place, model: nn.Module) -> None:
+        """Take a sharded model with its weights."""
+        training = job.options.training
+        super().__init__(place, make_loss_scale(training.fp16, training.initial_loss_scale))
+        self.model = model
+        self.optimizer = connect_optimizer(model, build_optimizer(model, job.options.optimizer))
+
+    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        return accumulation_context(self.model, is_last, defer_grad_sync=True)
+
+    def _gradient_factor(self) -> float:
+        return float(self.data_size * self._place.cut.size)
+
+    def _scale_gradients(self, factor: float) -> None:
+        gather_gradients(self.model).scale(factor)
+
+    def _clip(self, max_norm: float) -> Tensor:
+        return clip_grad_norm_(self.model, max_norm)
+
+
+def policy_of(job: Job) -> MixedPrecisionPolicy:
+    """Dtypes: weights and optimizer in float32, compute as the job says, gradients travel in float32 or bfloat16."""
+    travels = torch.bfloat16 if job.options.training.grad_reduce_in_bf16 else torch.float32
+    return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=travels, output_dtype=None)
+
+
+def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:
+    """Shard the decoder of this package, data-parallel over all ranks.
+
+    Args:
+        job: How.
+        rank: This process.
+        vocab_size: Token ids of the data.
+    """
+    decoder = build_decoder(job, vocab_size, rank.device)
+    is_meta = job.options.parallel.init_model_with_meta_device
+    twin = copy.deepcopy(decoder) if is_meta else None
+    mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=("dp",))
+    shard_by_layers(decoder, mesh, mp_policy=policy_of(job), offload_policy=None)
+    if twin is not None:
+        allocate(decoder, rank.device)
+        torch.manual_seed(job.options.training.seed)
+        draw_missing(twin, decoder, [decoder], set(), rank.device)
+    _reshard_as_told(decoder, job)
+    place = Place(rank.device, rank.index, rank.count, decoder.shape.vocab_size)
+    return Fsdp2Model(job, place, decoder)
+
+
+def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model | PipelineModel:
+    """Build a model of transformers without memory, make it parallel, and fill its shards; collective.
+
+    Args:
+        job: Which model, and how.
+        rank: This process.
+        vocab_size: Token ids of the data.
+
+    Raises:
+        CheckpointError: Weights do not fit the model.
+        ConfigurationError: The model cannot be built or cut so.
+    """
+    config = transformers_config(job.options.model, vocab_size)
+    known = check_fits(config, vocab_size, job.seq_length)
+    torch.manual_seed(job.options.training.seed)
+    loss = LossInOrder()
+    model = _build(job, rank, config, loss)
+    for part in model.parts if job.sizes.pipeline > 1 else [model]:
+        recompute_layers(part, job.options.training)
+        _reshard_as_told(part, job)
+    context = model.mesh_context
+    cut = ContextCut(context.axis("cp")) if job.sizes.context > 1 else ContextCut()
+    place = Place(context.device, context.data_rank, context.sizes.dp, known, call_transformers, cut)
+    return PipelineModel(job, place, model, loss) if job.sizes.pipeline > 1 else Fsdp2Model(job, place, model)
+
+
+def _build(job: Job, rank: Rank, config: Any, loss: LossInOrder) -> Any:
+    sizes, parallel = job.sizes, job.options.parallel
+    arguments: dict[str, Any] = {
+        "distributed_config": FSDP2Config(
+            sequence_parallel=parallel.sequence_parallel, mp_policy=policy_of(job), backend=backend_of(rank)
+        ),
+        "tp_size": sizes.tensor,
+        "pp_size": sizes.pipeline,
+        "cp_size": sizes.context,
+        "ep_size": sizes.expert,
+        "dtype": torch.float32,
+    }
+    if sizes.pipeline > 1:
+        arguments["pipeline_config"] = pipeline_config(job, loss)
+    folder = job.options.model.hf_model
+    if folder is not None:
+        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    return AutoModelForCausalLM.from_config(config, **arguments)
+
+
+def _reshard_as_told(model: nn.Module, job: Job) -> None:
+    """Keep every unit gathered from forward to backward with `--torch-fsdp2-no-reshard-after-forward`."""
+    if not job.options.parallel.torch_fsdp2_no_reshard_after_forward:
+        return
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)

@@ -1,0 +1,277 @@
+"""Runs of the trainer's loop on ranks, and the same training as a plain loop in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.data.samples import SimpleFeed
+from megatron_fsdp.train.data.vocabulary import ByteVocabulary
+from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.loop import Run, train
+from megatron_fsdp.train.models.build import model_shape
+from megatron_fsdp.train.models.decoder import Decoder
+from megatron_fsdp.train.models.transformers_config import transformers_config
+from megatron_fsdp.train.options.batch import BatchPlan
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.model_checks import uses_transformers
+from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
+
+STEPS, LENGTH, IDS, MASKED_ID = 3, 8, 59, 7
+
+DECODER: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 24,
+    "seq_length": LENGTH,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "make_vocab_size_divisible_by": 8,
+    "init_method_std": 0.1,
+    "micro_batch_size": 2,
+    "global_batch_size": 5,
+    "train_iters": STEPS,
+    "lr": 1e-2,
+    "adam_eps": 1e-3,
+    "clip_grad": 0.5,
+    "weight_decay": 0.1,
+    "eval_iters": 1,
+    "log_interval": 2,
+}
+LLAMA: dict[str, Any] = {**DECODER, "transformer_impl": "transformers", "untie_embeddings_and_output_weights": True}
+MIXTRAL: dict[str, Any] = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
+
+
+@dataclass
+class Results:
+    """What a run came to, the same on every rank.
+
+    Attributes:
+        losses: Of each step.
+        norms: Of the gradient of each step.
+        held_out: Loss on held-out text after the last step.
+        weights: All of them after the last step, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    held_out: float
+    weights: dict[str, Tensor]
+
+
+class Silent:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.evaluations: list[Evaluation] = []
+        self.said: list[str] = []
+
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        self.records.extend(records)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@dataclass
+class NoCheckpoints:
+    """A keeper that keeps nothing."""
+
+    is_interrupted: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+    def start(self) -> Progress:
+        return self.progress
+
+    def is_due(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
+    def save(self, progress: Progress) -> None:
+        pass
+
+
+class MaskedFeed(SimpleFeed):
+    """Targets of one id do not count, as those at the ends of texts with --eod-mask-loss."""
+
+    def batches(self, first_sample: int) -> list[Batch]:
+        found = super().batches(first_sample)
+        return [Batch(b.inputs, b.targets, b.weights * (b.targets != MASKED_ID), b.checksum) for b in found]
+
+
+def job_of(values: Mapping[str, Any], ranks: int) -> Job:
+    return resolve(assemble((Layer("command line", dict(values)),)), World(ranks, "cpu"))
+
+
+def this_rank() -> Rank:
+    return Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), os.getppid())
+
+
+def some_data() -> TokenData:
+    draw = np.random.default_rng(0)
+    training, held_out = (draw.integers(IDS, size=size).astype(np.uint16) for size in (600, 90))
+    return TokenData(training, held_out, 0, ByteVocabulary())
+
+
+def feed_of(job: Job, plan: BatchPlan, index: int) -> SimpleFeed:
+    kind = MaskedFeed if job.options.data.eod_mask_loss else SimpleFeed
+    return kind(some_data(), plan, job.seq_length, job.options.training.seed, index)
+
+
+def prepare(values: Mapping[str, Any]) -> Run:
+    """Build everything on this rank."""
+    rank = this_rank()
+    job = job_of(values, rank.count)
+    trained = build(job, IDS, rank)
+    return Run(job, trained, some_data(), feed_of(job, job.batch, trained.data_index), rank)
+
+
+def train_here(values: Mapping[str, Any]) -> Results:
+    """Train on ranks by the trainer's loop."""
+    run, watcher = prepare(values), Silent()
+    train(run, watcher, NoCheckpoints())
+    return results_of(run, watcher)
+
+
+def results_of(run: Run, watcher: Silent) -> Results:
+    return Results(
+        [record.loss for record in watcher.records],
+        [record.grad_norm for record in watcher.records],
+        watcher.evaluations[-1].loss,
+        whole_weights(run.trained.model),
+    )
+
+
+@torch.no_grad()
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """All weights by their name in the model as it was before it was sharded; collective."""
+    if isinstance(model, MegatronFSDP):
+        with model.full_parameters_context():
+            found = {name: whole(param) for name, param in model.module.named_parameters()}
+    else:
+        found = {name: whole(param) for name, param in model.named_parameters()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return {name: value for theirs in everyone for name, value in theirs.items()}
+
+
+def whole(param: Tensor) -> Tensor:
+    value = param.full_tensor() if isinstance(param, DTensor) else param
+    return value.detach().float().clone()
+
+
+def plain_model(job: Job) -> nn.Module:
+    """The model of a job, built by its own constructor in this process."""
+    torch.manual_seed(job.options.training.seed)
+    if not uses_transformers(job.options.model):
+        return Decoder(model_shape(job.options.model, IDS))
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(transformers_config(job.options.model, IDS))
+
+
+def plain_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    found = model(tokens)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def train_plainly(values: Mapping[str, Any]) -> Results:
+    """The same training in this process: no engine, no ranks, the whole batch at once."""
+    job = job_of({**values, "micro_batch_size": values["global_batch_size"]}, 1)
+    model = plain_model(job)
+    optimizer = build_optimizer(model, job.options.optimizer)
+    feed = feed_of(job, job.batch, 0)
+    losses, norms = [], []
+    for step in range(job.train_iters):
+        (batch,) = feed.batches(step * job.batch.total)
+        each = functional.cross_entropy(
+            plain_logits(model, batch.inputs).transpose(1, 2), batch.targets, reduction="none"
+        )
+        if job.options.training.calculate_per_token_loss:
+            loss = (each * batch.weights).sum() / batch.weights.sum()
+        else:
+            loss = ((each * batch.weights).sum(1) / batch.weights.sum(1)).mean()
+        loss.backward()
+        limit = job.options.optimizer.clip_grad or float("inf")
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        for group in optimizer.param_groups:
+            group["lr"] = job.schedule.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return Results(losses, norms, plain_held_out(job, model), weights)
+
+
+@torch.no_grad()
+def plain_held_out(job: Job, model: nn.Module) -> float:
+    """Mean loss over the first held-out samples, which are spaced evenly."""
+    tokens = torch.from_numpy(some_data().held_out.astype(np.int64))
+    available = (len(tokens) - 1) // LENGTH
+    count = min(available, job.options.training.eval_iters * job.batch.total)
+    samples = torch.stack([tokens[i * available // count * LENGTH :][: LENGTH + 1] for i in range(count)])
+    logits = plain_logits(model.eval(), samples[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).item()
+
+
+@cache
+def _kept(values: tuple[tuple[str, Any], ...]) -> Results:
+    return train_plainly(dict(values))
+
+
+_OF_RANKS = (
+    "parallel_size",
+    "sequence_parallel",
+    "fsdp",
+    "distributed_optimizer",
+    "strategy",
+    "overlap",
+    "meta",
+    "recompute",
+    "micro",
+)
+
+
+def expected(values: Mapping[str, Any]) -> Results:
+    """What any number of ranks has to come to; computed once for options that differ only in ranks and engines."""
+    plain = {name: value for name, value in values.items() if not any(part in name for part in _OF_RANKS)}
+    return _kept(tuple(sorted({**plain, "micro_batch_size": values["global_batch_size"]}.items())))
+
+
+def assert_equal_to_one_process(found: Results, values: Mapping[str, Any], tolerance: float = 2e-5) -> None:
+    """Losses, norms, held-out loss and all weights are those of the plain loop."""
+    plain = expected(values)
+    torch.testing.assert_close(found.losses, plain.losses, rtol=tolerance, atol=0)
+    torch.testing.assert_close(found.norms, plain.norms, rtol=10 * tolerance, atol=0)
+    torch.testing.assert_close(found.held_out, plain.held_out, rtol=tolerance, atol=0)
+    assert found.weights.keys() == plain.weights.keys()
+    for name, value in plain.weights.items():
+        torch.testing.assert_close(
+            found.weights[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,101 @@
+"""Training in float16 with a scaled loss: the same updates, overflow that is no failure, and real failures."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fsdp.train.engines.loss_scale import GROWTH_INTERVAL, LossScale
+from megatron_fsdp.train.loop import train
+from megatron_fsdp.train.nan_guard import NonFiniteStepError
+from tests.conftest import RunRanks
+from tests.train.engines.runs import DECODER, LLAMA, NoCheckpoints, Silent, expected, prepare, whole_weights
+
+HALF = {"fp16": True, "initial_loss_scale": 2.0**10}
+UNITS = {"use_megatron_fsdp": True}
+FSDP2 = {"use_torch_fsdp2": True}
+
+
+def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str], int, dict[str, Tensor]]:
+    run, watcher = prepare(values), Silent()
+    progress = train(run, watcher, NoCheckpoints()).progress
+    assert run.trained.scale is not None
+    return (
+        [record.loss for record in watcher.records],
+        run.trained.scale.value,
+        watcher.said,
+        progress.skipped,
+        whole_weights(run.trained.model),
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**DECODER, **UNITS},
+        {**DECODER, **FSDP2},
+        {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2},
+        {**DECODER, "overlap_grad_reduce": True},
+    ],
+)
+def test_losses_are_those_of_float32_but_for_rounding(run_ranks: RunRanks, values: dict[str, Any]) -> None:
+    plain = expected(values)
+    for losses, scale, said, skipped, _ in run_ranks(2, train_in_half, {**values, **HALF}):
+        assert losses == pytest.approx(plain.losses, rel=2e-3)
+        assert losses != plain.losses
+        assert (scale, said, skipped) == (2.0**10, [], 0)
+
+
+def test_overflow_halves_the_scale_and_is_no_failure(run_ranks: RunRanks) -> None:
+    """With a scale of 2**60 every step overflows; none may count towards --max-nan-steps 0, and no weight moves."""
+    values = {**DECODER, **UNITS, **HALF, "initial_loss_scale": 2.0**60, "max_nan_steps": 0}
+    before = run_ranks(2, initial_weights, values)
+    for start, (losses, scale, said, skipped, weights) in zip(before, run_ranks(2, train_in_half, values), strict=True):
+        assert scale == 2.0**57
+        assert skipped == 3
+        assert said[0] == f"step 1: gradients overflow float16 at loss scale {2.0**60:g}: skipped, halved"
+        assert len(losses) == len(said) == 3
+        assert all(torch.equal(start[name], value) for name, value in weights.items())
+
+
+def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
+    return whole_weights(prepare(values).trained.model)
+
+
+def train_with_a_broken_weight(values: dict[str, Any]) -> str:
+    run = prepare(values)
+    with torch.no_grad():
+        for parameter in run.trained.model.parameters():
+            parameter.fill_(float("inf"))
+    with pytest.raises(NonFiniteStepError) as caught:
+        train(run, Silent(), NoCheckpoints())
+    return str(caught.value)
+
+
+def test_loss_that_is_not_finite_is_a_failure_at_any_scale(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, train_with_a_broken_weight, {**DECODER, **UNITS, **HALF, "max_nan_steps": 0}):
+        assert message.startswith("step 1 has loss nan")
+
+
+def test_scale_doubles_after_many_good_steps_and_is_restored() -> None:
+    scale = LossScale(8.0)
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.grow()
+    other = LossScale(1.0)
+    other.load_state_dict(scale.state_dict())
+    assert (other.value, other.good_steps) == (8.0, GROWTH_INTERVAL - 1)
+    other.grow()
+    assert (other.value, other.good_steps) == (16.0, 0)
+    scale.shrink()
+    assert (scale.value, scale.good_steps) == (4.0, 0)
+
+
+def test_scale_does_not_fall_below_one_where_overflow_is_a_failure() -> None:
+    scale = LossScale(1.5)
+    assert scale.has_overflowed(2.0, float("inf"))
+    assert not scale.has_overflowed(2.0, 3.0)
+    assert not scale.has_overflowed(float("nan"), float("nan"))
+    scale.shrink()
+    assert scale.value == 1.0
+    assert not scale.has_overflowed(2.0, float("inf"))

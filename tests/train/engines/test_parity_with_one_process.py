@@ -1,0 +1,103 @@
+"""Every engine, on any number of ranks, trains as a plain loop in one process does on the whole batch."""
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, assert_equal_to_one_process, train_here
+
+UNITS = {"use_megatron_fsdp": True}
+EVERYTHING = {**UNITS, "data_parallel_sharding_strategy": "optim_grads_params"}
+BUCKETS = {"overlap_grad_reduce": True}
+FSDP2 = {"use_torch_fsdp2": True}
+MASKED = {"eod_mask_loss": True, "calculate_per_token_loss": True}
+
+
+def check(run_ranks: RunRanks, ranks: int, values: dict[str, Any]) -> None:
+    for found in run_ranks(ranks, train_here, values):
+        assert_equal_to_one_process(found, values)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_five_samples_on_any_ranks(run_ranks: RunRanks, ranks: int, micro: int) -> None:
+    check(run_ranks, ranks, {**DECODER, **EVERYTHING, "micro_batch_size": micro})
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_strategies(run_ranks: RunRanks, strategy: str) -> None:
+    check(run_ranks, 2, {**DECODER, **UNITS, "data_parallel_sharding_strategy": strategy})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        BUCKETS,
+        {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True},
+        {**BUCKETS, **MASKED},
+        {**EVERYTHING, **MASKED},
+        {**EVERYTHING, "eod_mask_loss": True},
+        {**EVERYTHING, "calculate_per_token_loss": True},
+        {**EVERYTHING, "optimizer": "sgd", "clip_grad": 0.0},
+        {**EVERYTHING, "init_model_with_meta_device": True},
+        {**EVERYTHING, "global_batch_size": 11},
+        {**BUCKETS, "global_batch_size": 11},
+        {**EVERYTHING, "recompute_granularity": "full", "recompute_num_layers": 1},
+        {**EVERYTHING, "recompute_granularity": "selective"},
+        FSDP2,
+        {**FSDP2, "init_model_with_meta_device": True},
+        {
+            **FSDP2,
+            "torch_fsdp2_no_reshard_after_forward": True,
+            "global_batch_size": 11,
+            "recompute_granularity": "full",
+        },
+    ],
+)
+def test_decoder_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
+    check(run_ranks, 2, {**DECODER, **values})
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_two_instances_of_the_optimizer_on_four_ranks(run_ranks: RunRanks, outer: str) -> None:
+    values = {**DECODER, **EVERYTHING, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+    check(run_ranks, 4, values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        EVERYTHING,
+        {**EVERYTHING, "recompute_granularity": "full", "recompute_num_layers": 1},
+        {**EVERYTHING, "tensor_model_parallel_size": 2},
+        {**EVERYTHING, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {**BUCKETS, "tensor_model_parallel_size": 2},
+        {**EVERYTHING, "context_parallel_size": 2},
+        {**EVERYTHING, **MASKED, "context_parallel_size": 2},
+        BUCKETS,
+        FSDP2,
+        {**FSDP2, "tensor_model_parallel_size": 2},
+        {**FSDP2, "context_parallel_size": 2},
+        {**FSDP2, "pipeline_model_parallel_size": 2},
+        {**FSDP2, **MASKED, "pipeline_model_parallel_size": 2},
+    ],
+)
+def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
+    check(run_ranks, 2, {**LLAMA, **values})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**EVERYTHING, "tensor_model_parallel_size": 2},
+        {**FSDP2, "pipeline_model_parallel_size": 2},
+        {**FSDP2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    ],
+)
+def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
+    check(run_ranks, 4, {**LLAMA, **values})
+
+
+def test_experts_on_two_ranks(run_ranks: RunRanks) -> None:
+    check(run_ranks, 2, {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2})

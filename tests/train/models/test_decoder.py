@@ -1,0 +1,271 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.models.build import model_shape
+from megatron_fsdp.train.models.decoder import (
+    Block,
+    Decoder,
+    ModelShape,
+    next_token_loss,
+    recompute,
+    rotate,
+    split_for_decay,
+)
+from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.presets import PRESETS, find_preset
+
+SHAPE = ModelShape(vocab_size=11, num_layers=2, dim=16, num_heads=2, hidden_dim=24)
+OTHER = ModelShape(
+    vocab_size=11,
+    num_layers=2,
+    dim=16,
+    num_heads=4,
+    hidden_dim=24,
+    num_query_groups=2,
+    kv_channels=6,
+    learned_positions=8,
+    normalization="LayerNorm",
+    norm_epsilon=1e-3,
+    normalizes_query_key=False,
+    is_gated=False,
+    has_bias=True,
+    ties_embeddings=True,
+)
+SHAPES = [SHAPE, OTHER]
+
+
+def make_model(shape: ModelShape = SHAPE) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_have_one_row_per_position(shape: ModelShape) -> None:
+    assert make_model(shape)(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 11)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_later_token_does_not_change_earlier_logits(shape: ModelShape) -> None:
+    model, tokens = make_model(shape), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    changed = tokens.clone()
+    changed[0, 3] = 9
+    before, after = model(tokens)[0], model(changed)[0]
+    torch.testing.assert_close(before[:3], after[:3])
+    assert (before[3:] - after[3:]).abs().amax(dim=-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_order_of_earlier_tokens_matters(shape: ModelShape) -> None:
+    model = make_model(shape)
+    first, second = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
+    assert (first[0, -1] - second[0, -1]).abs().max() > 1e-4
+
+
+def test_rotation_keeps_lengths_and_leaves_position_zero() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    turned = rotate(x)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(turned[:, :, 0], x[:, :, 0])
+
+
+def test_rotated_products_depend_on_distance_only() -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(8, dtype=torch.float64).expand(1, 1, 6, 8) for _ in range(2))
+    products = rotate(query)[0, 0] @ rotate(key)[0, 0].T
+    torch.testing.assert_close(products[2, 0], products[5, 3], rtol=1e-6, atol=1e-9)
+    assert abs(products[2, 0] - products[3, 0]) > 1e-3
+
+
+def test_base_sets_the_slowest_frequency() -> None:
+    x = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64).expand(1, 1, 2, 4)
+    second = rotate(x, base=100.0)[0, 0, 1]  # its frequency is 100 ** -0.5
+    torch.testing.assert_close(second[1], torch.tensor(0.1).cos().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(second[3], torch.tensor(0.1).sin().double(), rtol=1e-6, atol=0)
+
+
+def attend(model: nn.Module, x: Tensor, groups: int) -> Tensor:
+    """Attention by its definition, head by head."""
+    projected, mixed = model.query_key_value(x)[0], []
+    for head in range(4):
+        group = head * groups // 4
+        query = projected[:, head * 4 : head * 4 + 4]
+        key = projected[:, 16 + group * 4 : 16 + group * 4 + 4]
+        value = projected[:, 16 + (groups + group) * 4 : 16 + (groups + group) * 4 + 4]
+        scores = (query @ key.T / 2.0).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+        mixed.append(scores.softmax(-1) @ value)
+    return model.output(torch.cat(mixed, 1))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_of_heads_share_keys_and_values(groups: int) -> None:
+    shape = ModelShape(
+        11, 1, 16, 4, 24, num_query_groups=groups, learned_positions=8, normalizes_query_key=False, init_std=0.3
+    )
+    attention = make_model(shape).blocks[0].attention
+    x = torch.randn(1, 5, 16)
+    torch.testing.assert_close(attention(x)[0], attend(attention, x, groups))
+
+
+def test_norms_queries_and_keys_by_head() -> None:
+    model = make_model()
+    attention = model.blocks[0].attention
+    with torch.no_grad():
+        before = attention(x := torch.randn(1, 5, 16))
+        attention.query_key_value.weight[:16] *= 7.0  # queries: their length does not matter
+        torch.testing.assert_close(attention(x), before, rtol=1e-3, atol=1e-5)
+        attention.query_key_value.weight[32:] *= 7.0  # values: it does
+        torch.testing.assert_close(attention(x), 7.0 * before, rtol=1e-3, atol=1e-5)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([(16, 4, 1), (16, 4, 2), (24, 4, None), (8, 1, None)]),
+    st.sampled_from([None, 6, 10]),
+    st.sampled_from([0, 9]),
+    st.sampled_from(["LayerNorm", "RMSNorm"]),
+    st.tuples(*[st.booleans()] * 4),
+)
+def test_parameter_formula_equals_the_parameters(
+    layers: int,
+    widths: tuple[int, int, int | None],
+    kv_channels: int | None,
+    positions: int,
+    normalization: str,
+    switches: tuple[bool, bool, bool, bool],
+) -> None:
+    dim, heads, groups = widths
+    shape = ModelShape(
+        11,
+        layers,
+        dim,
+        heads,
+        20,
+        groups,
+        kv_channels,
+        positions,
+        1e4,
+        normalization,
+        1e-5,
+        *switches,  # type: ignore[arg-type]
+    )
+    with torch.device("meta"):
+        model = Decoder(shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameter_numel
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("tiny", 133_568), ("cpu-small", 9_982_400), ("gpu-125m", 125_721_984), ("gpu-1b", 1_013_013_504)],
+)
+def test_presets_have_their_number_of_parameters(name: str, expected: int) -> None:
+    options = assemble((Layer("preset", find_preset(name)),)).model
+    shape = model_shape(options, vocab_size=256)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    assert shape.parameter_numel == sum(parameter.numel() for parameter in model.parameters()) == expected
+    assert sum(isinstance(module, Block) for module in model.modules()) == PRESETS[name]["num_layers"]
+
+
+def test_names_of_a_preset() -> None:
+    assert [name for name, _ in make_model().named_parameters()][:8] == [
+        "embedding.weight",
+        "blocks.0.attention_norm.weight",
+        "blocks.0.attention.query_key_value.weight",
+        "blocks.0.attention.output.weight",
+        "blocks.0.attention.query_norm.weight",
+        "blocks.0.attention.key_norm.weight",
+        "blocks.0.feed_forward_norm.weight",
+        "blocks.0.feed_forward.gate_and_value.weight",
+    ]
+
+
+def test_unknown_preset_is_refused_with_the_names() -> None:
+    with pytest.raises(ConfigurationError, match="preset 'huge' does not exist: choose one of tiny, cpu-small"):
+        find_preset("huge")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((11, 1, 10, 2, 8), "heads of width 5 .*give heads of even width, or --position-embedding-type"),
+        ((11, 1, 10, 3, 8), "--hidden-size 10 with --num-attention-heads 3 is not possible"),
+        ((11, 1, 16, 4, 8, 3), "--num-query-groups 3 does not divide --num-attention-heads 4"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelShape(*sizes)
+
+
+def test_initial_weights_have_the_deviation_that_was_asked_for() -> None:
+    torch.manual_seed(0)
+    model = Decoder(ModelShape(64, 8, 64, 4, 128, has_bias=True, init_std=0.5))
+    block = model.blocks[3]
+    for matrix in (model.embedding.weight, model.head.weight, block.attention.query_key_value.weight):
+        assert matrix.std().item() == pytest.approx(0.5, rel=0.05)
+    for matrix in (block.attention.output.weight, block.feed_forward.output.weight):
+        assert matrix.std().item() == pytest.approx(0.5 / 4, rel=0.05)  # the root of 2 * 8 layers
+    assert not block.attention.query_key_value.bias.any() and not block.feed_forward.output.bias.any()
+
+
+def test_tied_output_is_the_embedding() -> None:
+    model = make_model(OTHER)
+    assert model.head.weight is model.embedding.weight
+    assert make_model().head.weight is not make_model().embedding.weight
+
+
+def test_norms_biases_and_embeddings_are_not_decayed() -> None:
+    for shape, expected in ((SHAPE, 1 + 4 * 2 + 1), (OTHER, 2 + (2 * 2 + 4) * 2 + 2)):
+        model = make_model(shape)
+        decay, keep = split_for_decay(model)
+        assert sorted(decay + keep) == sorted(name for name, _ in model.named_parameters())
+        assert all(any(part in name for part in ("norm", "bias", "embedding", "positions")) for name in keep)
+        assert len(keep) == expected
+        assert not any("norm" in name or "embedding" in name for name in decay)
+
+
+def test_loss_of_equal_logits_is_the_logarithm_of_the_vocabulary() -> None:
+    loss = next_token_loss(torch.zeros(2, 3, 11, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, torch.tensor(11.0).log())
+
+
+def saved_and_gradients(granularity: str | None, num_layers: int | None) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Elements that autograd keeps, the loss, and all gradients."""
+    model = make_model(ModelShape(11, 3, 16, 2, 24))
+    if granularity is not None:
+        recompute(model, granularity, num_layers)  # type: ignore[arg-type]
+    kept, known = [], {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = next_token_loss(model(tokens := torch.arange(8)[None] % 11), tokens)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return sum(kept), loss.detach(), gradients
+
+
+def test_recomputation_keeps_less_and_changes_nothing() -> None:
+    all_kept, loss, gradients = saved_and_gradients(None, None)
+    sizes = {}
+    for granularity, layers in (("full", 1), ("full", 2), ("full", None), ("selective", None)):
+        kept, recomputed_loss, recomputed = saved_and_gradients(granularity, layers)
+        sizes[granularity, layers] = kept
+        assert torch.equal(recomputed_loss, loss)
+        assert recomputed.keys() == gradients.keys()
+        assert all(torch.equal(recomputed[name], gradient) for name, gradient in gradients.items())
+    a_block = all_kept - sizes["full", 1]
+    assert a_block > 0.25 * all_kept
+    assert sizes["full", 2] == all_kept - 2 * a_block
+    assert sizes["full", None] == all_kept - 3 * a_block
+    assert sizes["full", None] < sizes["selective", None] < 0.9 * all_kept
