@@ -40,6 +40,7 @@ _AT_LEAST_ZERO = {
 }
 _BELOW_ONE = {"optimizer": "lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum"}
 
+
 def check_options(options: Options) -> None:
     """Check every number, and that no option is given that could do nothing.
 
@@ -123,6 +124,11 @@ def _check_together(options: Options) -> None:
         raise ConfigurationError(
             "--fp16 contradicts --check-for-nan-in-loss-and-grad: the scale of the loss is found by gradients that "
             "overflow, and such steps are skipped; give one of them"
+        )
+    if model.num_experts is not None and model.transformer_impl == "local":
+        raise ConfigurationError(
+            f"--num-experts {model.num_experts} is not possible with the decoder of this package: give "
+            "--transformer-impl transformers"
         )
     if model.num_experts is not None and model.moe_router_topk > model.num_experts:
         raise ConfigurationError(

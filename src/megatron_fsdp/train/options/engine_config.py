@@ -39,6 +39,10 @@ def engine_config(
     config = _gradient_dtypes(options, _without_registration(config, notices), dtype, notices)
     for sentence in config.idle_settings().values():
         raise ConfigurationError(in_flags(sentence))
+    if config.megatron_fsdp_use_decoupled_grad:
+        raise ConfigurationError(
+            "--megatron-fsdp-use-decoupled-grad puts gradients where PyTorch's optimizers do not look: leave it out"
+        )
     try:
         resolved = resolve_ddp(config, sizes.data * sizes.context, 1)
     except (ConfigurationError, NotSupportedYetError) as error:
@@ -56,9 +60,7 @@ def _refuse_all(options: Options) -> None:
             )
 
 
-def _without_registration(
-    config: DistributedDataParallelConfig, notices: list[str]
-) -> DistributedDataParallelConfig:
+def _without_registration(config: DistributedDataParallelConfig, notices: list[str]) -> DistributedDataParallelConfig:
     """Without what NCCL would do with registered buffers, which this version does not have."""
     if not config.nccl_ub:
         return config
@@ -87,6 +89,12 @@ def _gradient_dtypes(
         comm = config.megatron_fsdp_grad_comm_dtype
     else:
         comm = torch.float32
+    if options.is_given("accumulate_allreduce_grads_in_fp32") and not training.grad_reduce_in_bf16:
+        flag = "accumulate-allreduce-grads-in-fp32"
+        notices.append(
+            f"--{flag if config.grad_reduce_in_fp32 else 'no-' + flag} has no effect of its own: gradients travel and "
+            "accumulate in float32, unless --grad-reduce-in-bf16 or the flags of dtypes say something else"
+        )
     main = config.megatron_fsdp_main_grads_dtype
     if main is None and not options.is_given("megatron_fsdp_main_grads_dtype") and not config.grad_reduce_in_fp32:
         main = torch.float32 if dtype != torch.float32 else None
@@ -121,3 +129,6 @@ def _implied(options: Options, strategy: ShardingStrategy) -> Iterator[str]:
     early = strategy >= ShardingStrategy.optim_grads
     if options.is_given("overlap_grad_reduce") and early and not config.overlap_grad_reduce:
         yield f"--no-overlap-grad-reduce has no effect: {shown} reduces gradients during backward in any case"
+    if options.is_given("overlap_param_gather") and strategy is ShardingStrategy.optim_grads_params:
+        if not config.overlap_param_gather:
+            yield f"--no-overlap-param-gather has no effect: {shown} gathers weights ahead in any case"

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SHAPE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings "
-    "position_embedding_type rotary_base normalization norm_epsilon qk_layernorm swiglu add_bias_linear "
-    "untie_embeddings_and_output_weights init_method_std make_vocab_size_divisible_by num_experts moe_router_topk "
-    "moe_ffn_hidden_size transformer_impl"
-).split()
+SHAPE = [
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "normalization",
+    "norm_epsilon",
+    "qk_layernorm",
+    "swiglu",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "transformer_impl",
+]
 """Options that a configuration of transformers answers."""
 
 _SHARDING = ("use_megatron_fsdp", "data_parallel_sharding_strategy")

@@ -61,7 +61,9 @@ IDLE: tuple[Idle, ...] = (
         "FSDP2 is not used",
         "give --use-torch-fsdp2, or leave it out",
     ),
-    _idle("initial_loss_scale", lambda o: not o.training.fp16, "the loss is not scaled", "give --fp16, or leave it out"),
+    _idle(
+        "initial_loss_scale", lambda o: not o.training.fp16, "the loss is not scaled", "give --fp16, or leave it out"
+    ),
     _idle(
         "recompute_num_layers recompute_method",
         lambda o: o.training.recompute_granularity != "full",
