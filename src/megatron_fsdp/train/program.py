@@ -14,7 +14,8 @@ from megatron_fsdp.train.launch.failures import EXIT_USAGE, report_failure
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
 from megatron_fsdp.train.launch.ranks import join_ranks
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.environment import with_environment
+from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
 
@@ -31,7 +32,7 @@ def start_ranks(argv: Sequence[str]) -> int:
         device_type = find_device_type(options.parallel.device)
         num_accelerators = 0 if device_type == "cpu" else torch.accelerator.device_count()
         ranks = choose_ranks(options.parallel.nproc, num_accelerators=num_accelerators, num_cores=count_cores())
-        resolve(options, world_of(options, ranks))
+        resolve_here(options, ranks)
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -48,12 +49,22 @@ def run_rank(argv: Sequence[str]) -> int:
 
         options = parse_options(argv)
         with join_ranks(find_device_type(options.parallel.device)) as rank:
-            run_job(resolve(options, world_of(options, rank.count)), rank)
+            run_job(resolve_here(options, rank.count), rank)
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
         sys.stderr.flush()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
     return 0
+
+
+def resolve_here(options: Options, ranks: int) -> Job:
+    """The job of these options on this machine, with what its environment adds.
+
+    Raises:
+        ConfigurationError: As `resolve` and `check_environment`.
+    """
+    world = world_of(options, ranks)
+    return with_environment(resolve(options, world), world, os.environ)
 
 
 def world_of(options: Options, ranks: int) -> World:
@@ -64,7 +75,16 @@ def world_of(options: Options, ranks: int) -> World:
     """
     device_type = find_device_type(options.parallel.device)
     multiplies_bf16 = device_type != "cpu" or cpu_multiplies_bf16()
-    return World(ranks, device_type, multiplies_bf16, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return World(ranks, device_type, multiplies_bf16, restarts, is_before_blackwell(device_type))
+
+
+def is_before_blackwell(device_type: str) -> bool:
+    """Whether this machine has an accelerator of NVIDIA with a compute capability below 10.0."""
+    if device_type != "cuda" or torch.version.hip is not None:
+        return False
+    major, _ = torch.get_device_module(device_type).get_device_capability()
+    return bool(major < 10)
 
 
 def cpu_multiplies_bf16() -> bool:

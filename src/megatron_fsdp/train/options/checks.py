@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.data_checks import check_data
-from megatron_fsdp.train.options.options import Options, flag_for
+from megatron_fsdp.train.options.idle import check_idle
+from megatron_fsdp.train.options.options import DDP_FIELDS, Options, flag_for
 
 _AT_LEAST_ONE = {
     "model": (
@@ -40,27 +41,6 @@ _AT_LEAST_ZERO = {
 }
 _BELOW_ONE = {"optimizer": "lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum"}
 
-_NEEDS: tuple[tuple[str, str, str], ...] = (
-    ("save_interval", "save", "there is no folder to save to"),
-    ("keep_last", "save", "there is no folder to save to"),
-    ("async_save", "save", "there is no folder to save to"),
-    ("no_save_optim", "save", "there is no folder to save to"),
-    ("no_save_rng", "save", "there is no folder to save to"),
-    ("max_failed_saves", "save", "there is no folder to save to"),
-    ("finetune", "load", "nothing is loaded"),
-    ("no_load_optim", "load", "nothing is loaded"),
-    ("no_load_rng", "load", "nothing is loaded"),
-    ("strict_fsdp_dtensor_load", "load", "nothing is loaded"),
-    ("verify_integrity", "load", "nothing is loaded"),
-    ("recompute_num_layers", "recompute_granularity", "nothing is recomputed"),
-    ("moe_router_topk", "num_experts", "there are no experts"),
-    ("moe_ffn_hidden_size", "num_experts", "there are no experts"),
-    ("torch_fsdp2_no_reshard_after_forward", "use_torch_fsdp2", "FSDP2 is not used"),
-    ("initial_loss_scale", "fp16", "the loss is not scaled"),
-    ("sample_tokens", "prompt", "nothing is written"),
-)
-"""(option, option that it needs, why): the first alone does nothing."""
-
 
 def check_options(options: Options) -> None:
     """Check every number, and that no option is given that could do nothing.
@@ -80,18 +60,10 @@ def check_options(options: Options) -> None:
     for name, value in _numbers(options, _BELOW_ONE):
         if not 0 <= value < 1:
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 0 or more, and less than 1")
-    _check_needed(options)
+    check_idle(options)
     _check_alternatives(options)
     check_data(options)
-    if options.checkpoint.ckpt_format != "fsdp_dtensor":
-        raise ConfigurationError(
-            f"--ckpt-format {options.checkpoint.ckpt_format} is not written or read in training: leave it at "
-            "fsdp_dtensor, and convert a torch_dist checkpoint first with tools/checkpoint/checkpoint_inspector.py"
-        )
-    if options.training.gradient_accumulation_fusion:
-        raise ConfigurationError(
-            "--gradient-accumulation-fusion is not there yet: give --no-gradient-accumulation-fusion, or leave it out"
-        )
+    _check_together(options)
 
 
 def _numbers(options: Options, table: dict[str, str]) -> Iterator[tuple[str, float]]:
@@ -102,37 +74,81 @@ def _numbers(options: Options, table: dict[str, str]) -> Iterator[tuple[str, flo
                 yield name, value
 
 
-def _check_needed(options: Options) -> None:
-    for name, needed, why in _NEEDS:
-        if options.is_given(name) and not options.is_given(needed):
-            raise ConfigurationError(
-                f"{flag_for(name)} does nothing without {flag_for(needed)}, since {why}: give both or neither"
-            )
-
-
 _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "fp16", "the model computes in one dtype"),
     ("lr_warmup_iters", "lr_warmup_fraction", "both say how long the learning rate rises"),
     ("hf_config", "hf_model", "the folder of weights has a configuration"),
-    ("hf_config", "num_layers", "the configuration has a shape"),
-    ("hf_model", "num_layers", "the folder has a shape"),
     ("use_torch_fsdp2", "use_megatron_fsdp", "one engine shards the model"),
     ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32", "gradients travel in one dtype"),
     ("grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "both say the dtype that gradients travel in"),
+    ("bf16", "auto_bf16", "both say the dtype that the model computes in"),
+    ("fp16", "auto_bf16", "both say the dtype that the model computes in"),
 )
-"""(option, option, why): not both, unless one of them only comes from a preset, which then gives way."""
+"""(option, option, why): not both. Those of a preset have given way before (`giving_way`)."""
 
 
 def _check_alternatives(options: Options) -> None:
     for first, second, why in _ALTERNATIVES:
-        said = [options.origins.get(name, "").partition(" ")[0] for name in (first, second)]
-        on = [bool(_value(options, name)) for name in (first, second)]
-        if all(said) and "preset" not in said and all(on):
-            raise ConfigurationError(f"{flag_for(first)} contradicts {flag_for(second)}, since {why}: give one of them")
+        if options.is_given(first) and options.is_given(second) and _is_on(options, first) and _is_on(options, second):
+            raise ConfigurationError(
+                f"{flag_for(first)} (from the {options.origins[first]}) contradicts {flag_for(second)} (from the "
+                f"{options.origins[second]}), since {why}: give one of them"
+            )
 
 
-def _value(options: Options, name: str) -> object:
-    for section in (options.model, options.parallel, options.training, options.optimizer, options.ddp):
-        if hasattr(section, name):
-            return getattr(section, name)
-    return options.ddp.grad_reduce_in_fp32 if name == "accumulate_allreduce_grads_in_fp32" else None
+def _is_on(options: Options, name: str) -> bool:
+    """Whether an option has a value that is not a switch turned off."""
+    if name in DDP_FIELDS:
+        value = getattr(options.ddp, DDP_FIELDS[name])
+    else:
+        value = next(getattr(section, name) for section in options.sections() if hasattr(section, name))
+    return value not in (None, False)
+
+
+def _check_together(options: Options) -> None:
+    """Values of several options that cannot stand together."""
+    model, training, ddp = options.model, options.training, options.ddp
+    if options.checkpoint.ckpt_format != "fsdp_dtensor":
+        raise ConfigurationError(
+            f"--ckpt-format {options.checkpoint.ckpt_format} is not written or read in training: leave it at "
+            "fsdp_dtensor, and convert a torch_dist checkpoint first with tools/checkpoint/checkpoint_inspector.py"
+        )
+    if training.gradient_accumulation_fusion:
+        raise ConfigurationError(
+            "--gradient-accumulation-fusion is not there yet: give --no-gradient-accumulation-fusion, or leave it out"
+        )
+    if training.calculate_per_token_loss and ddp.average_in_collective:
+        raise ConfigurationError(
+            "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "
+            "give one of them"
+        )
+    if training.fp16 and ddp.check_for_nan_in_grad:
+        raise ConfigurationError(
+            "--fp16 contradicts --check-for-nan-in-loss-and-grad: the scale of the loss is found by gradients that "
+            "overflow, and such steps are skipped; give one of them"
+        )
+    if model.num_experts is not None and model.transformer_impl == "local":
+        raise ConfigurationError(
+            f"--num-experts {model.num_experts} is not possible with the decoder of this package: give "
+            "--transformer-impl transformers"
+        )
+    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
+        raise ConfigurationError(
+            f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: give less"
+        )
+    positions, length = model.max_position_embeddings, model.seq_length
+    if positions is not None and length is not None and positions < length:
+        raise ConfigurationError(
+            f"--max-position-embeddings {positions} is less than --seq-length {length}: give as many positions as a "
+            "sample has tokens, or shorter samples"
+        )
+    layers = training.recompute_num_layers
+    if training.recompute_method == "uniform" and layers != 1:
+        raise ConfigurationError(
+            f"--recompute-method uniform --recompute-num-layers {layers} is not possible: every block is recomputed by "
+            "itself; give --recompute-num-layers 1"
+        )
+    if layers is not None and model.num_layers is not None and layers > model.num_layers:
+        raise ConfigurationError(
+            f"--recompute-num-layers {layers} is more than --num-layers {model.num_layers}: give less, or leave it out"
+        )

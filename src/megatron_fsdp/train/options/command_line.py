@@ -9,34 +9,64 @@ from typing import Any
 
 from megatron_fsdp.command_parser import Parser
 from megatron_fsdp.ddp_config_flags import add_flags
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.config_file import read_config_file
 from megatron_fsdp.train.options.fields import Option, options_of
-from megatron_fsdp.train.options.known_flags import EXPLAINED, REFUSED
-from megatron_fsdp.train.options.options import SECTIONS, Layer, Options, assemble
+from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.options import SECTIONS, Layer, Options, assemble, fixed_notice, flag_for
 from megatron_fsdp.train.options.presets import PRESETS, find_preset
+from megatron_fsdp.train.options.refused_flags import REFUSED
+from megatron_fsdp.train.options.spellings import ALIASES
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
+
+_EXPLAINED, _WRONG = "explained", "wrong"
+_USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
 _DESCRIPTION = """Train a decoder-only transformer on text that is on this machine, sharded over ranks. Under torchrun
 this process is a rank; else it starts the ranks itself. Flags have the names of Megatron-LM."""
 
 
 class TrainParser(Parser):
-    """The parser of the trainer: knows which flags of Megatron-LM are refused, and why."""
+    """The parser of the trainer: tells of all flags that are wrong at once, and what to do about each."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As the base class, but a flag that is refused gives its reason."""
-        for word in args or ():
-            flag = str(word).partition("=")[0]
-            if flag in REFUSED:
-                self.exit(2, f"{self.prog}: error: {flag} is not possible here: {REFUSED[flag]}\n")
-        return super().parse_known_args(args, namespace)
+        """As argparse's, but flags that are refused give their reason, and unknown ones the nearest name."""
+        words = [str(word) for word in args or ()]
+        flags = list(dict.fromkeys(word.partition("=")[0] for word in words))
+        wrong = [f"{flag} is not possible here: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
+        found, left = argparse.ArgumentParser.parse_known_args(self, args, namespace)
+        wrong += vars(found).pop(_WRONG, ())
+        unknown = [word for word in left if word.startswith("-") and word.partition("=")[0] not in REFUSED]
+        wrong += [f"there is no flag {word}{self._suggestion(f'unrecognized arguments: {word}')}" for word in unknown]
+        if left and not wrong:
+            wrong = [f"{left[0]!r} belongs to no flag: leave it out"]
+        if wrong:
+            self.exit(2, "".join(f"{self.prog}: error: {text}\n" for text in wrong))
+        return found, []
+
+
+class HelpText(argparse.HelpFormatter):
+    """Writes `--x, --no-x` as `--[no-]x`, and breaks what is too wide."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flags = action.option_strings
+        on = flags[0] if flags else ""
+        off = f"--no-{on.removeprefix('--')}"
+        if action.nargs == 0 and flags[1:2] == [off]:
+            shown = ", ".join([f"--[no-]{on.removeprefix('--')}", *flags[2:]])
+        else:
+            shown = super()._format_action_invocation(action)
+        if len(shown) + self._current_indent <= self._width:
+            return shown
+        first, _, rest = shown.partition(" ")
+        return f"{first}\n{' ' * (self._current_indent + 2)}{rest}"
 
 
 def make_parser() -> TrainParser:
     """The parser; a namespace that it returns holds what was given and nothing else."""
-    parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, formatter_class=argparse.HelpFormatter)
+    parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE, formatter_class=HelpText)
     start = parser.add_argument_group("where to begin")
     start.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML with options by their names; flags win over it"
@@ -47,10 +77,8 @@ def make_parser() -> TrainParser:
         for option in options_of(cls):
             _add(group, option)
     add_flags(parser)
-    explained = parser.add_argument_group("of Megatron-LM, without an effect here")
-    for flag, known in EXPLAINED.items():
-        arguments: dict[str, Any] = {"nargs": "+"} if known.takes_value else {"nargs": 0}
-        explained.add_argument(flag, dest="explained", action=_Explain, help=known.reason, **arguments)
+    _add_spellings(parser)
+    _add_known(parser)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return parser
@@ -61,19 +89,20 @@ def parse_options(argv: Sequence[str]) -> Options:
 
     Raises:
         ConfigurationError: A file, a name or a value is not possible.
-        SystemExit: Help was asked for (0), or a flag is unknown, refused or lacks its value (2); it was said on
+        SystemExit: Help was asked for (0), or flags are unknown, refused or lack their value (2); it was said on
             standard error.
     """
     given = dict(vars(make_parser().parse_args(list(argv))))
-    explained = tuple(given.pop("explained", ()))
+    explained = tuple(given.pop(_EXPLAINED, ()))
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
     if path is not None:
         values = dict(read_config_file(path))
-        preset = values.pop("preset", None) if preset is None else (values.pop("preset", None), preset)[1]
+        of_file = values.pop("preset", None)
+        preset = of_file if preset is None else preset
         layers.insert(0, Layer(f"config {path}", values))
     if preset is not None:
-        layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset))))
+        layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
     return assemble(tuple(layers), explained)
 
 
@@ -81,12 +110,47 @@ class _Explain(argparse.Action):
     """Notes that a flag without an effect was given."""
 
     def __call__(self, _parser: Any, namespace: Any, _values: Any, option_string: str | None = None) -> None:
-        noted = getattr(namespace, "explained", ())
-        namespace.explained = *noted, f"{option_string} has no effect: {EXPLAINED[str(option_string)].reason}"
+        _note(namespace, _EXPLAINED, f"{option_string} has no effect: {EXPLAINED[str(option_string)].reason}")
+
+
+class _Fix(argparse.Action):
+    """Notes that a flag with one possible value was given, and whether it had that."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            _note(namespace, _EXPLAINED, fixed_notice(str(option_string), str(values), COMMAND_LINE))
+        except ConfigurationError as error:
+            _note(namespace, _WRONG, str(error))
+
+
+def _note(namespace: Any, attribute: str, text: str) -> None:
+    setattr(namespace, attribute, (*getattr(namespace, attribute, ()), text))
+
+
+def _add_spellings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("other spellings", "names of Megatron-LM for options from above")
+    for flag, spelling in ALIASES.items():
+        if flag not in parser._option_string_actions:
+            more: dict[str, Any] = {"metavar": "VALUE"}
+            if spelling.value is not None:
+                more = {"action": "store_const", "const": spelling.value}
+            group.add_argument(flag, dest=spelling.name, help=f"sets {flag_for(spelling.name)}", **more)
+
+
+def _add_known(parser: argparse.ArgumentParser) -> None:
+    fixed = parser.add_argument_group("of Megatron-LM, with one possible value", "without an effect, too")
+    for flag, known in FIXED.items():
+        shown = "{" + ",".join(known.values) + "}"
+        fixed.add_argument(flag, dest=_EXPLAINED, action=_Fix, metavar=shown, help=known.reason)
+    explained = parser.add_argument_group("of Megatron-LM, without an effect here", "docs/training_flags.md has more")
+    for flag, plain in EXPLAINED.items():
+        arguments: dict[str, Any] = {"nargs": "+", "metavar": "VALUE"} if plain.takes_value else {"nargs": 0}
+        explained.add_argument(flag, dest=_EXPLAINED, action=_Explain, help=plain.reason, **arguments)
 
 
 def _add(group: Any, option: Option) -> None:
-    help_text = f"{option.meaning} (default: {_shown(option.default)})".strip().replace("%", "%%")
+    told = "" if "default:" in option.meaning else f" (default: {_shown(option.default)})"
+    help_text = f"{option.meaning}{told}".strip().replace("%", "%%")
     if option.is_switch:
         flags = [option.flag, *option.off_flags]
         group.add_argument(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp.ddp_config_flags import MEGATRON_DEFAULTS, destination_of, flag_of
+from megatron_fsdp.ddp_config_flags import MEGATRON_DEFAULTS, destination_of, flag_of, off_flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.checkpoint import CheckpointOptions
 from megatron_fsdp.train.options.data import DataOptions
 from megatron_fsdp.train.options.fields import Option, converter_of, options_of
+from megatron_fsdp.train.options.giving_way import giving_way
+from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
 from megatron_fsdp.train.options.model import ModelOptions
 from megatron_fsdp.train.options.parallelism import ParallelOptions
 from megatron_fsdp.train.options.recovery import RecoveryOptions
+from megatron_fsdp.train.options.refused_flags import REFUSED
 from megatron_fsdp.train.options.reporting import ReportingOptions
+from megatron_fsdp.train.options.spellings import Spelling, spellings
 from megatron_fsdp.train.options.training import OptimizerOptions, TrainingOptions
 
 SECTIONS: Mapping[str, type] = {
@@ -38,6 +43,9 @@ DDP_FIELDS: Mapping[str, str] = {
     destination_of(name): name for name in DistributedDataParallelConfig.__dataclass_fields__
 }
 """From the key of an option to the field of `DistributedDataParallelConfig` that it sets."""
+
+SPELLINGS: Mapping[str, Spelling] = spellings(OPTIONS)
+"""Flags that set an option and are not named like it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,14 @@ class Options:
         """Whether an option was said, in whatever way."""
         return name in self.origins
 
+    def is_chosen(self, name: str) -> bool:
+        """Whether the user said an option, in place of a preset."""
+        return not self.origins.get(name, "preset").startswith("preset")
+
+    def sections(self) -> tuple[object, ...]:
+        """The sections but for `ddp`."""
+        return tuple(getattr(self, attribute) for attribute in SECTIONS)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -81,11 +97,14 @@ class Layer:
 
     Attributes:
         origin: Such as `command line`.
-        values: By the name of the option; of fields of `DistributedDataParallelConfig`, by `DDP_FIELDS`.
+        values: By the name of the option, with dashes or underscores; fields of `DistributedDataParallelConfig` by the
+            name of the field or of its flag.
+        gives_way: Whether values that fit no value of a later layer are dropped, as those of a preset are.
     """
 
     origin: str
     values: Mapping[str, Any]
+    gives_way: bool = False
 
 
 def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = ()) -> Options:
@@ -96,23 +115,75 @@ def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = ()) -> Opti
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for layer in layers:
-        for key, value in layer.values.items():
-            name = canonical_name(key, layer.origin)
-            values[name] = converter_of(OPTIONS[name])(value) if _is_single(name) else _many(name, value)
-            origins[name] = layer.origin
+    notices = list(explained)
+    for layer in reversed(layers):
+        read = _read(layer, notices)
+        for name in giving_way(read, values) if layer.gives_way else ():
+            del read[name]
+        values = {**read, **values}
+        origins = {**dict.fromkeys(read, layer.origin), **origins}
     sections = {
         attribute: cls(**{option.name: values[option.name] for option in options_of(cls) if option.name in values})
         for attribute, cls in SECTIONS.items()
     }
-    return Options(**sections, ddp=_ddp_config(values), origins=origins, explained=explained)
+    return Options(**sections, ddp=_ddp_config(values, notices), origins=origins, explained=tuple(notices))
+
+
+def _read(layer: Layer, notices: list[str]) -> dict[str, Any]:
+    """The values of a layer by the names of options, in the types of these."""
+    found: dict[str, Any] = {}
+    for key, value in layer.values.items():
+        flag = "--" + key.removeprefix("--").replace("_", "-")
+        if flag in SPELLINGS or flag in EXPLAINED or flag in FIXED:
+            said = _said_otherwise(flag, value, layer.origin, notices)
+            if said is None:
+                continue
+            name, value = said
+        else:
+            name = canonical_name(key, layer.origin)
+        if name in found:
+            raise ConfigurationError(f"the {layer.origin} gives {flag_for(name)} twice ({key!r}): give it once")
+        found[name] = converter_of(OPTIONS[name])(value) if _is_single(name) else _many(name, value)
+    return found
+
+
+def _said_otherwise(flag: str, value: Any, origin: str, notices: list[str]) -> tuple[str, Any] | None:
+    """The option and its value for a flag that is not the one of an option; None where it sets none."""
+    if flag in FIXED:
+        notices.append(fixed_notice(flag, str(value), origin))
+        return None
+    if flag in EXPLAINED:
+        if value is not False:
+            notices.append(f"{flag} has no effect: {EXPLAINED[flag].reason}")
+        return None
+    spelling = SPELLINGS[flag]
+    if spelling.value is None:
+        return spelling.name, value
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{flag[2:]}: {value!r} in the {origin} is not possible: give true or false")
+    return (spelling.name, spelling.value) if value else None
+
+
+def fixed_notice(flag: str, value: str, origin: str) -> str:
+    """What to tell of a flag of Megatron-LM that may only have one value.
+
+    Raises:
+        ConfigurationError: It has another one.
+    """
+    fixed = FIXED[flag]
+    if not fixed.allows(value):
+        raise ConfigurationError(
+            f"{flag} {value} in the {origin} is not possible: {fixed.reason}; give {' or '.join(fixed.values)}, or "
+            "leave it out"
+        )
+    return f"{flag} {value} has no effect: {fixed.reason}"
 
 
 def canonical_name(key: str, origin: str) -> str:
     """The name of an option that was written with dashes or underscores.
 
     Raises:
-        ConfigurationError: There is none; names the nearest.
+        ConfigurationError: There is none; names the nearest, or the reason.
     """
     name = key.removeprefix("--").replace("-", "_")
     if name in OPTIONS or name in DDP_FIELDS:
@@ -120,6 +191,9 @@ def canonical_name(key: str, origin: str) -> str:
     for destination, field_name in DDP_FIELDS.items():
         if name == field_name:
             return destination
+    flag = "--" + name.replace("_", "-")
+    if flag in REFUSED:
+        raise ConfigurationError(f"{key!r} in the {origin} is not possible here: {REFUSED[flag]}")
     near = difflib.get_close_matches(name, [*OPTIONS, *DDP_FIELDS], 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigurationError(f"{key!r} in the {origin} is no option{hint}")
@@ -141,7 +215,7 @@ def _many(name: str, value: Any) -> Any:
     return tuple(convert(part) for part in (value if isinstance(value, list | tuple) else [value]))
 
 
-def _ddp_config(values: Mapping[str, Any]) -> DistributedDataParallelConfig:
+def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDataParallelConfig:
     """The configuration that was asked for.
 
     The strategy without a flag is that of Megatron-LM's command line: everything is sharded. The other two defaults
@@ -149,6 +223,31 @@ def _ddp_config(values: Mapping[str, Any]) -> DistributedDataParallelConfig:
     trainer, and gathers align only where pipelines are interleaved.
     """
     given = {DDP_FIELDS[name]: value for name, value in values.items() if name in DDP_FIELDS}
+    if given.pop("use_custom_fsdp", False):
+        notices.append("--use-custom-fsdp: the former name of --use-megatron-fsdp, and taken as such")
+        given["use_megatron_fsdp"] = True
     if given.get("use_megatron_fsdp"):
         given.setdefault("data_parallel_sharding_strategy", MEGATRON_DEFAULTS["data_parallel_sharding_strategy"])
-    return DistributedDataParallelConfig(**given)
+    try:
+        return DistributedDataParallelConfig(**given)
+    except ConfigurationError as error:
+        raise ConfigurationError(in_flags(str(error))) from None
+
+
+def in_flags(message: str) -> str:
+    """A message about fields of `DistributedDataParallelConfig` in the words of the command line.
+
+    `nccl_ub=True` becomes `--use-nccl-ub`, `overlap_grad_reduce=False` `--no-overlap-grad-reduce`, and so on.
+    """
+    names = "|".join(sorted(DDP_FIELDS.values(), key=len, reverse=True))
+    value = r"""(?:=(True|False|None|'[^']*'|"[^"]*"|[\w.]*\w))?"""
+    return re.sub(rf"\b({names})\b{value}", _in_flags, message)
+
+
+def _in_flags(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if value == "False":
+        return off_flag_of(name)
+    if value in (None, "True", "None"):
+        return flag_of(name)
+    return f"{flag_of(name)} {value.strip(chr(39) + chr(34)).removeprefix('torch.')}"

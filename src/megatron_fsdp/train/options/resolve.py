@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.batch import plan_batch
 from megatron_fsdp.train.options.checks import check_options
+from megatron_fsdp.train.options.engine_config import engine_config
+from megatron_fsdp.train.options.idle import idle_notices
 from megatron_fsdp.train.options.job import EngineName, Job, Sizes, World
 from megatron_fsdp.train.options.model_checks import check_model
-from megatron_fsdp.train.options.options import DDP_FIELDS, Options
+from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.size_checks import check_sizes
-
-_UNREGISTERED = "buffers are not registered with NCCL by this version"
 
 
 def resolve(options: Options, world: World) -> Job:
@@ -37,24 +37,27 @@ def resolve(options: Options, world: World) -> Job:
     dtype = _dtype(options, world)
     train_iters = _require(options.training.train_iters, "--train-iters", "how many steps to train")
     micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
-    if options.training.calculate_per_token_loss and options.ddp.average_in_collective:
-        raise ConfigurationError(
-            "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "
-            "give one of them"
-        )
     if options.training.fp16 and (options.ddp.check_for_nan_in_grad or options.ddp.check_for_large_grads):
         raise ConfigurationError(
             "--fp16 finds the scale of the loss by gradients that overflow, which --check-for-nan-in-grad and "
             "--check-for-large-grads end the run for: leave them out"
         )
     if options.is_given("gradient_accumulation_fusion"):
-        notices.append("gradient accumulation fusion is off, as it always is in this version")
+        notices.append("--no-gradient-accumulation-fusion: it is off in any case in this version")
+    notices += [*idle_notices(options), *_rank_notices(options, world)]
+    batch = plan_batch(micro, options.training.global_batch_size, sizes.data)
+    if batch.filled:
+        notices.append(
+            f"{batch.filled} of {batch.total + batch.filled} samples of a step only fill up, and do not count: "
+            f"--global-batch-size {batch.total} is no multiple of --micro-batch-size {micro} x {sizes.data} "
+            "data-parallel ranks"
+        )
     return Job(
-        options=options,
+        options=_with_uniform_recompute(options),
         engine=engine,
-        ddp=_ddp(options, dtype, engine, notices),
+        ddp=engine_config(options, dtype, engine, sizes, notices),
         sizes=sizes,
-        batch=plan_batch(micro, options.training.global_batch_size, sizes.data),
+        batch=batch,
         dtype=dtype,
         schedule=_schedule(options, train_iters),
         train_iters=train_iters,
@@ -70,8 +73,21 @@ def _require(value: int | None, flag: str, meaning: str) -> int:
     return value
 
 
+def _rank_notices(options: Options, world: World) -> Iterator[str]:
+    nproc = options.parallel.nproc
+    if nproc is not None and nproc != world.ranks:
+        yield f"--nproc {nproc} has no effect: {world.ranks} ranks were started"
+
+
+def _with_uniform_recompute(options: Options) -> Options:
+    """Blocks that are recomputed one by one, all of them, are those without a number."""
+    if options.training.recompute_method != "uniform":
+        return options
+    return replace(options, training=replace(options.training, recompute_num_layers=None))
+
+
 def _engine(options: Options) -> EngineName:
-    if options.parallel.use_torch_fsdp2 and not options.origins.get("use_torch_fsdp2", "").startswith("preset"):
+    if options.parallel.use_torch_fsdp2:
         return "torch_fsdp2"
     return "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
 
@@ -105,53 +121,6 @@ def _dtype(options: Options, world: World) -> torch.dtype:
     return torch.bfloat16 if training.auto_bf16 and world.multiplies_bf16 else torch.float32
 
 
-def _ddp(options: Options, dtype: torch.dtype, engine: EngineName, notices: list[str]) -> DistributedDataParallelConfig:
-    """The configuration of the engine: dtypes of gradients filled in, what cannot have an effect taken out and told."""
-    config = options.ddp
-    if engine == "torch_fsdp2":
-        given = [name for name in options.origins if name in DDP_FIELDS and name != "use_megatron_fsdp"]
-        given = [name for name in given if not options.origins[name].startswith("preset")]
-        if given:
-            raise ConfigurationError(
-                f"--{given[0].replace('_', '-')} does nothing with --use-torch-fsdp2: leave it out, or shard with "
-                "--use-megatron-fsdp"
-            )
-        return replace(config, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
-    if not config.nccl_ub and (config.fsdp_manual_registration or config.disable_symmetric_registration):
-        name = "fsdp-manual-registration" if config.fsdp_manual_registration else "disable-symmetric-registration"
-        raise ConfigurationError(f"--{name} does nothing without --use-nccl-ub: give both or neither")
-    if config.nccl_ub:
-        doubled = "; gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
-        notices.append(f"--use-nccl-ub: {_UNREGISTERED}{doubled}")
-        if config.fsdp_manual_registration:
-            notices.append(f"--fsdp-manual-registration has no effect: {_UNREGISTERED}")
-        if config.disable_symmetric_registration:
-            notices.append(f"--disable-symmetric-registration has no effect: {_UNREGISTERED}")
-        config = replace(config, nccl_ub=False, fsdp_manual_registration=False, disable_symmetric_registration=False)
-    return _gradient_dtypes(options, config, dtype, notices)
-
-
-def _gradient_dtypes(
-    options: Options, config: DistributedDataParallelConfig, dtype: torch.dtype, notices: list[str]
-) -> DistributedDataParallelConfig:
-    """Gradients of half-precision models travel and accumulate in float32, unless something else was said."""
-    training = options.training
-    if training.grad_reduce_in_bf16 and not options.is_given("megatron_fsdp_grad_comm_dtype"):
-        comm: torch.dtype | None = torch.bfloat16
-        if dtype == torch.float32 and not training.auto_bf16:
-            notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
-        if dtype == torch.float32 and training.auto_bf16:
-            comm = None  # what the hardware cannot multiply it need not send
-    elif options.is_given("megatron_fsdp_grad_comm_dtype") or config.grad_reduce_in_fp32 or dtype == torch.float32:
-        comm = config.megatron_fsdp_grad_comm_dtype
-    else:
-        comm = torch.float32
-    main = config.megatron_fsdp_main_grads_dtype
-    if main is None and not options.is_given("megatron_fsdp_main_grads_dtype") and not config.grad_reduce_in_fp32:
-        main = torch.float32 if dtype != torch.float32 else None
-    return replace(config, megatron_fsdp_grad_comm_dtype=comm, megatron_fsdp_main_grads_dtype=main)
-
-
 def _schedule(options: Options, train_iters: int) -> Schedule:
     optimizer = options.optimizer
     decay = train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
@@ -160,7 +129,7 @@ def _schedule(options: Options, train_iters: int) -> Schedule:
     if optimizer.min_lr > optimizer.lr:
         raise ConfigurationError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}: give less")
     warmup = optimizer.lr_warmup_iters
-    if optimizer.lr_warmup_fraction is not None and not options.origins.get("lr_warmup_iters", "").startswith("c"):
+    if optimizer.lr_warmup_fraction is not None:
         warmup = int(optimizer.lr_warmup_fraction * decay)
     if warmup >= decay:
         raise ConfigurationError(

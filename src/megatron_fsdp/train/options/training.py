@@ -27,7 +27,9 @@ class TrainingOptions:
         calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
         gradient_accumulation_fusion: Let matrix products add into the gradient. Not there yet: `--no-...` says so.
         recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
-        recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all.
+        recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
+        recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
+            method uniform it is 1, the blocks that are recomputed together.
         eval_interval: Steps between evaluations; default: none before the end.
         eval_iters: Global batches of held-out text for each evaluation.
         skip_train: Only evaluate, and write a sample.
@@ -47,6 +49,7 @@ class TrainingOptions:
     calculate_per_token_loss: bool = False
     gradient_accumulation_fusion: bool = False
     recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     eval_interval: int | None = None
     eval_iters: int = 2

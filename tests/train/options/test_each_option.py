@@ -1,0 +1,36 @@
+"""Each option and each field of the engine's configuration changes something that can be seen."""
+
+import pytest
+
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.options import OPTIONS
+from megatron_fsdp.train.options.resolve import resolve
+from tests.train.options.option_cases import FIELD_CASES, OPTION_CASES, Case
+
+CASES = {**OPTION_CASES, **FIELD_CASES}
+
+
+def job_of(words: str, world: World) -> Job:
+    return resolve(parse_options(words.split()), world)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_changes_what_it_is_said_to(name: str) -> None:
+    case: Case = CASES[name]
+    before = case.seen(job_of(case.start, case.world))
+    if isinstance(case.expected, str) and case.seen.__name__ == "notices":
+        with pytest.raises(ConfigurationError) as caught:
+            job_of(f"{case.start} {case.words}", case.world)
+        assert str(caught.value).startswith(case.expected)
+        return
+    after = case.seen(job_of(f"{case.start} {case.words}", case.world))
+    assert after == case.expected
+    assert after != before
+
+
+def test_no_option_lacks_a_case() -> None:
+    assert set(OPTION_CASES) == set(OPTIONS)
+    assert set(FIELD_CASES) == set(DistributedDataParallelConfig.__dataclass_fields__)

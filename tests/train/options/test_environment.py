@@ -1,0 +1,83 @@
+"""Variables of the environment that the user guide warns of."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.environment import check_environment, with_environment
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.resolve import resolve
+
+CUDA, CPU = World(4, "cuda"), World(4, "cpu")
+HOPPER = World(4, "cuda", needs_one_connection=True)
+UNITS, BUCKETS = "--preset tiny", "--preset tiny --no-use-megatron-fsdp"
+FSDP2, REGISTERED = "--preset tiny --use-torch-fsdp2", "--preset tiny --use-nccl-ub"
+TENSOR = "--preset tiny --transformer-impl transformers --tensor-model-parallel-size 2"
+ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:True"}
+GROWING_NEW_NAME = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def job_of(words: str, world: World = CUDA) -> Job:
+    return resolve(parse_options(words.split()), world)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "world"),
+    [
+        ({}, UNITS, CUDA),
+        ({}, UNITS, HOPPER),
+        ({}, TENSOR, CUDA),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, UNITS, CUDA),
+        (ONE, BUCKETS, CUDA),
+        (GROWING, UNITS, CUDA),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, REGISTERED, CUDA),
+    ],
+)
+def test_what_is_right_is_not_mentioned(environment: Mapping[str, str], words: str, world: World) -> None:
+    assert check_environment(environment, job_of(words, world), world) == ()
+
+
+@pytest.mark.parametrize(("words", "flag"), [(UNITS, "--use-megatron-fsdp"), (FSDP2, "--use-torch-fsdp2")])
+def test_one_connection_is_refused_with_full_sharding(words: str, flag: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_environment(ONE, job_of(words), CUDA)
+    assert str(caught.value) == (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all kernels into one queue, where gathers and reductions of "
+        f"{flag} wait behind compute: `unset CUDA_DEVICE_MAX_CONNECTIONS`, or give 8 or more"
+    )
+
+
+def test_one_connection_has_no_effect_on_a_cpu() -> None:
+    assert check_environment(ONE, job_of(UNITS, CPU), CPU) == ("CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",)
+
+
+def test_tensor_parallel_ranks_before_blackwell_are_told_of_the_conflict() -> None:
+    (notice,) = check_environment({}, job_of(TENSOR, HOPPER), HOPPER)
+    assert notice.startswith("CUDA_DEVICE_MAX_CONNECTIONS is not set, as full sharding wants it; tensor-")
+
+
+@pytest.mark.parametrize("environment", [GROWING, GROWING_NEW_NAME])
+def test_memory_that_grows_is_refused_with_registered_buffers(environment: Mapping[str, str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_environment(environment, job_of(REGISTERED), CUDA)
+    ((name, value),) = environment.items()
+    assert str(caught.value) == (
+        f"{name}={value} contradicts --use-nccl-ub: memory that NCCL registers must not grow; leave "
+        "expandable_segments:True or --use-nccl-ub out"
+    )
+
+
+def test_the_allocator_of_cuda_has_no_effect_on_a_cpu() -> None:
+    (notice,) = check_environment(GROWING_NEW_NAME, job_of(REGISTERED, CPU), CPU)
+    assert notice == "PYTORCH_ALLOC_CONF=expandable_segments:True has no effect on cpu"
+
+
+def test_notices_come_after_those_of_the_job() -> None:
+    job = with_environment(job_of("--preset tiny --nproc 2", CPU), CPU, ONE)
+    assert job.notices == (
+        "--nproc 2 has no effect: 4 ranks were started",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",
+    )

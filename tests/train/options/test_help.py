@@ -1,0 +1,115 @@
+"""The help of the trainer: complete, grouped, and readable in a terminal of 80 columns."""
+
+import re
+
+import pytest
+
+from megatron_fsdp.cli.main import main
+from megatron_fsdp.ddp_config_flags import flag_of
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.train.options.command_line import make_parser, parse_options
+from megatron_fsdp.train.options.fields import attribute_meanings
+from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.options import OPTIONS, SECTIONS
+from megatron_fsdp.train.options.spellings import ALIASES
+
+START = """\
+usage: mfsdp train [--config FILE] [--preset NAME] [--FLAG [VALUE]] ...
+
+Train a decoder-only transformer on text that is on this machine, sharded over
+ranks. Under torchrun this process is a rank; else it starts the ranks itself.
+Flags have the names of Megatron-LM.
+
+options:
+  -h, --help            show this help message and exit
+
+where to begin:
+  --config FILE         YAML with options by their names; flags win over it
+  --preset {tiny,cpu-small,gpu-125m,gpu-1b}
+                        options that suit a model size; all others win over it
+
+model:
+"""
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    return make_parser().format_help()
+
+
+def test_it_begins_with_how_to_begin(text: str) -> None:
+    assert text.startswith(START)
+
+
+def test_it_fits_into_80_columns(text: str) -> None:
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+
+
+def test_every_flag_stands_in_it_once(text: str) -> None:
+    shown = re.findall(r"^  (--\S+)", text, flags=re.MULTILINE)
+    flags = [flag.rstrip(",").replace("--[no-]", "--") for flag in shown]
+    fields = [flag_of(name) for name in DistributedDataParallelConfig.__dataclass_fields__]
+    options = [option.flag for option in OPTIONS.values()]
+    expected = ["--config", "--preset", *options, *fields, *ALIASES, *FIXED, *EXPLAINED]
+    assert sorted(flags) == sorted(expected)
+
+
+def test_groups_come_in_the_order_of_the_sections(text: str) -> None:
+    groups = re.findall(r"^(\S.*):$", text, flags=re.MULTILINE)
+    assert groups[:2] == ["options", "where to begin"]
+    assert groups[2 : 2 + len(SECTIONS)] == list(SECTIONS)
+    assert groups[2 + len(SECTIONS) :] == [
+        "data parallelism",
+        "other spellings",
+        "of Megatron-LM, with one possible value",
+        "of Megatron-LM, without an effect here",
+    ]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_option_has_a_meaning(section: str) -> None:
+    cls = SECTIONS[section]
+    assert list(attribute_meanings(cls)) == list(cls.__dataclass_fields__)
+
+
+def test_a_switch_a_choice_and_a_default_are_shown(text: str) -> None:
+    assert "  --[no-]bf16           Compute in bfloat16. (default: off)\n" in text
+    assert "  --optimizer {adam,sgd}\n                        AdamW, or SGD with momentum. (default: adam)\n" in text
+    assert "  --data-parallel-sharding-strategy\n    {no_shard,optim,optim_grads,optim_grads_params}\n" in text
+
+
+def test_help_ends_well_and_a_wrong_flag_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    assert caught.value.code == 0
+    assert "--[no-]use-megatron-fsdp" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--use-megatron-fsd"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "mfsdp train: error: there is no flag --use-megatron-fsd; did you mean --use-megatron-fsdp?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--lr", "argument --lr: expected one argument"),
+        ("stray", "'stray' belongs to no flag: leave it out"),
+        ("--data-parallel-sharding-strategy zero9", "invalid choice: 'zero9'"),
+        ("--preset huge", "invalid choice: 'huge'"),
+        ("--zero-stage 3", "there is no flag --zero-stage"),
+    ],
+)
+def test_unreadable_words_end_with_code_two(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(words.split())
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_no_flag_may_be_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--micro-batch", "2"])
+    assert "there is no flag --micro-batch; did you mean --micro-batch-size?" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""Defaults, a preset, a configuration file and flags: who wins, what a file may say, and where each value came from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.options import Layer, Options, assemble
+from megatron_fsdp.train.options.resolve import resolve
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    monkeypatch.chdir(tmp_path)
+
+    def written(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return written
+
+
+def read(path: Path, words: str = "") -> Options:
+    return parse_options(["--config", str(path), *words.split()])
+
+
+def refusal(path: Path, words: str = "") -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        read(path, words)
+    return str(caught.value)
+
+
+def test_later_layers_win_and_origins_are_told(write: Write) -> None:
+    path = write("preset: tiny\nlr: 0.1\nseed: 5\n")
+    options = read(path, "--seed 6")
+    assert (options.optimizer.lr, options.training.seed, options.model.hidden_size) == (0.1, 6, 64)
+    assert options.optimizer.clip_grad == 1.0
+    origins = options.origins
+    assert (origins["lr"], origins["seed"]) == (f"config {path}", "command line")
+    assert origins["hidden_size"] == "preset tiny"
+    assert "clip_grad" not in origins
+
+
+def test_a_preset_of_the_command_line_wins_over_that_of_the_file(write: Write) -> None:
+    assert read(write("preset: cpu-small\n"), "--preset tiny").model.hidden_size == 64
+
+
+def test_sections_dashes_underscores_and_fields_are_all_names(write: Write) -> None:
+    options = read(
+        write(
+            """
+            model: {num-layers: 2, hidden_size: 64}
+            optimizer:
+              lr: 1e-3
+            ddp:
+              use_megatron_fsdp: true
+              data-parallel-sharding-strategy: 2
+              average_in_collective: true
+              ddp-bucket-size: 5000
+            grad_reduce_in_fp32: true
+            megatron_fsdp_main_params_dtype: bf16
+            ddp_param_name_patterns_for_fp32_local_accumulation: []
+            """
+        )
+    )
+    assert (options.model.num_layers, options.model.hidden_size, options.optimizer.lr) == (2, 64, 0.001)
+    ddp = options.ddp
+    assert (ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy) == (True, "optim_grads")
+    assert (ddp.average_in_collective, ddp.bucket_size, ddp.grad_reduce_in_fp32) == (True, 5000, True)
+    assert ddp.megatron_fsdp_main_params_dtype is torch.bfloat16
+    assert {"ddp_average_in_collective", "accumulate_allreduce_grads_in_fp32"} <= options.origins.keys()
+
+
+def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
+    options = read(
+        write(
+            """
+            disable-bias-linear: true
+            no_strict_fsdp_dtensor_load: true
+            no-check-for-nan-in-loss-and-grad: true
+            torch_fsdp2_no_reshard_after_forward: true
+            no_swiglu: false
+            layernorm_epsilon: 1.0e-6
+            hidden_dropout: 0.0
+            use_sharp: true
+            log_throughput: false
+            """
+        )
+    )
+    assert not options.model.add_bias_linear
+    assert not options.checkpoint.strict_fsdp_dtensor_load
+    assert not options.ddp.check_for_nan_in_grad
+    assert not options.parallel.torch_fsdp2_reshard_after_forward
+    assert options.model.norm_epsilon == 1e-6
+    assert not options.is_given("swiglu")
+    assert [notice.partition(" has")[0] for notice in options.explained] == ["--hidden-dropout 0.0", "--use-sharp"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning_rte: 1\n", "'learning_rte' in the config"),
+        ("lr_decay_stile: cosine\n", "is no option; did you mean lr_decay_style?"),
+        ("lr: high\n", "--lr high is not possible: give a number"),
+        ("train_iters: 2.5\n", "--train-iters 2.5 is not possible: give a whole number"),
+        ("train_iters: yes\n", "--train-iters True is not possible: give a whole number"),
+        ("bf16: 1\n", "--bf16 1 is not possible: give true or false"),
+        ("optimizer: lion\n", "--optimizer lion is not possible: give one of adam, sgd"),
+        ("use_megatron_fsdp: 1\n", "--use-megatron-fsdp 1 is not a bool"),
+        ("seed: 1\ntraining:\n  seed: 2\n", "gives 'seed' twice"),
+        ("average_in_collective: true\nddp_average_in_collective: true\n", "--ddp-average-in-collective twice"),
+        ("swiglu: true\nno-swiglu: true\n", "--swiglu twice"),
+        ("optimiser:\n  lr: 1\n", "'optimiser' is no section"),
+        ("- lr\n", "is not a mapping"),
+        ("lr: [1\n", "is not YAML"),
+        ("disable_bias_linear: 3\n", "disable-bias-linear: 3 in the config"),
+        ("hidden_dropout: 0.1\n", "--hidden-dropout 0.1 in the config"),
+        ("vocab_file: a.json\n", "is not possible here: give --tokenizer-type HuggingFaceTokenizer"),
+        ("preset: huge\n", "preset 'huge' does not exist: choose one of tiny"),
+        ("lr: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+    ],
+)
+def test_what_a_file_must_not_say(text: str, words: str, write: Write) -> None:
+    assert words in refusal(write(text))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml").endswith("give a YAML file")
+
+
+def test_flags_do_not_silently_undo_what_a_file_contradicts(write: Write) -> None:
+    path = write("use_megatron_fsdp: true\npreset: tiny\n")
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(read(path, "--use-torch-fsdp2"), World(2, "cpu"))
+    assert str(caught.value) == (
+        "--use-torch-fsdp2 (from the command line) contradicts --use-megatron-fsdp (from the config "
+        f"{path}), since one engine shards the model: give one of them"
+    )
+
+
+def test_what_a_file_says_makes_a_preset_give_way(write: Write) -> None:
+    options = read(write("preset: tiny\nhf_config: model.json\nlr_warmup_iters: 3\n"))
+    assert options.model.num_layers is None
+    assert options.model.seq_length == 64
+    assert not options.is_given("lr_warmup_fraction")
+
+
+def test_the_same_said_twice_in_the_same_way_is_the_same(write: Write) -> None:
+    words = "--preset tiny --bf16 --ddp-average-in-collective --data-parallel-sharding-strategy 1 --seed 3"
+    path = write(
+        "preset: tiny\nbf16: true\nddp_average_in_collective: true\ndata_parallel_sharding_strategy: 1\nseed: 3\n"
+    )
+    by_file, by_flags = read(path), parse_options(words.split())
+    assert by_file.sections() == by_flags.sections()
+    assert by_file.ddp == by_flags.ddp
+    assert by_file.origins.keys() == by_flags.origins.keys()
+
+
+@pytest.mark.parametrize("value", [True, None, [1]])
+def test_values_of_another_type_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="--hidden-size .* is not possible: give a whole number"):
+        assemble((Layer("test", {"hidden_size": value}),))
+
+
+def test_the_strategy_without_a_flag_is_that_of_megatrons_command_line() -> None:
+    assert parse_options(["--use-megatron-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert parse_options(["--use-custom-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert parse_options([]).ddp.data_parallel_sharding_strategy == "no_shard"

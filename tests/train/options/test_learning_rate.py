@@ -1,0 +1,103 @@
+"""The learning rate over the steps: its ends, its shape, and what is refused."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.train.learning_rate import Schedule
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.resolve import resolve
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+FALLING = ("linear", "cosine", "WSD")
+
+
+@st.composite
+def schedules(draw: st.DrawFn, styles: tuple[str, ...] = STYLES) -> Schedule:
+    style = draw(st.sampled_from(styles))
+    decay = draw(st.integers(2, 200))
+    warmup = draw(st.integers(0, decay - 1))
+    wsd = draw(st.integers(1, max(1, decay - warmup))) if style == "WSD" else 0
+    peak = draw(st.floats(1e-6, 10.0))
+    return Schedule(peak, peak * draw(st.floats(0.0, 1.0)), style, warmup, decay, wsd)
+
+
+@given(schedules())
+def test_warmup_rises_evenly_and_its_last_step_has_the_peak(schedule: Schedule) -> None:
+    rates = [schedule.rate(step) for step in range(schedule.warmup_steps)]
+    assert all(0 < earlier < later for earlier, later in pairwise(rates))
+    assert [rate / schedule.peak for rate in rates] == pytest.approx(
+        [(step + 1) / schedule.warmup_steps for step in range(schedule.warmup_steps)]
+    )
+    if rates:
+        assert rates[-1] == pytest.approx(schedule.peak)
+
+
+@given(schedules())
+def test_the_rate_never_rises_after_the_warmup_and_stays_between_its_ends(schedule: Schedule) -> None:
+    rates = [schedule.rate(step) for step in range(schedule.warmup_steps, schedule.decay_steps + 3)]
+    slack = 1e-12 * schedule.peak
+    assert all(later <= earlier + slack for earlier, later in pairwise(rates))
+    assert all(schedule.final - slack <= rate <= schedule.peak + slack for rate in rates)
+
+
+@given(schedules(FALLING))
+def test_the_last_step_of_the_decay_and_all_later_ones_have_the_final_rate(schedule: Schedule) -> None:
+    if schedule.warmup_steps < schedule.decay_steps - 1:
+        assert schedule.rate(schedule.decay_steps - 1) == pytest.approx(schedule.final)
+    assert schedule.rate(schedule.decay_steps) == schedule.final
+    assert schedule.rate(10 * schedule.decay_steps) == schedule.final
+
+
+@given(st.floats(1e-6, 1.0), st.integers(1, 50), st.integers(0, 10**6))
+def test_a_constant_rate_stays(peak: float, steps: int, later: int) -> None:
+    assert Schedule(peak, 0.0, "constant", 0, steps).rate(later) == peak
+
+
+def rates(schedule: Schedule) -> list[float]:
+    return [schedule.rate(step) for step in range(schedule.decay_steps)]
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    assert rates(Schedule(2.0, 0.2, "cosine", 4, 20))[:4] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_cosine_falls_from_the_peak_to_the_end() -> None:
+    values = rates(Schedule(2.0, 0.2, "cosine", 4, 24))[3:]
+    assert all(later < earlier for earlier, later in pairwise(values))
+    assert values[-1] == pytest.approx(0.2)
+    assert values[10] == pytest.approx(1.1)  # half way between 2.0 and 0.2
+
+
+def test_a_line_falls_by_the_same_each_step() -> None:
+    assert rates(Schedule(1.0, 0.0, "linear", 0, 4)) == pytest.approx([0.75, 0.5, 0.25, 0.0])
+
+
+def test_the_inverse_root_follows_the_step() -> None:
+    values = Schedule(1.0, 0.1, "inverse-square-root", 4, 1000)
+    assert values.rate(15) == pytest.approx(0.5)  # the square root of 4 over 16
+    assert values.rate(998) == 0.1
+
+
+def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
+    assert rates(Schedule(1.0, 0.0, "WSD", 2, 8, 4)) == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_no_warm_up_starts_just_below_the_peak() -> None:
+    assert 1.9 < rates(Schedule(2.0, 0.2, "cosine", 0, 50))[0] < 2.0
+
+
+def test_the_job_has_the_schedule_of_the_flags() -> None:
+    words = (
+        "--preset tiny --lr 0.2 --min-lr 0.02 --lr-decay-style WSD --lr-decay-iters 24 --lr-warmup-iters 5 "
+        "--lr-wsd-decay-iters 7"
+    )
+    assert resolve(parse_options(words.split()), World(1, "cpu")).schedule == Schedule(0.2, 0.02, "WSD", 5, 24, 7)
+
+
+def test_a_share_of_the_decay_is_rounded_down() -> None:
+    words = "--preset tiny --train-iters 29"
+    assert resolve(parse_options(words.split()), World(1, "cpu")).schedule.warmup_steps == 2

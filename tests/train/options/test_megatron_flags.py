@@ -1,0 +1,123 @@
+"""Every flag of Megatron-LM that matters here is taken, explained or refused; a usual command line works as it is."""
+
+import pytest
+
+from megatron_fsdp.train.options.command_line import make_parser, parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.options import OPTIONS, SPELLINGS
+from megatron_fsdp.train.options.refused_flags import REFUSED
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.spellings import ALIASES
+from tests.train.options.megatron_flags import GUIDE, PASTED, SHARDING, USUAL
+
+TAKEN = set(make_parser()._option_string_actions)
+
+
+@pytest.mark.parametrize("flags", [SHARDING, USUAL], ids=["sharding", "usual"])
+def test_no_flag_of_megatron_is_unknown(flags: list[str]) -> None:
+    assert len(flags) > 80
+    assert [flag for flag in flags if flag not in TAKEN and flag not in REFUSED] == []
+
+
+def test_all_flags_of_the_user_guide_are_taken() -> None:
+    assert [flag for flag in GUIDE if flag not in TAKEN] == []
+
+
+def test_a_flag_is_in_one_table_only() -> None:
+    tables = [set(EXPLAINED), set(FIXED), set(REFUSED), {option.flag for option in OPTIONS.values()}, set(SPELLINGS)]
+    seen: set[str] = set()
+    for table in tables:
+        assert seen & table == set()
+        seen |= table
+
+
+def test_reasons_end_so_that_advice_can_follow() -> None:
+    reasons = [*REFUSED.values(), *(known.reason for known in (*EXPLAINED.values(), *FIXED.values()))]
+    assert [reason for reason in reasons if not reason or reason.endswith((".", ";", " "))] == []
+
+
+def test_other_spellings_name_options_that_exist() -> None:
+    assert {alias.name for alias in ALIASES.values()} <= set(OPTIONS)
+
+
+def test_a_usual_command_line_is_taken_as_it_is() -> None:
+    job = resolve(parse_options(PASTED), World(16, "cuda"))
+    assert job.engine == "megatron_fsdp"
+    assert job.batch.microbatches == 1
+    assert {notice.split()[0].rstrip(":") for notice in job.notices} == {
+        "--use-mcore-models",
+        "--group-query-attention",
+        "--rotary-percent",
+        "--attention-dropout",
+        "--hidden-dropout",
+        "--attention-softmax-in-fp32",
+        "--no-masked-softmax-fusion",
+        "--attention-backend",
+        "--no-create-attention-mask-in-dataloader",
+        "--log-throughput",
+        "--manual-gc",
+        "--manual-gc-interval",
+        "--dist-ckpt-strictness",
+        "--no-gradient-accumulation-fusion",
+        "--max-position-embeddings",
+        "--save-interval",
+        "--use-nccl-ub",
+        "--use-distributed-optimizer",
+    }
+
+
+@pytest.mark.parametrize("flag", FIXED)
+def test_flags_with_one_value_take_it_and_no_other(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in FIXED[flag].values:
+        (notice,) = parse_options([flag, value]).explained
+        assert notice == f"{flag} {value} has no effect: {FIXED[flag].reason}"
+    with pytest.raises(SystemExit) as caught:
+        parse_options([flag, "0.7"])
+    assert caught.value.code == 2
+    assert f"error: {flag} 0.7 in the command line is not possible: {FIXED[flag].reason}" in capsys.readouterr().err
+
+
+def test_a_number_may_be_written_in_another_way() -> None:
+    assert parse_options(["--hidden-dropout", "0.00"]).explained == (
+        "--hidden-dropout 0.00 has no effect: nothing is dropped at random",
+    )
+
+
+@pytest.mark.parametrize("flag", EXPLAINED)
+def test_flags_without_an_effect_are_told(flag: str) -> None:
+    options = parse_options([flag, *(["x"] if EXPLAINED[flag].takes_value else [])])
+    assert options.explained == (f"{flag} has no effect: {EXPLAINED[flag].reason}",)
+    assert options.origins == {}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_refused_flags_say_why_alone_or_with_a_value(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([flag], [flag, "1"], [f"{flag}=1"]):
+        with pytest.raises(SystemExit) as caught:
+            parse_options(words)
+        assert caught.value.code == 2
+        assert capsys.readouterr().err == f"mfsdp train: error: {flag} is not possible here: {REFUSED[flag]}\n"
+
+
+@pytest.mark.parametrize("flag", ALIASES)
+def test_other_spellings_set_their_option(flag: str) -> None:
+    alias = ALIASES[flag]
+    options = parse_options([flag] if alias.value is not None else [flag, "2"])
+    section = next(section for section in options.sections() if hasattr(section, alias.name))
+    assert getattr(section, alias.name) == (2 if alias.value is None else alias.value)
+    assert options.origins == {alias.name: "command line"}
+
+
+def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(
+            ["--vocab-file", "a", "--fsdp-doubel-buffer", "--hidden-dropout", "0.1", "--merge-file", "b", "--seed", "1"]
+        )
+    assert caught.value.code == 2
+    assert [line.split("error: ")[1].split(" is not")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "--vocab-file",
+        "--merge-file",
+        "--hidden-dropout 0.1 in the command line",
+        "there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?",
+    ]

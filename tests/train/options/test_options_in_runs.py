@@ -1,0 +1,149 @@
+"""Options that a run shows: each changes its steps, its evaluations or its end, on one rank."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.run_job import run_job
+from tests.conftest import RunRanks
+
+BASE = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 4 "
+    "--lr 0.05 --lr-decay-style constant --device cpu --use-megatron-fsdp --log-interval 1 --eval-iters 1 --prompt x "
+    "--sample-tokens 2"
+)
+
+
+def run_once(words: str, data: str, out: str) -> dict[str, Any]:
+    """Train on this rank and return what the run left behind."""
+    words = f"{BASE} {words} --data-path {data} --out {out}"
+    job = resolve(parse_options(words.split()), World(1, "cpu"))
+    run_job(job, Rank(0, dist.get_world_size(), torch.device("cpu"), os.getppid()))
+    lines = (Path(out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if not job_skips(words) else []
+    summary = json.loads((Path(out) / "summary.json").read_text(encoding="utf-8"))
+    return {"steps": [json.loads(line) for line in lines], **summary}
+
+
+def job_skips(words: str) -> bool:
+    return "--skip-train" in words
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} of the text\n" for i in range(300)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(run_ranks: RunRanks, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(1, run_once, "", str(text_file), str(tmp_path_factory.mktemp("base")))[0]
+
+
+@pytest.fixture
+def run(run_ranks: RunRanks, text_file: Path, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    return lambda words: run_ranks(1, run_once, words, str(text_file), str(tmp_path / "out"))[0]
+
+
+def losses(result: Mapping[str, Any]) -> list[float]:
+    return [step["loss"] for step in result["steps"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--optimizer sgd",
+        "--weight-decay 0.9",
+        "--adam-beta1 0.1",
+        "--adam-beta2 0.1",
+        "--adam-eps 1",
+        "--clip-grad 1e-6 --adam-eps 1e-3",
+        "--lr 0.01",
+        "--lr-warmup-iters 3",
+        "--lr-decay-style linear",
+    ],
+)
+def test_an_option_of_the_optimizer_changes_later_losses_but_not_the_first(
+    words: str, base: dict[str, Any], run: Callable[[str], dict[str, Any]]
+) -> None:
+    changed = losses(run(words))
+    assert len(changed) == 4
+    assert changed[0] == losses(base)[0]
+    assert changed[1:] != losses(base)[1:]
+
+
+@pytest.fixture(scope="module")
+def with_momentum(run_ranks: RunRanks, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = str(tmp_path_factory.mktemp("momentum"))
+    return run_ranks(1, run_once, "--optimizer sgd", str(text_file), out)[0]
+
+
+def test_momentum_changes_what_sgd_does_from_the_third_step(
+    with_momentum: dict[str, Any], run: Callable[[str], dict[str, Any]]
+) -> None:
+    other = losses(run("--optimizer sgd --sgd-momentum 0"))
+    assert other[:2] == losses(with_momentum)[:2]
+    assert other[2:] != losses(with_momentum)[2:]
+
+
+def test_the_seed_changes_weights_and_samples(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
+    changed = run("--seed 9")
+    assert losses(changed)[0] != losses(base)[0]
+    assert changed["steps"][0]["data_checksum"] != base["steps"][0]["data_checksum"]
+
+
+def test_the_batch_is_as_large_as_it_is_said(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
+    assert [step["samples"] for step in base["steps"]] == [2, 4, 6, 8]
+    assert [step["samples"] for step in run("--global-batch-size 6")["steps"]] == [6, 12, 18, 24]
+
+
+def test_training_ends_after_a_multiple_of_the_exit_interval(run: Callable[[str], dict[str, Any]]) -> None:
+    assert [step["step"] for step in run("--exit-interval 3")["steps"]] == [1, 2, 3]
+
+
+def test_training_ends_when_time_is_over(run: Callable[[str], dict[str, Any]]) -> None:
+    assert [step["step"] for step in run("--exit-duration-in-mins 1e-9")["steps"]] == [1]
+
+
+def test_evaluations_come_at_their_interval(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
+    assert [each["step"] for each in base["evaluations"]] == [4, 4]
+    assert [each["step"] for each in run("--eval-interval 3")["evaluations"]] == [3, 4, 4]
+
+
+def test_an_evaluation_sees_as_many_batches_as_it_is_said(
+    base: dict[str, Any], run: Callable[[str], dict[str, Any]]
+) -> None:
+    changed = run("--eval-iters 2")
+    assert losses(changed) == losses(base)
+    assert changed["evaluations"][0]["loss"] != base["evaluations"][0]["loss"]
+
+
+def test_skipping_training_leaves_the_initial_weights(run: Callable[[str], dict[str, Any]]) -> None:
+    result = run("--skip-train")
+    assert result["progress"]["steps"] == 0
+    assert result["held_out_loss"] == pytest.approx(math.log(256), rel=0.1)
+
+
+def test_tokens_count_alike_where_it_is_said(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
+    changed = run("--calculate-per-token-loss")
+    assert losses(changed) == pytest.approx(losses(base), rel=1e-5)  # samples of one length count the same anyway
+    assert changed["options"]["training"]["calculate_per_token_loss"] is True
+
+
+def test_half_precision_is_coarser_but_learns_the_same(
+    base: dict[str, Any], run: Callable[[str], dict[str, Any]]
+) -> None:
+    changed = losses(run("--bf16"))
+    assert changed != losses(base)
+    assert changed == pytest.approx(losses(base), rel=0.1)

@@ -1,0 +1,274 @@
+"""Values and combinations of options: what is possible, and the words about what is not."""
+
+import pytest
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.options import OPTIONS, in_flags
+from megatron_fsdp.train.options.presets import PRESETS
+from megatron_fsdp.train.options.resolve import resolve
+
+RUN = "--preset tiny"
+OWN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1 --train-iters 9"
+
+
+def job_of(words: str, ranks: int = 4, device_type: str = "cuda") -> Job:
+    return resolve(parse_options(words.split()), World(ranks, device_type, multiplies_bf16=True))
+
+
+def refusal(words: str, ranks: int = 4) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        job_of(words, ranks)
+    return str(caught.value)
+
+
+def test_a_preset_is_fully_sharded_in_what_the_hardware_multiplies() -> None:
+    job = job_of("--preset cpu-small")
+    assert (job.engine, job.ddp.data_parallel_sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
+    assert job.dtype is torch.bfloat16
+    assert resolve(parse_options(["--preset", "cpu-small"]), World(4, "cpu")).dtype is torch.float32
+
+
+def test_options_win_over_the_preset() -> None:
+    words = (
+        "--preset tiny --train-iters 7 --micro-batch-size 3 --seq-length 32 --lr 0.5 --lr-warmup-iters 2 --no-auto-bf16"
+    )
+    job = job_of(words)
+    assert (job.train_iters, job.batch.micro, job.seq_length) == (7, 3, 32)
+    assert (job.schedule.peak, job.schedule.warmup_steps) == (0.5, 2)
+    assert job.dtype is torch.float32
+    assert job.options.model.hidden_size == PRESETS["tiny"]["hidden_size"]
+    assert job.options.origins["lr"] == "command line"
+    assert job.options.origins["hidden_size"] == "preset tiny"
+
+
+def test_a_run_without_time_limit_is_possible() -> None:
+    assert job_of(f"{RUN} --exit-duration-in-mins inf").options.training.exit_duration_in_mins == float("inf")
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_each_strategy_has_a_name_and_a_number(strategy: ShardingStrategy) -> None:
+    for word in (strategy.name, str(strategy.value)):
+        job = job_of(f"{RUN} --data-parallel-sharding-strategy {word}")
+        assert job.ddp.data_parallel_sharding_strategy == strategy.name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_preset_trains_on_any_ranks_without_a_notice(preset: str, ranks: int) -> None:
+    assert job_of(f"--preset {preset}", ranks).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--micro-batch-size 0", "--micro-batch-size 0 is not possible: give 1 or more"),
+        ("--global-batch-size -1", "--global-batch-size -1 is not possible: give 1 or more"),
+        ("--nproc 0", "--nproc 0 is not possible: give 1 or more"),
+        ("--lr 0", "--lr 0.0 is not possible: give a number above 0"),
+        ("--lr nan", "--lr nan is not possible: give a number"),
+        ("--clip-grad inf", "--clip-grad inf is not possible: give 0 or more"),
+        ("--weight-decay -0.1", "--weight-decay -0.1 is not possible: give 0 or more"),
+        ("--adam-beta1 1", "--adam-beta1 1.0 is not possible: give 0 or more, and less than 1"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0 is not possible: give a number above 0"),
+        ("--train-iters many", "--train-iters many is not possible: give a whole number"),
+        ("--train-iters 1.5", "--train-iters 1.5 is not possible: give a whole number"),
+        ("--optimizer lion", "--optimizer lion is not possible: give one of adam, sgd"),
+        ("--lr-warmup-iters 30", "--lr-warmup-iters 30 does not end within 30 steps"),
+        ("--min-lr 1", "--min-lr 1.0 is more than --lr 0.003: give less"),
+        ("--lr-decay-style WSD", "--lr-wsd-decay-iters and --lr-decay-style WSD belong together"),
+        ("--global-batch-size 2", "--global-batch-size 2 is less than --micro-batch-size 4"),
+        ("--tensor-model-parallel-size 3", "4 ranks cannot be cut into tensor 3 x pipeline 1 x context 1 = 3"),
+        ("--seq-length 64 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 64"),
+        ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 does not divide the 4"),
+        ("--ckpt-format torch", "--ckpt-format torch is not written or read in training"),
+        ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion is not there yet"),
+        ("--num-experts 4", "--num-experts 4 is not possible with the decoder of this package"),
+        (
+            "--transformer-impl transformers --num-experts 4 --moe-router-topk 5",
+            "--moe-router-topk 5 is more than --num-experts 4",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            "--recompute-method uniform --recompute-num-layers 2 is not possible",
+        ),
+        (
+            "--recompute-granularity full --recompute-num-layers 3",
+            "--recompute-num-layers 3 is more than --num-layers 2",
+        ),
+    ],
+)
+def test_what_is_not_possible_is_refused_by_its_flag(words: str, message: str) -> None:
+    assert refusal(f"{RUN} {words}").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--hf-config c.json --num-layers 2", "--num-layers does nothing here, since the configuration of --hf-config"),
+        ("--hf-model f --swiglu", "--swiglu does nothing here, since the configuration of --hf-config or --hf-model"),
+        ("--position-embedding-type learned_absolute --rotary-base 1e5", "--rotary-base does nothing here"),
+        ("--moe-router-topk 2", "--moe-router-topk does nothing here, since there are no experts"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size does nothing here"),
+        ("--torch-fsdp2-no-reshard-after-forward", "--torch-fsdp2-reshard-after-forward does nothing here"),
+        ("--initial-loss-scale 8", "--initial-loss-scale does nothing here, since the loss is not scaled"),
+        ("--recompute-num-layers 1", "--recompute-num-layers does nothing here, since no whole blocks are recomputed"),
+        ("--sequence-parallel", "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
+        ("--optimizer sgd --adam-eps 1e-6", "--adam-eps does nothing here, since the optimizer is SGD"),
+        ("--sgd-momentum 0.5", "--sgd-momentum does nothing here, since the optimizer is Adam"),
+        (
+            "--lr-decay-style constant --min-lr 1e-5",
+            "--min-lr does nothing here, since the learning rate does not fall",
+        ),
+        ("--json-key text", "--json-key does nothing here"),
+        ("--tokenizer-model t.json", "--tokenizer-model does nothing here"),
+        ("--vocab-size 300", "--vocab-size does nothing here, since the tokenizer has a vocabulary"),
+        ("--save-interval 5", "--save-interval does nothing here, since there is no folder to save to: give --save"),
+        ("--async-save", "--async-save does nothing here"),
+        ("--finetune", "--finetune does nothing here, since nothing is loaded: give --load, or leave it out"),
+        ("--no-strict-fsdp-dtensor-load", "--strict-fsdp-dtensor-load does nothing here"),
+        ("--no-use-megatron-fsdp --init-model-with-meta-device", "--init-model-with-meta-device does nothing where"),
+        (
+            "--data-parallel-sharding-strategy no_shard --init-model-with-meta-device",
+            "--init-model-with-meta-device does nothing where every rank holds the whole model",
+        ),
+        ("--fsdp-manual-registration", "--fsdp-manual-registration has no effect without --use-nccl-ub"),
+        ("--fsdp-db-use-persist-buf-on-alloc-fail", "--fsdp-db-use-persist-buf-on-alloc-fail has no effect without"),
+        ("--ddp-num-buckets 2", "--ddp-num-buckets 2 has no effect with --use-megatron-fsdp; leave it out"),
+        (
+            "--no-use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+            "--data-parallel-sharding-strategy optim_grads has no effect without --use-megatron-fsdp",
+        ),
+        ("--no-use-megatron-fsdp --align-param-gather", "--align-param-gather has no effect without"),
+        ("--use-torch-fsdp2 --fsdp-double-buffer", "--fsdp-double-buffer does nothing with --use-torch-fsdp2"),
+        (
+            "--no-grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+            "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32",
+        ),
+        ("--outer-dp-sharding-strategy optim", "--outer-dp-sharding-strategy optim has no effect with"),
+    ],
+)
+def test_what_does_nothing_is_refused(words: str, message: str) -> None:
+    assert refusal(f"{RUN} {words}").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "second"),
+    [
+        ("--bf16 --fp16", "--bf16", "--fp16"),
+        ("--bf16 --auto-bf16", "--bf16", "--auto-bf16"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-iters", "--lr-warmup-fraction"),
+        ("--hf-config a --hf-model b", "--hf-config", "--hf-model"),
+        ("--use-torch-fsdp2 --use-megatron-fsdp", "--use-torch-fsdp2", "--use-megatron-fsdp"),
+        (
+            "--grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+            "--grad-reduce-in-bf16",
+            "--accumulate-allreduce-grads-in-fp32",
+        ),
+        (
+            "--grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32",
+            "--grad-reduce-in-bf16",
+            "--megatron-fsdp-grad-comm-dtype",
+        ),
+        ("--calculate-per-token-loss --ddp-average-in-collective", "--calculate-per-token-loss", "--ddp-average"),
+        ("--no-bf16 --fp16 --check-for-nan-in-loss-and-grad", "--fp16", "--check-for-nan-in-loss-and-grad"),
+    ],
+)
+def test_contradictions_name_both(words: str, first: str, second: str) -> None:
+    found = refusal(f"{RUN} {words}")
+    assert found.startswith(first)
+    assert f" contradicts {second}" in found
+    assert found.endswith("give one of them")
+
+
+@pytest.mark.parametrize(
+    ("words", "notice"),
+    [
+        ("--max-position-embeddings 64", "--max-position-embeddings has no effect: rotary positions have no table"),
+        ("--save c --save-interval 99", "--save-interval has no effect: training ends before"),
+        ("--eval-interval 99", "--eval-interval has no effect: training ends before"),
+        ("--exit-interval 99", "--exit-interval has no effect: training ends before"),
+        ("--load c --finetune --no-load-optim", "--no-load-optim has no effect: --finetune loads weights only"),
+        ("--skip-train --save c", "--save has no effect: --skip-train takes no step"),
+        ("--nproc 2", "--nproc 2 has no effect: 4 ranks were started"),
+        (
+            "--global-batch-size 20",
+            "12 of 32 samples of a step only fill up, and do not count: --global-batch-size 20 is no multiple of "
+            "--micro-batch-size 4 x 4 data-parallel ranks",
+        ),
+        (
+            "--use-distributed-optimizer",
+            "--use-distributed-optimizer has no effect of its own: --data-parallel-sharding-strategy "
+            "optim_grads_params shards the optimizer",
+        ),
+        (
+            "--no-overlap-grad-reduce",
+            "--no-overlap-grad-reduce has no effect: --data-parallel-sharding-strategy optim_grads_params reduces "
+            "gradients during backward in any case",
+        ),
+        (
+            "--no-overlap-param-gather",
+            "--no-overlap-param-gather has no effect: --data-parallel-sharding-strategy optim_grads_params gathers "
+            "weights ahead in any case",
+        ),
+    ],
+)
+def test_what_is_usual_and_does_nothing_is_told(words: str, notice: str) -> None:
+    assert job_of(f"{RUN} {words}").notices == (notice,)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lr-warmup-iters 3", lambda job: job.schedule.warmup_steps == 3),
+        ("--lr 1e-5", lambda job: job.schedule.peak == 1e-5 and job.schedule.final == 0),
+        ("--lr-decay-style constant", lambda job: job.schedule.style == "constant"),
+        ("--use-torch-fsdp2", lambda job: job.engine == "torch_fsdp2"),
+        ("--no-use-megatron-fsdp", lambda job: job.engine == "ddp"),
+        ("--no-use-megatron-fsdp --use-distributed-optimizer", lambda job: job.ddp.use_distributed_optimizer),
+        ("--fp16", lambda job: job.dtype is torch.float16),
+        ("--no-bf16", lambda job: job.dtype is torch.float32),
+        ("--hf-config c.json", lambda job: job.options.model.num_layers is None),
+        ("--hf-model folder", lambda job: not job.options.model.swiglu),
+        ("--optimizer sgd", lambda job: not job.options.is_given("adam_beta2")),
+        ("--accumulate-allreduce-grads-in-fp32", lambda job: job.ddp.grad_reduce_in_fp32),
+        ("--megatron-fsdp-grad-comm-dtype fp32", lambda job: job.ddp.megatron_fsdp_grad_comm_dtype == torch.float32),
+    ],
+)
+def test_what_a_preset_says_gives_way(words: str, expected: object) -> None:
+    assert callable(expected)
+    assert expected(job_of(f"{RUN} {words}"))
+
+
+@pytest.mark.parametrize("missing", ["--seq-length", "--micro-batch-size", "--train-iters", "--lr"])
+def test_what_nothing_can_stand_in_for_is_asked_for(missing: str) -> None:
+    words = f"{OWN} --lr 0.1".split()
+    at = words.index(missing)
+    found = refusal(" ".join(words[:at] + words[at + 2 :]))
+    assert found.startswith(f"{missing} is missing")
+
+
+def test_every_number_has_bounds() -> None:
+    numbers = [option for option in OPTIONS.values() if option.kind in (int, float) and not option.choices]
+    for option in numbers:
+        with pytest.raises(ConfigurationError) as caught:
+            job_of(f"{RUN} {option.flag} -7")
+        assert str(caught.value).startswith(f"{option.flag} -7")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("nccl_ub=True has no effect", "--use-nccl-ub has no effect"),
+        ("give overlap_grad_reduce=False", "give --no-overlap-grad-reduce"),
+        ('data_parallel_sharding_strategy="no_shard" is', "--data-parallel-sharding-strategy no_shard is"),
+        ("bucket_size=12; or", "--ddp-bucket-size 12; or"),
+        ("megatron_fsdp_grad_comm_dtype=torch.float32, and", "--megatron-fsdp-grad-comm-dtype float32, and"),
+        ("nothing of the sort", "nothing of the sort"),
+    ],
+)
+def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> None:
+    assert in_flags(message) == expected
