@@ -142,10 +142,10 @@ _PARALLEL = {
         "tests/train/engines",
     ),
     "use_torch_fsdp2": Case("--use-torch-fsdp2", lambda job: job.engine, "torch_fsdp2", f"{RUN} {SHAPE}"),
-    "torch_fsdp2_reshard_after_forward": Case(
+    "torch_fsdp2_no_reshard_after_forward": Case(
         "--torch-fsdp2-no-reshard-after-forward",
-        of("parallel", "torch_fsdp2_reshard_after_forward"),
-        False,
+        of("parallel", "torch_fsdp2_no_reshard_after_forward"),
+        True,
         FSDP2,
         "tests/train/engines",
     ),

@@ -98,7 +98,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
     assert not options.model.add_bias_linear
     assert not options.checkpoint.strict_fsdp_dtensor_load
     assert not options.ddp.check_for_nan_in_grad
-    assert not options.parallel.torch_fsdp2_reshard_after_forward
+    assert options.parallel.torch_fsdp2_no_reshard_after_forward
     assert options.model.norm_epsilon == 1e-6
     assert not options.is_given("swiglu")
     assert [notice.partition(" has")[0] for notice in options.explained] == ["--hidden-dropout 0.0", "--use-sharp"]

@@ -113,7 +113,7 @@ def test_what_is_not_possible_is_refused_by_its_flag(words: str, message: str) -
         ("--position-embedding-type learned_absolute --rotary-base 1e5", "--rotary-base does nothing here"),
         ("--moe-router-topk 2", "--moe-router-topk does nothing here, since there are no experts"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size does nothing here"),
-        ("--torch-fsdp2-no-reshard-after-forward", "--torch-fsdp2-reshard-after-forward does nothing here"),
+        ("--torch-fsdp2-no-reshard-after-forward", "--torch-fsdp2-no-reshard-after-forward does nothing here"),
         ("--initial-loss-scale 8", "--initial-loss-scale does nothing here, since the loss is not scaled"),
         ("--recompute-num-layers 1", "--recompute-num-layers does nothing here, since no whole blocks are recomputed"),
         ("--sequence-parallel", "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
