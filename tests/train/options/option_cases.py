@@ -21,8 +21,9 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 UNITS = f"{RUN} {SHAPE} --bf16 --use-megatron-fsdp"
 BUCKETS = f"{RUN} {SHAPE} --bf16"
 FLOAT32 = f"{RUN} {SHAPE} --use-megatron-fsdp"
-TRANSFORMERS = f"{UNITS} --transformer-impl transformers"
-FSDP2 = f"{RUN} {SHAPE} --bf16 --use-torch-fsdp2 --transformer-impl transformers"
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+TRANSFORMERS = f"{UNITS} {LLAMA} --transformer-impl transformers"
+FSDP2 = f"{RUN} {SHAPE} {LLAMA} --bf16 --use-torch-fsdp2 --transformer-impl transformers"
 EXPERTS = f"{TRANSFORMERS} --num-experts 8"
 
 
@@ -98,11 +99,17 @@ _MODEL = _plain(
         "untie_embeddings_and_output_weights": ("--untie-embeddings-and-output-weights", True),
         "init_method_std": ("--init-method-std 0.01", 0.01),
         "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 64", 64),
-        "transformer_impl": ("--transformer-impl transformers", "transformers"),
         "hf_config": ("--hf-config a/config.json", Path("a/config.json")),
         "hf_model": ("--hf-model a", Path("a")),
     },
 ) | {
+    "transformer_impl": Case(
+        "--transformer-impl transformers",
+        of("model", "transformer_impl"),
+        "transformers",
+        f"{UNITS} {LLAMA}",
+        "tests/train/models",
+    ),
     "seq_length": Case("--seq-length 32", lambda job: (job.seq_length, job.tokens_per_step), (32, 256)),
     "rotary_base": Case(
         "--rotary-base 5e5",
@@ -263,7 +270,7 @@ _DATA = _plain(
     ),
     **_plain(
         "data",
-        f"{UNITS} --tokenizer-type HuggingFaceTokenizer",
+        f"{UNITS} --tokenizer-type HuggingFaceTokenizer --tokenizer-model s.json",
         "tests/train/data",
         {"tokenizer_model": ("--tokenizer-model t.json", Path("t.json"))},
     ),
