@@ -41,7 +41,7 @@ def test_an_epoch_learns_every_token_once_but_a_rest(tokens: int, length: int, s
     order = SampleOrder(tokens, length, seed)
     starts = sorted(order.start(epoch * order.samples + k) for k in range(order.samples))
     assert starts == list(range(starts[0], starts[0] + order.samples * length, length))  # targets side by side
-    assert 0 <= starts[0]
+    assert starts[0] >= 0
     assert starts[-1] + length + 1 <= tokens
     assert tokens - 1 - order.samples * length < length  # what is left out is less than a sample
 

@@ -19,7 +19,9 @@ def test_splits_are_shares(text: str, split: Split) -> None:
     assert parse_split(text) == split
 
 
-@pytest.mark.parametrize("text", ["", "95", "95,", "95,five", "100,0", "0,1", "1,2,3,4", "-1,2", "nan,1", "inf,1", "1,1,-1"])
+@pytest.mark.parametrize(
+    "text", ["", "95", "95,", "95,five", "100,0", "0,1", "1,2,3,4", "-1,2", "nan,1", "inf,1", "1,1,-1"]
+)
 def test_other_splits_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--split {text} is not possible: give two numbers above 0"):
         parse_split(text)
