@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_shuffle_leaves_about_one_place_as_it_is_and_spreads_neighbours() -> N
     assert 15 <= fixed <= 80  # one of 500 on average, in each of 40 shuffles
     firsts = Counter(shuffle[0] // 50 for shuffle in shuffles)
     assert max(firsts.values()) <= 12  # 4 of 40 in each tenth, on average
-    steps = [abs(a - b) for shuffle in shuffles for a, b in zip(shuffle, shuffle[1:], strict=False)]
+    steps = [abs(a - b) for shuffle in shuffles for a, b in itertools.pairwise(shuffle)]
     assert 150 < sum(steps) / len(steps) < 183  # a third of 500: neighbours have nothing to do with each other
 
 

@@ -1,4 +1,4 @@
-"""From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not at all."""
+"""From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
 import os
 import time
@@ -130,7 +130,7 @@ def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None
     assert found[0].checksum == found[1].checksum  # the same ids, in another type and another file
 
 
-def test_ids_with_their_tokenizer_have_text(folder: Path, tmp_path: Path) -> None:
+def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
     bpe = train_bpe(TEXTS, 290)
     bpe.save(tmp_path / "tokenizer.json")
     with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
@@ -211,7 +211,7 @@ def test_when_another_machine_is_faster_its_tokens_are_used(
 ) -> None:
     job, original = job_of(folder), preparation.digest
 
-    def be_late(*arguments: object) -> str:
+    def be_late(*_: object) -> str:
         monkeypatch.setattr(preparation, "digest", original)
         write_data(job.options, tmp_path)
         return "another checksum"

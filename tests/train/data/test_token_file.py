@@ -65,7 +65,7 @@ def test_other_arrays_are_refused_and_nothing_is_unpickled(tmp_path: Path, array
 
 def test_what_is_no_npy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"text")
-    with pytest.raises(ConfigurationError, match="is no .npy file of numbers"):
+    with pytest.raises(ConfigurationError, match=r"is no \.npy file of numbers"):
         npy_tokens(tmp_path / "a.npy")
 
 
