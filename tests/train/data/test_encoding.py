@@ -94,7 +94,15 @@ def test_a_huge_document_is_not_held_out_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("training", "held_out", "expected"),
-    [(95, 5, True), (80, 20, True), (79, 21, False), (9876, 124, False), (9875, 125, True), (0, 5, False), (0, 0, False)],
+    [
+        (95, 5, True),
+        (80, 20, True),
+        (79, 21, False),
+        (9876, 124, False),
+        (9875, 125, True),
+        (0, 5, False),
+        (0, 0, False),
+    ],
 )
 def test_shares_may_be_off_by_a_factor_of_four(training: int, held_out: int, expected: bool) -> None:
     assert is_fair(training, held_out, SPLIT) is expected

@@ -1,78 +1,192 @@
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.corpus import Corpus
-from megatron_fsdp.train.data import (
-    Share,
-    TokenSets,
-    encode_corpus,
-    held_out_batches,
-    held_out_starts,
-    load_token_sets,
-    require_enough_tokens,
-    sample_start,
-    save_token_sets,
-    training_batch,
-)
-from megatron_fsdp.train.vocabulary import ByteVocabulary
+from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.data.feed import LoaderFeed, Microbatches, make_feed
+from megatron_fsdp.train.data.held_out import held_out_batches, held_out_starts
+from megatron_fsdp.train.data.order import SampleOrder
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.data.samples import cut_samples
+from megatron_fsdp.train.data.token_file import TokenFile
+from megatron_fsdp.train.data.vocabulary import ByteVocabulary
+from megatron_fsdp.train.options.batch import BatchPlan
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.resolve import resolve
 
 TOKENS = np.arange(200, dtype=np.uint8)
+LENGTH = 7
+ORDER = SampleOrder(len(TOKENS), LENGTH, seed=3)
 
 
-def global_batch(num_ranks: int, microbatches: int, total: int = 12) -> torch.Tensor:
-    batch_size = total // num_ranks // microbatches
-    parts = [
-        training_batch(TOKENS, 7, 5, 3, Share(rank, num_ranks, batch_size).sample_indices(microbatch)).inputs
-        for microbatch in range(microbatches)
-        for rank in range(num_ranks)
-    ]
-    return torch.cat(parts)
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
+    path = tmp_path_factory.mktemp("tokens") / "training.bin"
+    path.write_bytes(TOKENS.tobytes())
+    return TokenFile(path, "|u1", 0, len(TOKENS))
 
 
-@pytest.mark.parametrize(("num_ranks", "microbatches"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 3)])
-def test_global_batch_does_not_depend_on_the_number_of_ranks(num_ranks: int, microbatches: int) -> None:
-    assert torch.equal(global_batch(num_ranks, microbatches), global_batch(1, 1))
+def data_of(file: TokenFile) -> TokenData:
+    return TokenData(file.open(), TOKENS[:101], 101, ByteVocabulary(), "checksum", file)
 
 
-def test_same_seed_and_step_give_the_same_batch_and_others_do_not() -> None:
-    first = training_batch(TOKENS, 7, seed=1, step=2, indices=range(8)).inputs
-    assert torch.equal(first, training_batch(TOKENS, 7, seed=1, step=2, indices=range(8)).inputs)
-    assert not torch.equal(first, training_batch(TOKENS, 7, seed=1, step=3, indices=range(8)).inputs)
-    assert not torch.equal(first, training_batch(TOKENS, 7, seed=2, step=2, indices=range(8)).inputs)
+def job_of(*options: str, ranks: int = 1) -> Job:
+    asked = ["--preset", "tiny", "--seq-length", str(LENGTH), "--seed", "3", "--micro-batch-size", "2", *options]
+    return resolve(parse_options(asked), World(ranks, "cpu"))
+
+
+def samples_of(file: TokenFile, plan: BatchPlan, first: int) -> tuple[list[list[int]], int]:
+    """Inputs of the samples of a step that count, over all ranks and in their order, and their checksum."""
+    rows, checksum = [], 0
+    for microbatch in range(plan.microbatches):
+        for rank in range(plan.ranks):
+            batch = Microbatches(file, ORDER, plan, rank)[first, microbatch]
+            assert batch.inputs.shape == (plan.micro, LENGTH)
+            rows += [row.tolist() for row, count in zip(batch.inputs, batch.counts, strict=True) if count == LENGTH]
+            checksum += batch.checksum
+    return rows, checksum
+
+
+def equal(one: list[Batch], other: list[Batch]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(
+        torch.equal(a.inputs, b.inputs)
+        and torch.equal(a.targets, b.targets)
+        and torch.equal(a.weights, b.weights)
+        and a.checksum == b.checksum
+        for a, b in pairs
+    )
+
+
+@given(micro=st.integers(1, 5), ranks=st.integers(1, 4), total=st.integers(1, 14), first=st.integers(0, 100))
+def test_a_step_has_the_same_samples_for_any_ranks_and_microbatches(
+    token_file: TokenFile, micro: int, ranks: int, total: int, first: int
+) -> None:
+    rows, checksum = samples_of(token_file, BatchPlan(micro, total, ranks), first)
+    starts = [ORDER.start(first + place) for place in range(total)]
+    assert rows == [list(range(start, start + LENGTH)) for start in starts]
+    assert checksum == samples_of(token_file, BatchPlan(1, total, 1), first)[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_going_on_at_any_sample_gives_what_an_uninterrupted_run_has(token_file: TokenFile, num_workers: int) -> None:
+    job = job_of("--global-batch-size", "6", "--num-workers", str(num_workers))
+    plain = Microbatches(token_file, ORDER, job.batch, 0)
+    feed = make_feed(data_of(token_file), job, 0)
+    for first in (0, 6, 12, 18, 30, 36, 6, 7, 13):  # in order, ahead, in order, back, and with another batch size
+        assert equal(feed.batches(first), [plain[first, microbatch] for microbatch in range(3)])
+    feed.close()
+
+
+def test_epochs_follow_each_other_within_a_step(token_file: TokenFile) -> None:
+    rows, _ = samples_of(token_file, BatchPlan(4, 2 * ORDER.samples, 2), ORDER.samples // 2)
+    assert len(rows) == 2 * ORDER.samples
+    second = rows[ORDER.samples - ORDER.samples // 2 :][: ORDER.samples]
+    assert len({tuple(row) for row in second}) == ORDER.samples
+
+
+def test_ranks_of_one_data_rank_get_equal_batches(token_file: TokenFile) -> None:
+    job = job_of("--global-batch-size", "8", ranks=2)
+    feeds = [make_feed(data_of(token_file), job, index) for index in (1, 1, 0)]
+    found = [feed.batches(8) for feed in feeds]
+    assert equal(found[0], found[1])
+    assert not equal(found[0], found[2])
 
 
 def test_targets_are_the_inputs_shifted_by_one() -> None:
-    batch = training_batch(TOKENS, 7, seed=0, step=0, indices=range(4))
-    assert batch.inputs.shape == batch.targets.shape == (4, 7)
-    assert batch.inputs.dtype == torch.int64
-    assert torch.equal(batch.targets, batch.inputs + 1)  # the tokens are 0, 1, 2, ...
-    assert batch.weights.tolist() == [1.0] * 4
+    batch = cut_samples(TOKENS, [0, 5, None], LENGTH)
+    assert batch.inputs.tolist() == [list(range(7)), list(range(5, 12)), list(range(7))]
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert torch.equal(batch.targets, batch.inputs + 1)
+    assert batch.counts.tolist() == [7.0, 7.0, 0.0]
+    assert batch.checksum == cut_samples(TOKENS, [0, 5], LENGTH).checksum != 0
 
 
-def test_every_possible_start_is_drawn_and_none_beyond() -> None:
-    starts = {sample_start(0, 0, index, num_starts=5) for index in range(200)}
-    assert starts == {0, 1, 2, 3, 4}
+def test_a_microbatch_that_only_fills_up_counts_nothing() -> None:
+    batch = cut_samples(TOKENS, [None, None], LENGTH)
+    assert (batch.inputs.shape, batch.counts.tolist(), batch.checksum) == ((2, 7), [0.0, 0.0], 0)
 
 
-def test_shortest_corpus_gives_one_sample() -> None:
-    batch = training_batch(TOKENS[:8], 7, seed=0, step=0, indices=[0])
-    assert batch.inputs.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
-    assert batch.targets.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+def test_ends_of_texts_are_not_learned_where_the_job_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes([5, 0, 6, 7, 0, 8, 9, 4]))
+    data = data_of(TokenFile(tmp_path / "a", "|u1", 0, 8))
+    (plain,) = make_feed(data, job_of("--micro-batch-size", "1"), 0).batches(0)
+    (masked,) = make_feed(data, job_of("--micro-batch-size", "1", "--eod-mask-loss"), 0).batches(0)
+    assert plain.targets.tolist() == masked.targets.tolist() == [[0, 6, 7, 0, 8, 9, 4]]
+    assert plain.weights.tolist() == [[1.0] * 7]
+    assert masked.weights.tolist() == [[0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]]
+    assert plain.checksum == masked.checksum
 
 
-@pytest.mark.parametrize(("training", "held_out", "side"), [(7, 200, "training"), (200, 7, "held-out")])
-def test_too_small_corpus_is_refused_with_the_numbers(training: int, held_out: int, side: str) -> None:
-    sets = TokenSets(TOKENS[:training], TOKENS[:held_out], held_out)
-    with pytest.raises(ConfigurationError, match=rf"the {side} text has 7 tokens and one sample needs 8: .*--data"):
-        require_enough_tokens(sets, 7)
+def test_seed_decides_the_order(token_file: TokenFile) -> None:
+    one, other = (make_feed(data_of(token_file), job_of("--seed", seed), 0).batches(0) for seed in ("3", "4"))
+    assert not equal(one, other)
 
 
-def test_corpus_of_exactly_one_sample_is_enough() -> None:
-    require_enough_tokens(TokenSets(TOKENS[:8], TOKENS[:8], 8), 7)
+def test_closing_ends_workers_and_threads(token_file: TokenFile) -> None:
+    before = threading.active_count()
+    feed = make_feed(data_of(token_file), job_of("--num-workers", "2"), 0)
+    assert multiprocessing.active_children() == []  # none before the first step
+    feed.batches(0)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    feed.batches(100)  # a jump: others in their place
+    assert {worker.pid for worker in workers} & {worker.pid for worker in multiprocessing.active_children()} == set()
+    feed.close()
+    assert multiprocessing.active_children() == []
+    assert threading.active_count() == before
+    feed.close()
+
+
+def test_workers_outlive_signals_that_a_rank_deals_with(token_file: TokenFile) -> None:
+    feed = make_feed(data_of(token_file), job_of("--num-workers", "1"), 0)
+    feed.batches(0)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        assert worker.pid is not None
+        os.kill(worker.pid, number)
+    for step in range(1, 20):  # beyond what was prepared already
+        feed.batches(2 * step)
+    assert [child.pid for child in multiprocessing.active_children()] == [worker.pid]
+    feed.close()
+
+
+def test_the_random_numbers_of_the_model_are_left_alone(token_file: TokenFile) -> None:
+    before = torch.get_rng_state()
+    feed = make_feed(data_of(token_file), job_of(), 0)
+    feed.batches(0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_token_travels_to_a_worker(token_file: TokenFile) -> None:
+    microbatches = Microbatches(token_file, ORDER, BatchPlan(2, 4, 1), 0)
+    size = len(pickle.dumps(microbatches))
+    expected = microbatches[0, 0]
+    sent: Any = pickle.loads(pickle.dumps(microbatches))
+    assert len(pickle.dumps(microbatches)) == size
+    assert equal([sent[0, 0]], [expected])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_for_an_accelerator_are_pinned(token_file: TokenFile, num_workers: int) -> None:
+    plain = Microbatches(token_file, ORDER, BatchPlan(2, 4, 1), 0)
+    feed = LoaderFeed(plain, num_workers=num_workers, pins=True)
+    found = feed.batches(4)
+    feed.close()
+    assert all(batch.inputs.is_pinned() and batch.targets.is_pinned() and batch.weights.is_pinned() for batch in found)
+    assert equal(found, [plain[4, 0], plain[4, 1]])
 
 
 def test_held_out_samples_are_spread_and_do_not_overlap() -> None:
@@ -82,24 +196,15 @@ def test_held_out_samples_are_spread_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_held_out_samples_are_each_counted_once_whatever_the_ranks(num_ranks: int) -> None:
-    per_rank = [held_out_batches(TOKENS[:101], 10, 100, Share(rank, num_ranks, 2)) for rank in range(num_ranks)]
+def test_held_out_samples_are_each_counted_once_whatever_the_ranks(token_file: TokenFile, num_ranks: int) -> None:
+    data, plan = data_of(token_file), BatchPlan(2, 12, num_ranks)
+    per_rank = [list(held_out_batches(data, 10, 100, plan, rank)) for rank in range(num_ranks)]
     assert len({len(batches) for batches in per_rank}) == 1  # all ranks do the same number of forwards
     counted = [
         int(first)
         for batches in per_rank
         for batch in batches
-        for first, weight in zip(batch.inputs[:, 0], batch.weights, strict=True)
-        if weight > 0
+        for first, count in zip(batch.inputs[:, 0], batch.counts, strict=True)
+        if count > 0
     ]
     assert sorted(counted) == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
-
-
-def test_token_sets_survive_saving_and_loading(tmp_path: Path) -> None:
-    sets = encode_corpus(Corpus(("ab", "c"), ("dé",)), ByteVocabulary())
-    assert sets.held_out_bytes == 4  # d, two bytes of é, and the separator
-    save_token_sets(sets, tmp_path)
-    loaded = load_token_sets(tmp_path, sets.held_out_bytes)
-    assert loaded.training.tolist() == [97, 98, 0, 99, 0]
-    assert loaded.held_out.tolist() == [100, 0xC3, 0xA9, 0]
-    assert loaded.training.dtype == np.uint8

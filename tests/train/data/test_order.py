@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_shuffle_leaves_about_one_place_as_it_is_and_spreads_neighbours() -> N
     assert 15 <= fixed <= 80  # one of 500 on average, in each of 40 shuffles
     firsts = Counter(shuffle[0] // 50 for shuffle in shuffles)
     assert max(firsts.values()) <= 12  # 4 of 40 in each tenth, on average
-    steps = [abs(a - b) for shuffle in shuffles for a, b in zip(shuffle, shuffle[1:], strict=False)]
+    steps = [abs(a - b) for shuffle in shuffles for a, b in itertools.pairwise(shuffle)]
     assert 150 < sum(steps) / len(steps) < 183  # a third of 500: neighbours have nothing to do with each other
 
 
@@ -41,7 +42,7 @@ def test_an_epoch_learns_every_token_once_but_a_rest(tokens: int, length: int, s
     order = SampleOrder(tokens, length, seed)
     starts = sorted(order.start(epoch * order.samples + k) for k in range(order.samples))
     assert starts == list(range(starts[0], starts[0] + order.samples * length, length))  # targets side by side
-    assert 0 <= starts[0]
+    assert starts[0] >= 0
     assert starts[-1] + length + 1 <= tokens
     assert tokens - 1 - order.samples * length < length  # what is left out is less than a sample
 

@@ -71,9 +71,7 @@ def test_missing_path_is_refused_by_name() -> None:
 @pytest.mark.parametrize("said", ["ids.part", "ids.part.bin", "ids.part.idx"])
 def test_a_pair_is_found_by_prefix_or_either_file(tmp_path: Path, said: str) -> None:
     write_files(tmp_path, {"ids.part.bin": b"", "ids.part.idx": b""})
-    expected = TokenIds(
-        tmp_path / "ids.part", (tmp_path / "ids.part.bin", tmp_path / "ids.part.idx"), is_indexed=True
-    )
+    expected = TokenIds(tmp_path / "ids.part", (tmp_path / "ids.part.bin", tmp_path / "ids.part.idx"), is_indexed=True)
     assert find_source(tmp_path / said) == expected
 
 
@@ -85,7 +83,7 @@ def test_an_npy_is_token_ids_and_another_file_is_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marks", [["dataset_dict.json"], ["state.json", "dataset_info.json"]])
 def test_a_saved_data_set_is_known_by_its_files(tmp_path: Path, marks: list[str]) -> None:
-    write_files(tmp_path, {name: b"{}" for name in (*marks, "train/data.arrow")})
+    write_files(tmp_path, dict.fromkeys((*marks, "train/data.arrow"), b"{}"))
     source = find_source(tmp_path)
     assert isinstance(source, SavedDataset)
     assert names(source) == sorted([*marks, "train/data.arrow"])

@@ -65,7 +65,7 @@ def test_other_arrays_are_refused_and_nothing_is_unpickled(tmp_path: Path, array
 
 def test_what_is_no_npy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"text")
-    with pytest.raises(ConfigurationError, match="is no .npy file of numbers"):
+    with pytest.raises(ConfigurationError, match=r"is no \.npy file of numbers"):
         npy_tokens(tmp_path / "a.npy")
 
 
@@ -82,7 +82,11 @@ def test_the_same_ids_have_one_checksum_in_any_type_and_any_blocks(
 def test_checksums_tell_ids_order_and_cut_apart(tmp_path: Path) -> None:
     file = token_bytes(tmp_path / "a", [1, 2, 3])
     other = token_bytes(tmp_path / "b", [1, 3, 2])
-    pairs = [(file.part(0, 1), file.part(1, 3)), (file.part(0, 2), file.part(2, 3)), (other.part(0, 2), other.part(2, 3))]
+    pairs = [
+        (file.part(0, 1), file.part(1, 3)),
+        (file.part(0, 2), file.part(2, 3)),
+        (other.part(0, 2), other.part(2, 3)),
+    ]
     assert len({digest(pair, 4) for pair in pairs}) == 3
 
 

@@ -1,0 +1,332 @@
+"""From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.data import preparation
+from megatron_fsdp.train.data.indexed import IndexedWriter
+from megatron_fsdp.train.data.preparation import (
+    TokenData,
+    folder_name,
+    prepare_data,
+    read_data,
+    tokens_folder,
+    write_data,
+)
+from megatron_fsdp.train.data.prepared import SIDE_FILE
+from megatron_fsdp.train.data.sources import find_source
+from megatron_fsdp.train.data.tokenizer import train_bpe
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.resolve import resolve
+from tests.conftest import RunRanks
+
+TEXTS = [f"text number {i} of many\n" for i in range(200)]
+
+
+def job_of(path: Path, *options: str, ranks: int = 1) -> Job:
+    asked = ["--preset", "tiny", "--seq-length", "16", "--data-path", str(path), *options]
+    return resolve(parse_options(asked), World(ranks, "cpu"))
+
+
+def prepare(job: Job, folder: Path) -> TokenData:
+    write_data(job.options, folder)
+    return read_data(job, folder)
+
+
+def text_of(data: TokenData) -> list[str]:
+    """Documents of both sides."""
+    ids = [*data.training.tolist(), *data.held_out.tolist()]
+    texts, start = [], 0
+    for place, token in enumerate(ids):
+        if token == data.vocabulary.end_id:
+            texts.append(data.vocabulary.decode(ids[start:place]))
+            start = place + 1
+    return texts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of texts."""
+    path = tmp_path / "texts"
+    path.mkdir()
+    for i, text in enumerate(TEXTS):
+        (path / f"{i:03}.txt").write_text(text)
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """Ten documents of twenty ids each: 0 ... 19, 20 ... 39, and so on."""
+    with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
+        for i in range(10):
+            writer.add(np.arange(20 * i, 20 * i + 20))
+            writer.end_document()
+    return tmp_path / "ids"
+
+
+@pytest.mark.parametrize("kind", [["byte"], ["bpe", "--vocab-size", "300"]])
+def test_a_folder_of_text_comes_back_from_its_tokens(folder: Path, tmp_path: Path, kind: list[str]) -> None:
+    data = prepare(job_of(folder, "--tokenizer-type", *kind), tmp_path / "out")
+    assert sorted(text_of(data)) == sorted(TEXTS)
+    assert data.vocabulary.vocab_size == {"byte": 256, "bpe": 300}[kind[0]]
+    held_out = [text for text in TEXTS if text in data.vocabulary.decode(data.held_out.tolist())]
+    assert data.held_out_bytes == sum(len(text) + 1 for text in held_out)
+    assert isinstance(data.training, np.memmap)
+    assert data.training_file.open().tolist() == data.training.tolist()
+    assert data.notes == ()
+
+
+def test_a_data_set_on_disk_comes_back_from_its_tokens(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(str(tmp_path / "set"))
+    data = prepare(job_of(tmp_path / "set", "--json-key", "body", "--tokenizer-type", "bpe"), tmp_path / "out")
+    assert sorted(text_of(data)) == sorted(TEXTS)
+    assert data.vocabulary.vocab_size > 256
+
+
+def test_a_tokenizer_on_disk_is_used_and_kept_with_the_tokens(folder: Path, tmp_path: Path) -> None:
+    train_bpe(TEXTS, 290).save(tmp_path / "tokenizer.json")
+    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    data = prepare(job_of(folder, *options), tmp_path / "out")
+    assert sorted(text_of(data)) == sorted(TEXTS)
+    assert data.vocabulary.vocab_size == 290
+    made, _ = tokens_folder(job_of(folder, *options).options, tmp_path / "out")
+    assert (made / "tokenizer.json").exists()
+
+
+def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Path, tmp_path: Path) -> None:
+    job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "7,2,1")
+    data = prepare(job, tmp_path / "out")
+    assert data.training.tolist() == list(range(140))
+    assert data.held_out.tolist() == list(range(140, 180))
+    assert data.training_file.path == tmp_path / "ids.bin"
+    assert (data.held_out_bytes, data.vocabulary.vocab_size, data.vocabulary.end_id) == (0, 200, None)
+    made, _ = tokens_folder(job.options, tmp_path / "out")
+    assert [path.name for path in made.iterdir()] == [SIDE_FILE]
+
+
+def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.int64))
+    with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
+        writer.add(np.arange(200))
+        writer.end_document()
+    found = []
+    for path in (tmp_path / "ids.npy", tmp_path / "ids"):
+        job = job_of(path, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "80,10,10")
+        found.append(prepare(job, tmp_path / path.suffix))
+        assert found[-1].training.tolist() == list(range(160))
+        assert found[-1].held_out.tolist() == list(range(160, 180))
+    assert found[0].checksum == found[1].checksum  # the same ids, in another type and another file
+
+
+def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
+    bpe = train_bpe(TEXTS, 290)
+    bpe.save(tmp_path / "tokenizer.json")
+    with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
+        for ids in bpe.encode(TEXTS):
+            writer.add(np.append(ids, bpe.end_id))
+            writer.end_document()
+    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    data = prepare(job_of(tmp_path / "ids", *options), tmp_path / "out")
+    assert text_of(data) == TEXTS
+    assert data.held_out_bytes == sum(len(text) + 1 for text in TEXTS[190:])
+
+
+def test_an_id_that_no_token_has_is_refused_with_its_place(pair: Path, tmp_path: Path) -> None:
+    job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "150")
+    with pytest.raises(ConfigurationError, match=r"token 150 of .*ids\.bin has id 150, and ids are 0 to 149"):
+        prepare(job, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ["--data-cache-path", str(tmp_path / "cache")]
+    first = prepare(job_of(folder, *cache), tmp_path / "one")
+    monkeypatch.setattr(preparation, "_prepare", None)  # may not be called again
+    again = prepare(job_of(folder, *cache, "--seed", "5"), tmp_path / "two")
+    assert again.training_file == first.training_file
+    assert again.checksum == first.checksum
+    assert not (tmp_path / "one").exists()
+
+
+def test_the_folder_is_named_after_all_that_decides_the_tokens(folder: Path, tmp_path: Path) -> None:
+    train_bpe(TEXTS, 270).save(tmp_path / "tokenizer.json")
+    huggingface = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    lines = [[], ["--tokenizer-type", "bpe"], ["--tokenizer-type", "bpe", "--vocab-size", "300"], huggingface]
+    lines += [["--split", "9,1"], ["--json-key", "b"]]
+    names = [folder_name(job_of(folder, *line).options, find_source(folder)) for line in lines]
+    train_bpe(TEXTS, 280).save(tmp_path / "tokenizer.json")
+    names.append(folder_name(job_of(folder, *huggingface).options, find_source(folder)))
+    (folder / "000.txt").write_text("something else")
+    names.append(folder_name(job_of(folder).options, find_source(folder)))
+    assert len(set(names)) == len(names) == 8
+    assert folder_name(job_of(folder, "--seed", "9").options, find_source(folder)) == names[-1]
+
+
+def test_a_run_may_write_into_what_it_reads(folder: Path) -> None:
+    job = job_of(folder)
+    first = prepare(job, folder / "run")
+    (folder / "run" / "metrics.jsonl").write_text("no JSON")
+    assert prepare(job, folder / "run").training_file == first.training_file
+
+
+def test_a_preparation_that_ends_early_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_early(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "digest", end_early)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(job_of(folder), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed_later(folder: Path, tmp_path: Path) -> None:
+    job, out = job_of(folder), tmp_path / "out"
+    name = folder_name(job.options, find_source(folder))
+    for left, age_s in ((f".{name}.old", 7200.0), (f".{name}.new", 0.0)):
+        (out / left).mkdir(parents=True)
+        (out / left / "training.bin").write_bytes(b"half")
+        for path in (out / left / "training.bin", out / left):
+            os.utime(path, (time.time() - age_s,) * 2)
+    assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
+    assert sorted(path.name for path in out.iterdir()) == [f".{name}.new", name]
+
+
+def test_when_another_machine_is_faster_its_tokens_are_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, original = job_of(folder), preparation.digest
+
+    def be_late(*_: object) -> str:
+        monkeypatch.setattr(preparation, "digest", original)
+        write_data(job.options, tmp_path)
+        return "another checksum"
+
+    monkeypatch.setattr(preparation, "digest", be_late)
+    assert prepare(job, tmp_path).checksum != "another checksum"
+    assert len([path for path in tmp_path.iterdir() if "tokens-" in path.name]) == 1
+
+
+def test_files_left_out_and_a_cut_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "texts"
+    path.mkdir()
+    (path / "a.txt").write_text("text " * 200)
+    (path / "b.png").write_bytes(b"\xff\xd8")
+    notes = prepare(job_of(path), tmp_path / "out").notes
+    assert notes == (
+        f"1 file is no UTF-8 text and left out, first {path / 'b.png'}",
+        "documents are too few or too unequal to split, so the end of the text is held out",
+    )
+
+
+def refused(path: Path, out: Path, *options: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        prepare(job_of(path, *options), out)
+    return str(caught.value)
+
+
+def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> None:
+    out, empty = tmp_path / "out", tmp_path / "empty"
+    empty.mkdir()
+    assert "empty holds no UTF-8 text: give a file or a folder" in refused(empty, out)
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    assert "is text, and --tokenizer-type NullTokenizer takes token ids" in refused(folder, out, *null)
+    assert "holds token ids, and --tokenizer-type byte takes text" in refused(pair, out)
+    assert "--json-key body does nothing, since --data-path" in refused(folder, out, "--json-key", "body")
+    assert [path.name for path in out.iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "where it cannot be written, give another --data-cache-path or --out" in refused(folder, tmp_path / "file")
+
+
+@pytest.mark.parametrize(("length", "side", "count"), [(2000, "training", "1,901"), (100, "held-out", "100")])
+def test_a_too_small_text_is_refused_with_the_numbers(tmp_path: Path, length: int, side: str, count: str) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 200)
+    said = refused(tmp_path / "a.txt", tmp_path / "out", "--seq-length", str(length))
+    assert said.startswith(f"the {side} text has {count} tokens and one sample needs {length + 1:,}: give --data-path")
+
+
+def test_the_smallest_text_that_is_enough_passes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 200)  # 2,001 tokens, of which 100 are held out
+    assert len(prepare(job_of(tmp_path / "a.txt", "--seq-length", "99"), tmp_path / "out").held_out) == 100
+
+
+def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
+    job = job_of(folder)
+    data = prepare(job, tmp_path)
+    made = data.training_file.path.parent
+    data.training_file.path.write_bytes(b"short")
+    with pytest.raises(ConfigurationError, match=r"training\.bin has 5 bytes where .* are needed: it was damaged"):
+        read_data(job, tmp_path)
+    (made / SIDE_FILE).write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"data\.json cannot be read .*or it was damaged: remove its folder"):
+        read_data(job, tmp_path)
+
+
+def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[str, int] | str:
+    """Prepare as a rank whose number on its machine is in `local`; returns checksum and tokens, or what was refused."""
+    index, count = dist.get_rank(), dist.get_world_size()
+    os.environ["LOCAL_RANK"] = local[index]
+    rank = Rank(index, count, torch.device("cpu"), os.getppid())
+    try:
+        data = prepare_data(job_of(paths[index], ranks=count), outs[index], rank)
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        del os.environ["LOCAL_RANK"]
+    return data.checksum, len(data.training)
+
+
+def test_ranks_of_a_machine_share_what_its_first_one_made(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(2, prepare_on_ranks, [folder] * 2, [tmp_path / "out"] * 2, "01")
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 32
+
+
+def test_machines_without_a_shared_folder_make_their_own(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
+    outs = [tmp_path / "one", tmp_path / "two"]
+    found = run_ranks(2, prepare_on_ranks, [folder] * 2, outs, "00")
+    assert found[0] == found[1]
+    assert [len(list(out.iterdir())) for out in outs] == [1, 1]
+
+
+def test_machines_with_other_texts_are_refused_by_their_ranks(
+    run_ranks: RunRanks, folder: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for i, text in enumerate(TEXTS):
+        (other / f"{i:03}.txt").write_text(text.upper())
+    found = run_ranks(2, prepare_on_ranks, [folder, other], [tmp_path / "one", tmp_path / "two"], "00")
+    assert found[0] == found[1]
+    assert " on ranks 0; " in found[0]
+    assert " on ranks 1: give the same text on every machine" in found[0]
+
+
+def test_a_text_that_one_machine_lacks_is_refused_everywhere(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(2, prepare_on_ranks, [folder, tmp_path / "gone"], [tmp_path / "one", tmp_path / "two"], "00")
+    assert found[0] == found[1]
+    assert "gone does not exist: give a text file" in found[0]
+
+
+def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(2, prepare_on_ranks, [folder] * 2, [tmp_path / "one", tmp_path / "two"], "01")
+    assert found[0] == found[1]
+    assert found[0].startswith("rank 1: ")
+    assert "tokens are made by the first rank of each machine" in found[0]

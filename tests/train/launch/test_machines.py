@@ -1,0 +1,83 @@
+"""Work that the first rank of each machine does: all wait for it, and all hear of what went wrong."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.launch import machines
+from megatron_fsdp.train.launch.machines import is_first_here, require_same, work_on_machines
+from megatron_fsdp.train.launch.ranks import Rank
+from tests.conftest import RunRanks
+
+
+def this_rank() -> Rank:
+    return Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), os.getppid())
+
+
+def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tuple[bool, str | None]:
+    """Work as `local` says; returns whether this rank worked, and what was raised."""
+    rank, done = this_rank(), []
+    os.environ["LOCAL_RANK"] = local.split(",")[rank.index]
+
+    def work() -> None:
+        time.sleep(seconds)
+        done.append(rank.index)
+        if rank.index in failing:
+            raise {"usage": ConfigurationError, "bug": KeyError}[failing[rank.index]]("no text")
+
+    beat, machines.BEAT_S = machines.BEAT_S, 0.05
+    try:
+        work_on_machines(rank, work)
+    except (ConfigurationError, RuntimeError) as error:
+        return bool(done), f"{type(error).__name__} {error}"
+    finally:
+        machines.BEAT_S = beat
+        del os.environ["LOCAL_RANK"]
+    return bool(done), None
+
+
+def differ(values: list[str | None], errors: list[str | None]) -> str:
+    rank = this_rank()
+    try:
+        require_same(rank, values[rank.index], errors[rank.index], "they differ: {}: do something")
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_the_first_rank_of_each_machine_works(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, on_two_machines, "0,1,0", 0.0, {}) == [(True, None), (False, None), (True, None)]
+
+
+def test_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, on_two_machines, "0,1,2", 0.4, {}) == [(True, None), (False, None), (False, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("usage", "ConfigurationError no text"), ("bug", "RuntimeError rank 2: KeyError('no text')")]
+)
+def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, kind: str, said: str) -> None:
+    found = run_ranks(3, on_two_machines, "0,1,0", 0.0, {2: kind})
+    assert found == [(True, said), (False, said), (True, said)]
+
+
+def test_different_values_name_the_ranks(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, differ, ["a", "a", "a"], [None] * 3) == [""] * 3
+    said = "they differ: a on ranks 0, 2; b on ranks 1: do something"
+    assert run_ranks(3, differ, ["a", "b", "a"], [None] * 3) == [said] * 3
+
+
+def test_an_error_of_one_rank_names_it_and_one_of_all_does_not(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, differ, ["a", None, "a"], [None, "gone", None]) == ["rank 1: gone"] * 3
+    assert run_ranks(3, differ, [None] * 3, ["gone"] * 3) == ["gone"] * 3
+
+
+def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert [is_first_here(Rank(index, 2, torch.device("cpu"), 1)) for index in (0, 1)] == [True, False]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert is_first_here(Rank(8, 16, torch.device("cpu"), 1))
