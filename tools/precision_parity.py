@@ -10,25 +10,30 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from megatron_fsdp.train.arguments import Arguments, Settings, resolve_settings
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.mixed_precision import resolve_precision
-from megatron_fsdp.train.data.batches import TokenSets, encode_corpus
 from megatron_fsdp.train.data.corpus import find_source, load_corpus
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.data.samples import SimpleFeed
 from megatron_fsdp.train.data.vocabulary import ByteVocabulary
-from megatron_fsdp.train.engines.sharded import build_model, build_optimizer
-from megatron_fsdp.train.launch.ranks import Rank, reduce_values
+from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train_step
-from megatron_fsdp.train.models.decoder import Block
+from megatron_fsdp.train.nan_guard import NanGuard
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.presets import find_preset
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.progress import Progress
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NUM_RANKS, STEPS, MICROBATCHES, CORPUS_BYTES = 2, 50, 2, 2_000_000
@@ -82,34 +87,41 @@ def measure(steps: int, corpus_bytes: int = CORPUS_BYTES) -> dict[str, list[floa
     """Train with every policy; the ranks of the default process group call it together.
 
     Returns:
-        The mean loss over ranks of each step, in nats per token, by the name of the policy.
+        The loss of each step over all ranks, in nats per token, by the name of the policy.
     """
     rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), launcher_pid=0)
-    tokens = encode_corpus(load_corpus(find_source(None), corpus_bytes), ByteVocabulary())
+    corpus, vocabulary = load_corpus(find_source(None), corpus_bytes), ByteVocabulary()
+    tokens = TokenData(vocabulary.encode(corpus.training), np.zeros(0, np.uint16), 0, vocabulary)
     return {policy.name: losses_of(policy, steps, rank, tokens) for policy in POLICIES}
 
 
-def losses_of(policy: Policy, steps: int, rank: Rank, tokens: TokenSets) -> list[float]:
+def losses_of(policy: Policy, steps: int, rank: Rank, tokens: TokenData) -> list[float]:
     """The losses of one run, the same on every rank."""
-    settings = resolve_settings(
-        Arguments(preset="tiny", steps=steps, dtype=policy.dtype, device="cpu", grad_accumulation=MICROBATCHES), "cpu"
-    )
-    run = build_run(settings, policy.policy, rank, tokens)
-    losses = [float(train_step(run, step)[0]) for step in range(steps)]
-    return [loss / rank.count for loss in reduce_values(rank, losses, "sum")]
+    job = job_of(policy, steps, rank)
+    trained = build(job, ByteVocabulary().vocab_size, rank)
+    feed = SimpleFeed(tokens, job.batch, job.seq_length, job.options.training.seed, trained.data_index)
+    run, guard = Run(job, trained, tokens, feed, rank), NanGuard(0, print)
+    done = [Progress(step, step * job.batch.total) for step in range(steps)]
+    return [train_step(run, progress, guard, (False, False)).loss for progress in done]
 
 
-def build_run(settings: Settings, policy: MixedPrecisionPolicy, rank: Rank, tokens: TokenSets) -> Run:
-    """The trainer's model and optimizer, sharded under another policy than the trainer would choose."""
-    model = build_model(settings, ByteVocabulary().vocab_size, rank.device)
-    sharded, optimizer = fully_shard(
-        model,
-        build_optimizer(model, settings),
-        device_mesh=init_device_mesh("cpu", (rank.count,), mesh_dim_names=("dp_shard",)),
-        fsdp_unit_modules=[Block],
-        mixed_precision_policy=policy,
-    )
-    return Run(sharded, optimizer, settings, tokens, rank)
+def job_of(policy: Policy, steps: int, rank: Rank) -> Job:
+    """The trainer's tiny model, sharded under another policy than the trainer would choose."""
+    preset = Layer("preset tiny", find_preset("tiny"))
+    micro: int = preset.values["micro_batch_size"]
+    asked = {
+        "train_iters": steps,
+        "bf16": policy.dtype == "bf16",
+        "auto_bf16": False,
+        "global_batch_size": MICROBATCHES * micro * rank.count,
+    }
+    job = resolve(assemble((preset, Layer("command line", asked))), World(rank.count, "cpu"))
+    dtypes = {
+        "megatron_fsdp_main_params_dtype": policy.policy.main_params_dtype,
+        "megatron_fsdp_main_grads_dtype": policy.policy.main_grads_dtype,
+        "megatron_fsdp_grad_comm_dtype": policy.policy.grad_comm_dtype,
+    }
+    return replace(job, ddp=replace(job.ddp, **dtypes))
 
 
 def _rank_main(index: int, steps: int, folder: str) -> None:
