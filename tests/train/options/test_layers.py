@@ -98,7 +98,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
     assert not options.model.add_bias_linear
     assert not options.checkpoint.strict_fsdp_dtensor_load
     assert not options.ddp.check_for_nan_in_grad
-    assert not options.parallel.torch_fsdp2_reshard_after_forward
+    assert options.parallel.torch_fsdp2_no_reshard_after_forward
     assert options.model.norm_epsilon == 1e-6
     assert not options.is_given("swiglu")
     assert [notice.partition(" has")[0] for notice in options.explained] == ["--hidden-dropout 0.0", "--use-sharp"]
@@ -166,7 +166,7 @@ def test_the_same_said_twice_in_the_same_way_is_the_same(write: Write) -> None:
 
 @pytest.mark.parametrize("value", [True, None, [1]])
 def test_values_of_another_type_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="--hidden-size .* is not possible: give a whole number"):
+    with pytest.raises(ConfigurationError, match=r"--hidden-size .* is not possible: give a whole number"):
         assemble((Layer("test", {"hidden_size": value}),))
 
 

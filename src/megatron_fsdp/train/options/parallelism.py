@@ -17,7 +17,8 @@ class ParallelOptions:
         expert_model_parallel_size: Ranks that the experts are shared out to.
         sequence_parallel: Cut activations between layers along the sequence, over the tensor-parallel ranks.
         use_torch_fsdp2: Shard by PyTorch's FSDP2 in place of this package's engine.
-        torch_fsdp2_reshard_after_forward: Shard weights again after the forward, with FSDP2.
+        torch_fsdp2_no_reshard_after_forward: Keep weights gathered from forward to backward, with FSDP2: more memory,
+            fewer gathers.
         init_model_with_meta_device: Build the model without memory, and initialise shard by shard.
         device: Where to run; auto is the accelerator if there is one.
         nproc: Processes to start where torchrun did not start this one; default: one per accelerator, or two on a CPU.
@@ -31,7 +32,7 @@ class ParallelOptions:
     expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
     use_torch_fsdp2: bool = False
-    torch_fsdp2_reshard_after_forward: bool = True
+    torch_fsdp2_no_reshard_after_forward: bool = False
     init_model_with_meta_device: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nproc: int | None = None

@@ -26,7 +26,6 @@ class Spelling:
 
 ALIASES: Mapping[str, Spelling] = {
     "--disable-bias-linear": Spelling("add_bias_linear", False),
-    "--torch-fsdp2-no-reshard-after-forward": Spelling("torch_fsdp2_reshard_after_forward", False),
     "--use-rotary-position-embeddings": Spelling("position_embedding_type", "rope"),
     "--recompute-activations": Spelling("recompute_granularity", "selective"),
     "--layernorm-epsilon": Spelling("norm_epsilon"),
