@@ -1,84 +1,32 @@
-"""For every option and every field of `DistributedDataParallelConfig`: words, and what they change in the job."""
+"""For every option: words, and what they change in the job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_fsdp.ddp.bucket_schedule import GatherMode
-from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
-from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.job import World
+from tests.train.options.cases import (
+    EXPERTS,
+    FLOAT32,
+    FSDP2,
+    LLAMA,
+    RANKS,
+    RUN,
+    SHAPE,
+    TRANSFORMERS,
+    UNITS,
+    Case,
+    notices,
+    of,
+    plain,
+    rate,
+    resolved,
+)
 
-RANKS = 8
-NUMEL = 1000
-RUN = "--seq-length 64 --micro-batch-size 1 --train-iters 20 --lr 0.01"
-SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
-UNITS = f"{RUN} {SHAPE} --bf16 --use-megatron-fsdp"
-BUCKETS = f"{RUN} {SHAPE} --bf16"
-FLOAT32 = f"{RUN} {SHAPE} --use-megatron-fsdp"
-LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
-TRANSFORMERS = f"{UNITS} {LLAMA} --transformer-impl transformers"
-FSDP2 = f"{RUN} {SHAPE} {LLAMA} --bf16 --use-torch-fsdp2 --transformer-impl transformers"
-EXPERTS = f"{TRANSFORMERS} --num-experts 8"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One option.
-
-    Attributes:
-        words: What is added to the command line.
-        seen: What is looked at in the job.
-        expected: What it is then; it is something else without the words.
-        start: The command line without them.
-        proved: Where a run shows the effect, beside `test_options_in_runs.py`.
-        world: Ranks and hardware.
-    """
-
-    words: str
-    seen: Callable[[Job], Any]
-    expected: Any
-    start: str = UNITS
-    proved: str = ""
-    world: World = field(default_factory=lambda: World(RANKS, "cuda", multiplies_bf16=True))
-
-
-def resolved(job: Job) -> ResolvedDDP:
-    """What the engine makes of the configuration."""
-    return resolve_ddp(job.ddp, job.sizes.data * job.sizes.context, NUMEL)
-
-
-def engine(name: str) -> Callable[[Job], Any]:
-    """A field of the configuration that units and buffers get."""
-    return lambda job: getattr(resolved(job).engine_config, name)
-
-
-def rate(step: int) -> Callable[[Job], float]:
-    """The learning rate of a step."""
-    return lambda job: round(job.schedule.rate(step), 9)
-
-
-def of(section: str, name: str) -> Callable[[Job], Any]:
-    """An option as the job has it."""
-    return lambda job: getattr(getattr(job.options, section), name)
-
-
-def notices(job: Job) -> tuple[str, ...]:
-    """What is told."""
-    return job.notices
-
-
-def _plain(section: str, start: str, proved: str, values: Mapping[str, tuple[str, Any]]) -> dict[str, Case]:
-    """Options whose value other parts of the trainer read from the job."""
-    return {name: Case(words, of(section, name), expected, start, proved) for name, (words, expected) in values.items()}
-
-
-_MODEL = _plain(
+_MODEL = plain(
     "model",
     RUN,
     "tests/train/models",
@@ -116,6 +64,13 @@ _MODEL = _plain(
         of("model", "rotary_base"),
         5e5,
         f"{UNITS} --position-embedding-type rope",
+        "tests/train/models",
+    ),
+    "transformer_impl": Case(
+        "--transformer-impl transformers",
+        of("model", "transformer_impl"),
+        "transformers",
+        f"{UNITS} {LLAMA}",
         "tests/train/models",
     ),
     "num_experts": Case("--num-experts 4", of("model", "num_experts"), 4, TRANSFORMERS, "tests/train/models"),
@@ -156,7 +111,7 @@ _PARALLEL = {
         FSDP2,
         "tests/train/engines",
     ),
-    **_plain(
+    **plain(
         "parallel",
         UNITS,
         "tests/train/launch",
@@ -210,7 +165,7 @@ _TRAINING = {
         None,
         f"{UNITS} --recompute-granularity full --recompute-num-layers 1",
     ),
-    **_plain(
+    **plain(
         "training",
         UNITS,
         "",
@@ -236,7 +191,7 @@ _OPTIMIZER = {
     "lr_wsd_decay_iters": Case(
         "--lr-wsd-decay-iters 10", rate(12), 0.007, f"{UNITS} --lr-decay-style WSD --lr-wsd-decay-iters 5"
     ),
-    **_plain(
+    **plain(
         "optimizer",
         UNITS,
         "",
@@ -249,10 +204,10 @@ _OPTIMIZER = {
             "clip_grad": ("--clip-grad 0.1", 0.1),
         },
     ),
-    **_plain("optimizer", f"{UNITS} --optimizer sgd", "", {"sgd_momentum": ("--sgd-momentum 0.5", 0.5)}),
+    **plain("optimizer", f"{UNITS} --optimizer sgd", "", {"sgd_momentum": ("--sgd-momentum 0.5", 0.5)}),
 }
 
-_DATA = _plain(
+_DATA = plain(
     "data",
     UNITS,
     "tests/train/data",
@@ -264,17 +219,17 @@ _DATA = _plain(
         "num_workers": ("--num-workers 2", 2),
     },
 ) | {
-    **_plain("data", f"{UNITS} --data-path text", "tests/train/data", {"json_key": ("--json-key body", "body")}),
-    **_plain(
+    **plain("data", f"{UNITS} --data-path text", "tests/train/data", {"json_key": ("--json-key body", "body")}),
+    **plain(
         "data", f"{UNITS} --data-path text", "tests/train/data", {"data_cache_path": ("--data-cache-path c", Path("c"))}
     ),
-    **_plain(
+    **plain(
         "data",
         f"{UNITS} --tokenizer-type HuggingFaceTokenizer --tokenizer-model s.json",
         "tests/train/data",
         {"tokenizer_model": ("--tokenizer-model t.json", Path("t.json"))},
     ),
-    **_plain("data", f"{UNITS} --tokenizer-type bpe", "tests/train/data", {"vocab_size": ("--vocab-size 300", 300)}),
+    **plain("data", f"{UNITS} --tokenizer-type bpe", "tests/train/data", {"vocab_size": ("--vocab-size 300", 300)}),
 }
 
 _CHECKPOINT = {
@@ -293,7 +248,7 @@ _CHECKPOINT = {
         "tests/train/recovery",
     ),
     "ckpt_format": Case("--ckpt-format torch_dist", notices, "--ckpt-format torch_dist is not written or read"),
-    **_plain(
+    **plain(
         "checkpoint",
         f"{UNITS} --save c",
         "tests/train/recovery",
@@ -305,7 +260,7 @@ _CHECKPOINT = {
             "no_save_rng": ("--no-save-rng", True),
         },
     ),
-    **_plain(
+    **plain(
         "checkpoint",
         f"{UNITS} --load c",
         "tests/train/recovery",
@@ -317,7 +272,7 @@ _CHECKPOINT = {
             "verify_integrity": ("--verify-integrity", True),
         },
     ),
-    **_plain(
+    **plain(
         "checkpoint",
         UNITS,
         "tests/train/recovery",
@@ -325,7 +280,7 @@ _CHECKPOINT = {
     ),
 }
 
-_REPORTING = _plain(
+_REPORTING = plain(
     "reporting",
     UNITS,
     "tests/train/reporting",
@@ -342,7 +297,7 @@ _REPORTING = _plain(
     },
 )
 
-_RECOVERY = _plain(
+_RECOVERY = plain(
     "recovery",
     UNITS,
     "tests/train/recovery",
@@ -351,7 +306,7 @@ _RECOVERY = _plain(
         "max_nan_steps": ("--max-nan-steps 0", 0),
         "hang_timeout_minutes": ("--hang-timeout-minutes 1", 1.0),
     },
-) | _plain("recovery", f"{UNITS} --save c", "tests/train/recovery", {"max_failed_saves": ("--max-failed-saves 1", 1)})
+) | plain("recovery", f"{UNITS} --save c", "tests/train/recovery", {"max_failed_saves": ("--max-failed-saves 1", 1)})
 
 OPTION_CASES: Mapping[str, Case] = {
     **_MODEL,
@@ -364,146 +319,3 @@ OPTION_CASES: Mapping[str, Case] = {
     **_RECOVERY,
 }
 """By the name of the option."""
-
-_DOUBLED = "gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
-_UNREGISTERED = "buffers are not registered with NCCL by this version"
-_NCCL = f"--use-nccl-ub: {_UNREGISTERED}; {_DOUBLED}"
-
-FIELD_CASES: Mapping[str, Case] = {
-    "grad_reduce_in_fp32": Case(
-        "--accumulate-allreduce-grads-in-fp32",
-        notices,
-        (
-            "--accumulate-allreduce-grads-in-fp32 has no effect of its own: gradients travel and accumulate in float32, "
-            "unless --grad-reduce-in-bf16 or the flags of dtypes say something else",
-        ),
-    ),
-    "overlap_grad_reduce": Case(
-        "--overlap-grad-reduce", lambda job: resolved(job).bucket_numel, 40_000_000, start=BUCKETS
-    ),
-    "overlap_param_gather": Case(
-        "--overlap-param-gather",
-        lambda job: resolved(job).gather_mode,
-        GatherMode.IN_TURN,
-        f"{BUCKETS} --use-distributed-optimizer",
-    ),
-    "align_param_gather": Case(
-        "--align-param-gather",
-        lambda job: resolved(job).gather_mode,
-        GatherMode.TOGETHER,
-        f"{BUCKETS} --use-distributed-optimizer --overlap-param-gather",
-    ),
-    "use_distributed_optimizer": Case(
-        "--use-distributed-optimizer", lambda job: resolved(job).strategy, ShardingStrategy.optim, BUCKETS
-    ),
-    "num_distributed_optimizer_instances": Case(
-        "--num-distributed-optimizer-instances 2", lambda job: resolved(job).num_instances, 2
-    ),
-    "check_for_nan_in_grad": Case("--check-for-nan-in-loss-and-grad", engine("check_for_nan_in_grad"), True),
-    "check_for_large_grads": Case("--check-for-large-grads", engine("check_for_large_grads"), True),
-    "bucket_size": Case("--ddp-bucket-size 100", lambda job: resolved(job).bucket_numel, 100, BUCKETS),
-    "num_buckets": Case("--ddp-num-buckets 4", lambda job: resolved(job).bucket_numel, 250, BUCKETS),
-    "pad_buckets_for_high_nccl_busbw": Case(
-        "--ddp-pad-buckets-for-high-nccl-busbw", lambda job: resolved(job).numel_multiple, 65536, BUCKETS
-    ),
-    "reduce_scatter_with_fp32_accumulation": Case(
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        engine("reduce_scatter_with_fp32_accumulation"),
-        True,
-        f"{UNITS} --grad-reduce-in-bf16",
-    ),
-    "param_name_patterns_for_fp32_local_accumulation": Case(
-        "--ddp-param-name-patterns-for-fp32-local-accumulation *norm* *bias",
-        engine("param_name_patterns_for_fp32_local_accumulation"),
-        ("*norm*", "*bias"),
-    ),
-    "average_in_collective": Case("--ddp-average-in-collective", engine("average_in_collective"), True),
-    "fp8_param_gather": Case("--fp8-param-gather", notices, "--fp8-param-gather is not supported yet"),
-    "fp4_param_gather": Case("--fp4-param-gather", notices, "--fp4-param-gather is not supported yet"),
-    "reuse_grad_buf_for_mxfp8_param_ag": Case(
-        "--reuse-grad-buf-for-mxfp8-param-ag", notices, "--reuse-grad-buf-for-mxfp8-param-ag needs --fp8-param-gather"
-    ),
-    "keep_fp8_transpose_cache": Case(
-        "--keep-fp8-transpose-cache", notices, "--keep-fp8-transpose-cache has no effect without --fp8-param-gather"
-    ),
-    "use_megatron_fsdp": Case("--use-megatron-fsdp", lambda job: job.engine, "megatron_fsdp", BUCKETS),
-    "megatron_fsdp_version": Case("--megatron-fsdp-version 2", notices, "--megatron-fsdp-version 2 is not supported"),
-    "use_custom_fsdp": Case(
-        "--use-custom-fsdp",
-        lambda job: (job.engine, resolved(job).strategy.name, *job.notices),
-        (
-            "megatron_fsdp",
-            "optim_grads_params",
-            "--use-custom-fsdp: the former name of --use-megatron-fsdp, and taken as such",
-        ),
-        BUCKETS,
-    ),
-    "data_parallel_sharding_strategy": Case(
-        "--data-parallel-sharding-strategy 1", lambda job: resolved(job).strategy, ShardingStrategy.optim
-    ),
-    "outer_dp_sharding_strategy": Case(
-        "--outer-dp-sharding-strategy optim",
-        lambda job: resolved(job).outer_strategy,
-        ShardingStrategy.optim,
-        f"{UNITS} --num-distributed-optimizer-instances 2",
-    ),
-    "gradient_reduce_div_fusion": Case("--no-gradient-reduce-div-fusion", engine("gradient_reduce_div_fusion"), False),
-    "suggested_communication_unit_size": Case(
-        "--suggested-communication-unit-size 5000", engine("suggested_communication_unit_size"), 5000
-    ),
-    "nccl_ub": Case("--use-nccl-ub", lambda job: (engine("fsdp_double_buffer")(job), *job.notices), (True, _NCCL)),
-    "fsdp_double_buffer": Case("--fsdp-double-buffer", engine("fsdp_double_buffer"), True),
-    "fsdp_db_use_persist_buf_on_alloc_fail": Case(
-        "--fsdp-db-use-persist-buf-on-alloc-fail",
-        engine("fsdp_db_use_persist_buf_on_alloc_fail"),
-        True,
-        f"{UNITS} --fsdp-double-buffer",
-    ),
-    "fsdp_all_gather_in_start_param_sync": Case(
-        "--no-fsdp-all-gather-in-start-param-sync", engine("fsdp_all_gather_in_start_param_sync"), False
-    ),
-    "disable_symmetric_registration": Case(
-        "--disable-symmetric-registration",
-        notices,
-        (_NCCL, f"--disable-symmetric-registration has no effect: {_UNREGISTERED}"),
-        f"{UNITS} --use-nccl-ub",
-    ),
-    "fsdp_manual_registration": Case(
-        "--fsdp-manual-registration",
-        notices,
-        (_NCCL, f"--fsdp-manual-registration has no effect: {_UNREGISTERED}"),
-        f"{UNITS} --use-nccl-ub",
-    ),
-    "delay_wgrad_compute": Case(
-        "--delay-wgrad-compute", lambda job: resolved(job).config.delay_wgrad_compute, True, BUCKETS
-    ),
-    "megatron_fsdp_main_params_dtype": Case(
-        "--megatron-fsdp-main-params-dtype bf16", lambda job: resolved(job).policy.main_params_dtype, torch.bfloat16
-    ),
-    "megatron_fsdp_main_grads_dtype": Case(
-        "--megatron-fsdp-main-grads-dtype bf16", lambda job: resolved(job).policy.main_grads_dtype, torch.bfloat16
-    ),
-    "megatron_fsdp_grad_comm_dtype": Case(
-        "--megatron-fsdp-grad-comm-dtype bf16", lambda job: resolved(job).policy.grad_comm_dtype, torch.bfloat16
-    ),
-    "megatron_fsdp_use_decoupled_grad": Case(
-        "--megatron-fsdp-use-decoupled-grad", notices, "--megatron-fsdp-use-decoupled-grad puts gradients where"
-    ),
-    "megatron_fsdp_cuda_graph_mode": Case(
-        "--megatron-fsdp-cuda-graph-mode", notices, "--megatron-fsdp-cuda-graph-mode is not supported yet"
-    ),
-    "megatron_fsdp_enable_fine_grained_param_gather": Case(
-        "--megatron-fsdp-enable-fine-grained-param-gather",
-        engine("megatron_fsdp_enable_fine_grained_param_gather"),
-        True,
-    ),
-    "megatron_fsdp_max_pool_double_buffer": Case(
-        "--megatron-fsdp-max-pool-double-buffer",
-        lambda job: (
-            resolved(job).engine_config.megatron_fsdp_max_pool_double_buffer,
-            resolved(job).engine_config.fsdp_double_buffer,
-        ),
-        (True, True),
-    ),
-}
-"""By the name of the field. The engine's own tests show what each does to a step; here it is shown to arrive."""

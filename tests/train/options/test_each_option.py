@@ -8,7 +8,9 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import OPTIONS
 from megatron_fsdp.train.options.resolve import resolve
-from tests.train.options.option_cases import FIELD_CASES, OPTION_CASES, Case
+from tests.train.options.cases import Case
+from tests.train.options.field_cases import FIELD_CASES
+from tests.train.options.option_cases import OPTION_CASES
 
 CASES = {**OPTION_CASES, **FIELD_CASES}
 

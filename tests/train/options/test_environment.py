@@ -14,7 +14,8 @@ CUDA, CPU = World(4, "cuda"), World(4, "cpu")
 HOPPER = World(4, "cuda", needs_one_connection=True)
 UNITS, BUCKETS = "--preset tiny", "--preset tiny --no-use-megatron-fsdp"
 FSDP2, REGISTERED = "--preset tiny --use-torch-fsdp2", "--preset tiny --use-nccl-ub"
-TENSOR = "--preset tiny --transformer-impl transformers --tensor-model-parallel-size 2"
+ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+TENSOR = f"--preset tiny {ROTARY} --transformer-impl transformers --tensor-model-parallel-size 2"
 ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:True"}
 GROWING_NEW_NAME = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -166,7 +166,7 @@ def test_the_same_said_twice_in_the_same_way_is_the_same(write: Write) -> None:
 
 @pytest.mark.parametrize("value", [True, None, [1]])
 def test_values_of_another_type_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="--hidden-size .* is not possible: give a whole number"):
+    with pytest.raises(ConfigurationError, match=r"--hidden-size .* is not possible: give a whole number"):
         assemble((Layer("test", {"hidden_size": value}),))
 
 

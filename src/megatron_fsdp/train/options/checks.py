@@ -107,7 +107,7 @@ def _is_on(options: Options, name: str) -> bool:
 
 def _check_together(options: Options) -> None:
     """Values of several options that cannot stand together."""
-    model, training, ddp = options.model, options.training, options.ddp
+    training = options.training
     if options.checkpoint.ckpt_format != "fsdp_dtensor":
         raise ConfigurationError(
             f"--ckpt-format {options.checkpoint.ckpt_format} is not written or read in training: leave it at "
@@ -117,38 +117,14 @@ def _check_together(options: Options) -> None:
         raise ConfigurationError(
             "--gradient-accumulation-fusion is not there yet: give --no-gradient-accumulation-fusion, or leave it out"
         )
-    if training.calculate_per_token_loss and ddp.average_in_collective:
+    if training.calculate_per_token_loss and options.ddp.average_in_collective:
         raise ConfigurationError(
             "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "
             "give one of them"
-        )
-    if training.fp16 and ddp.check_for_nan_in_grad:
-        raise ConfigurationError(
-            "--fp16 contradicts --check-for-nan-in-loss-and-grad: the scale of the loss is found by gradients that "
-            "overflow, and such steps are skipped; give one of them"
-        )
-    if model.num_experts is not None and model.transformer_impl == "local":
-        raise ConfigurationError(
-            f"--num-experts {model.num_experts} is not possible with the decoder of this package: give "
-            "--transformer-impl transformers"
-        )
-    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
-        raise ConfigurationError(
-            f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: give less"
-        )
-    positions, length = model.max_position_embeddings, model.seq_length
-    if positions is not None and length is not None and positions < length:
-        raise ConfigurationError(
-            f"--max-position-embeddings {positions} is less than --seq-length {length}: give as many positions as a "
-            "sample has tokens, or shorter samples"
         )
     layers = training.recompute_num_layers
     if training.recompute_method == "uniform" and layers != 1:
         raise ConfigurationError(
             f"--recompute-method uniform --recompute-num-layers {layers} is not possible: every block is recomputed by "
             "itself; give --recompute-num-layers 1"
-        )
-    if layers is not None and model.num_layers is not None and layers > model.num_layers:
-        raise ConfigurationError(
-            f"--recompute-num-layers {layers} is more than --num-layers {model.num_layers}: give less, or leave it out"
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_fsdp.ddp.resolve import resolve_ddp
+from megatron_fsdp.ddp_config_flags import flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from megatron_fsdp.placement import ShardingStrategy
@@ -66,9 +67,8 @@ def _without_registration(config: DistributedDataParallelConfig, notices: list[s
         return config
     doubled = "; gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
     notices.append(f"--use-nccl-ub: {_UNREGISTERED}{doubled}")
-    for name in ("fsdp_manual_registration", "disable_symmetric_registration"):
-        if getattr(config, name):
-            notices.append(f"--{name.replace('_', '-')} has no effect: {_UNREGISTERED}")
+    names = [name for name in ("fsdp_manual_registration", "disable_symmetric_registration") if getattr(config, name)]
+    notices += [f"{flag_of(name)} has no effect: {_UNREGISTERED}" for name in names]
     return replace(config, nccl_ub=False, fsdp_manual_registration=False, disable_symmetric_registration=False)
 
 
@@ -129,6 +129,6 @@ def _implied(options: Options, strategy: ShardingStrategy) -> Iterator[str]:
     early = strategy >= ShardingStrategy.optim_grads
     if options.is_given("overlap_grad_reduce") and early and not config.overlap_grad_reduce:
         yield f"--no-overlap-grad-reduce has no effect: {shown} reduces gradients during backward in any case"
-    if options.is_given("overlap_param_gather") and strategy is ShardingStrategy.optim_grads_params:
-        if not config.overlap_param_gather:
-            yield f"--no-overlap-param-gather has no effect: {shown} gathers weights ahead in any case"
+    ahead = strategy is ShardingStrategy.optim_grads_params
+    if options.is_given("overlap_param_gather") and ahead and not config.overlap_param_gather:
+        yield f"--no-overlap-param-gather has no effect: {shown} gathers weights ahead in any case"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SHAPE = [
+SHAPE = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -27,7 +27,7 @@ SHAPE = [
     "moe_router_topk",
     "moe_ffn_hidden_size",
     "transformer_impl",
-]
+)
 """Options that a configuration of transformers answers."""
 
 _SHARDING = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
@@ -35,10 +35,8 @@ _SHARDING = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
 _ANY = object()
 
 GIVING_WAY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("hf_config", _ANY, tuple(SHAPE)),
-    ("hf_model", _ANY, tuple(SHAPE)),
-    ("num_experts", _ANY, ("qk_layernorm",)),
-    ("transformer_impl", "transformers", ("qk_layernorm",)),
+    ("hf_config", _ANY, SHAPE),
+    ("hf_model", _ANY, SHAPE),
     ("lr_warmup_iters", _ANY, ("lr_warmup_fraction",)),
     ("lr_warmup_fraction", _ANY, ("lr_warmup_iters",)),
     ("lr_decay_style", "constant", ("min_lr", "lr_decay_iters")),

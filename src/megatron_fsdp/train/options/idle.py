@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.giving_way import SHAPE
 from megatron_fsdp.train.options.options import OPTIONS, Options, flag_for
 
 
@@ -36,13 +35,6 @@ def _has_own_shape(options: Options) -> bool:
 
 
 IDLE: tuple[Idle, ...] = (
-    Idle(tuple(SHAPE), _has_own_shape, "the configuration of --hf-config or --hf-model says it"),
-    _idle(
-        "rotary_base",
-        lambda o: o.model.position_embedding_type != "rope",
-        "positions are learned",
-        "give --position-embedding-type rope, or leave it out",
-    ),
     _idle(
         "moe_router_topk moe_ffn_hidden_size",
         lambda o: o.model.num_experts is None,
@@ -65,7 +57,13 @@ IDLE: tuple[Idle, ...] = (
         "initial_loss_scale", lambda o: not o.training.fp16, "the loss is not scaled", "give --fp16, or leave it out"
     ),
     _idle(
-        "recompute_num_layers recompute_method",
+        "recompute_num_layers",
+        lambda o: o.training.recompute_granularity is None,
+        "nothing is recomputed",
+        "give --recompute-granularity full, or leave it out",
+    ),
+    _idle(
+        "recompute_method",
         lambda o: o.training.recompute_granularity != "full",
         "no whole blocks are recomputed",
         "give --recompute-granularity full, or leave it out",
