@@ -57,7 +57,7 @@ _NEEDS: tuple[tuple[str, str, str], ...] = (
     ("tokenizer_model", "tokenizer_type", "tokens are bytes"),
     ("torch_fsdp2_reshard_after_forward", "use_torch_fsdp2", "FSDP2 is not used"),
     ("initial_loss_scale", "fp16", "the loss is not scaled"),
-    ("sample_tokens", "prompt", "nothing is written"),
+    ("wandb_exp_name", "wandb_project", "Weights & Biases gets nothing"),
 )
 """(option, option that it needs, why): the first alone does nothing."""
 
@@ -102,6 +102,8 @@ def _numbers(options: Options, table: dict[str, str]) -> Iterator[tuple[str, flo
 
 
 def _check_needed(options: Options) -> None:
+    if options.is_given("sample_tokens") and not options.reporting.prompt:
+        raise ConfigurationError("--sample-tokens does nothing with an empty --prompt: give a text, or leave it out")
     for name, needed, why in _NEEDS:
         if options.is_given(name) and not options.is_given(needed):
             raise ConfigurationError(
