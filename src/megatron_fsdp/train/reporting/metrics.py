@@ -90,8 +90,9 @@ def from_line(line: str, cls: type[Measured]) -> Measured | None:
     """Return what `to_line` wrote, with NaN for null; None where the line is torn or something else."""
     try:
         found = json.loads(line)
-        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
-        return cls(**{name: math.nan if value is None else value for name, value in known.items()})
+        names = [field.name for field in fields(cls) if field.name in found]
+        values: dict[str, Any] = {name: math.nan if found[name] is None else found[name] for name in names}
+        return cls(**values) if isinstance(values.get("step"), int) else None
     except (ValueError, TypeError):
         return None
 

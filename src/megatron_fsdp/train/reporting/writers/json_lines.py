@@ -24,12 +24,11 @@ class JsonLines:
     def start(self, progress: Progress) -> None:
         """See `Writer`; a line that was torn when the run was killed goes, too."""
 
-        def is_kept(line: str, cls: type[StepRecord] | type[Evaluation]) -> bool:
-            found = from_line(line, cls)
+        def is_earlier(found: StepRecord | Evaluation | None) -> bool:
             return found is not None and found.step <= progress.steps
 
-        self._steps.keep(lambda line: is_kept(line, StepRecord))
-        self._evaluations.keep(lambda line: is_kept(line, Evaluation))
+        self._steps.keep(lambda line: is_earlier(from_line(line, StepRecord)))
+        self._evaluations.keep(lambda line: is_earlier(from_line(line, Evaluation)))
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """See `Writer`."""
