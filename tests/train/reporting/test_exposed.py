@@ -24,21 +24,15 @@ from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from megatron_fsdp.train.reporting.speed import Speed
 from tests.conftest import RunRanks
 
-FLAGS = [
-    "--preset",
-    "tiny",
-    "--seq-length",
-    "16",
-    "--micro-batch-size",
-    "2",
-    "--train-iters",
-    "7",
-    "--log-interval",
-    "3",
-    "--device",
-    "cpu",
-]
-BUCKETS = ("--no-use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim", "--overlap-grad-reduce")
+SIZES = {"--seq-length": 16, "--micro-batch-size": 2, "--train-iters": 7, "--log-interval": 3}
+FLAGS = ("--preset", "tiny", *(str(word) for item in SIZES.items() for word in item))
+BUCKETS = (
+    "--no-use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "no_shard",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+)
 
 
 class Notes:
@@ -101,7 +95,6 @@ def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: Run
         assert began == [0]
         steps = [[record.step for record in call] for call in calls]
         shares = {record.step: record.exposed_share for call in calls for record in call}
-        # evaluations of the preset come every 6 steps
         assert steps == [[1, 2, 3], [4, 5, 6], [7]]
         assert all(0 < shares[step] < 1 for step in (3, 6, 7))
         assert all(math.isnan(shares[step]) for step in (1, 2, 4, 5))

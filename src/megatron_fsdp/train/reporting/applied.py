@@ -95,6 +95,8 @@ def value_of(options: Options, name: str) -> Any:
 def without_password(address: str) -> str:
     """Return an address without the user and the password that may stand in it."""
     parts = urlsplit(address)
+    if "@" not in parts.netloc:
+        return address
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
@@ -130,6 +132,8 @@ def engine_words(job: Job) -> str:
     """Return what shards the model, and how."""
     if job.engine == "torch_fsdp2":
         return "torch FSDP2"
+    if job.engine == "ddp":
+        return "ddp, buckets" + (", distributed optimizer" if job.ddp.use_distributed_optimizer else "")
     outer = job.ddp.outer_dp_sharding_strategy
     across = "" if outer == "no_shard" else f", {outer} across"
     return f"{job.engine}, {job.ddp.data_parallel_sharding_strategy}{across}"
