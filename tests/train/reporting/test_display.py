@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -92,6 +93,19 @@ def test_before_the_first_step_there_is_a_bar() -> None:
         console.print(display.picture())
     assert captured.get().startswith("step 30/300 ━")
     assert captured.get().rstrip().endswith("10%  first step ...")
+
+
+@pytest.mark.parametrize(("no_color", "expected"), [("", True), ("1", False)])
+def test_colours_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, no_color: str, expected: bool) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("COLORTERM", raising=False)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    display = ConsoleWatcher(console, 300)
+    display.on_steps([record(100)])
+    with console.capture() as captured:
+        console.print(display.picture())
+    assert bool(re.search(r"\x1b\[(?:\d;)*3\d", captured.get())) is expected
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
