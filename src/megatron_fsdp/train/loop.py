@@ -21,12 +21,17 @@ from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.nan_guard import NanGuard
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.reporting.exposed import ExposedCommunication
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from megatron_fsdp.train.reporting.readings import peak_bytes
+from megatron_fsdp.train.reporting.speed import Speed
 
 
 class Watcher(Protocol):
     """Whoever shows progress; only the first rank has one that shows anything."""
+
+    def start(self, progress: Progress) -> None:
+        """Begin, or go on after these steps."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Take the steps since the last call."""
@@ -64,6 +69,7 @@ class Run:
         data: The tokens.
         feed: This rank's microbatches.
         rank: This process.
+        speed: What a step costs; None: only its tokens are known.
     """
 
     job: Job
@@ -71,6 +77,7 @@ class Run:
     data: TokenData
     feed: Feed
     rank: Rank
+    speed: Speed | None = None
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,17 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, watcher.say)
     pace = _Pace(keeper.start())
+    watcher.start(pace.progress)
+    exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
     limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
     counters, is_interrupted = None, False
     while pace.progress.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         before = None if run.trained.inside is None else run.trained.inside.traffic()
         last = pace.results[-1][0] if pace.results else pace.progress
-        result = train_step(run, last, guard, (keeper.is_interrupted, pace.elapsed_s >= limit_s))
+        is_shown = (last.steps + 1) % job.options.reporting.log_interval == 0 or last.steps + 1 == job.train_iters
+        with exposed.step(is_measured=is_shown):
+            result = train_step(run, last, guard, (keeper.is_interrupted, pace.elapsed_s >= limit_s))
         if before is not None and run.trained.inside is not None:
             counters = run.trained.inside.traffic().since(before)
         now = Progress(
@@ -149,8 +160,8 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
         is_last = is_last or (training.exit_interval is not None and now.steps % training.exit_interval == 0)
         is_save = keeper.is_due(now.steps)
         is_check = training.eval_interval is not None and now.steps % training.eval_interval == 0
-        if is_last or is_check or is_save or now.steps % job.options.reporting.log_interval == 0:
-            watcher.on_steps(records_of(run, pace))
+        if is_last or is_check or is_save or is_shown:
+            watcher.on_steps(records_of(run, pace, exposed.take_share()))
             if is_save or is_last:
                 keeper.save(now)
             if (is_check or is_last) and not is_interrupted:
@@ -214,25 +225,38 @@ def exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[b
     return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
 
 
-def records_of(run: Run, pace: _Pace) -> list[StepRecord]:
-    """What is shown of the steps since the last time; all ranks together."""
-    job, count = run.job, len(pace.results)
+def records_of(run: Run, pace: _Pace, exposed_share: float = math.nan) -> list[StepRecord]:
+    """What is shown of the steps since the last time; all ranks together.
+
+    Args:
+        run: What is trained.
+        pace: The steps.
+        exposed_share: Measured in the last of them.
+    """
+    job, last = run.job, len(pace.results) - 1
+    speed = run.speed or Speed(job.tokens_per_step)
     peak = torch.tensor([float(peak_bytes(run.trained))], dtype=torch.float64, device=run.trained.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    span_s = pace.elapsed_s - pace.progress.elapsed_s
-    return [
-        StepRecord(
-            step=now.steps,
-            samples=now.samples,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=job.schedule.rate(now.steps - 1),
-            skipped=now.skipped,
-            data_checksum=result.checksum,
-            tokens_per_s=job.tokens_per_step * count / span_s,
-            step_s=span_s / count,
-            peak_bytes=int(peak.item()),
-            elapsed_s=now.elapsed_s,
+    befores = [pace.progress, *(now for now, _ in pace.results)]
+    records = []
+    for i, (now, result) in enumerate(pace.results):
+        step_s = now.elapsed_s - befores[i].elapsed_s
+        records.append(
+            StepRecord(
+                step=now.steps,
+                samples=now.samples,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=job.schedule.rate(now.steps - 1),
+                skipped=now.skipped,
+                data_checksum=result.checksum,
+                tokens_per_s=speed.tokens_per_s(step_s),
+                step_s=step_s,
+                peak_bytes=int(peak.item()),
+                elapsed_s=now.elapsed_s,
+                tflops=speed.tflops(step_s),
+                mfu=speed.mfu(step_s),
+                exposed_share=exposed_share if i == last else math.nan,
+            )
         )
-        for now, result in pace.results
-    ]
+    return records

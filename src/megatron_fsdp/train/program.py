@@ -18,6 +18,7 @@ from megatron_fsdp.train.options.environment import with_environment
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.reporting.writers.build import require_writers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +34,7 @@ def start_ranks(argv: Sequence[str]) -> int:
         num_accelerators = 0 if device_type == "cpu" else torch.accelerator.device_count()
         ranks = choose_ranks(options.parallel.nproc, num_accelerators=num_accelerators, num_cores=count_cores())
         resolve_here(options, ranks)
+        require_writers(options.reporting)
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE

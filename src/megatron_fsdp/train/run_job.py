@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,34 +11,46 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.feed import make_feed
-from megatron_fsdp.train.data.preparation import prepare_data
+from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
 from megatron_fsdp.train.launch.ranks import Rank, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
+from megatron_fsdp.train.models.flops import decoder_flops
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.reporting.applied import applied_rows
+from megatron_fsdp.train.reporting.applied import (
+    APPLIED_FILE,
+    applied,
+    applied_rows,
+    engine_words,
+    preset_rows,
+    tracker_config,
+)
 from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.reporting.console import (
-    ConsoleWatcher,
     format_bytes,
     library_messages,
     make_console,
+    printable,
     show_comparison,
     show_header,
 )
-from megatron_fsdp.train.reporting.metrics import Evaluation
-from megatron_fsdp.train.reporting.plot import plot_losses
+from megatron_fsdp.train.reporting.display import ConsoleWatcher
+from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
+from megatron_fsdp.train.reporting.peak import Peak, find_peak
+from megatron_fsdp.train.reporting.plot import plot_run
 from megatron_fsdp.train.reporting.readings import describe_peak, exchanges_pairwise, optimizer_bytes, peak_bytes
 from megatron_fsdp.train.reporting.recorder import Recorder
+from megatron_fsdp.train.reporting.speed import Speed
+from megatron_fsdp.train.reporting.writers.build import build_writers, require_writers
 from megatron_fsdp.train.results_folder import results_folder
 
 TEMPERATURE = 0.7
 FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
-CURVE_FILE = "loss.png"
 SUMMARY_FILE = "summary.json"
 SAMPLE_FILE = "sample.txt"
 
@@ -73,17 +85,23 @@ def run_job(job: Job, rank: Rank) -> None:
         NonFiniteStepError: On every rank, where too many steps in a row were not finite.
     """
     console = make_console(is_first=rank.is_first)
+    require_writers(job.options.reporting)
     with console.status("reading text ..."):
         folder = results_folder(job, rank)
         data = prepare_data(job, folder, rank)
-    show_header(console, applied_rows(job, rank, data, folder))
+    peak = find_peak(job, rank)
+    speed = speed_of(job, rank, data, peak)
+    show_header(console, applied_rows(job, rank, data, folder, speed, peak), preset_rows(job.options))
     with library_messages(console):
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        run = Run(job, trained, data, feed, rank)
-        with ConsoleWatcher(console, job.train_iters) as display, RunCheckpoints(run, display.say) as keeper:
-            recorder = Recorder(display, folder if rank.is_first else None)
-            outcome = train(run, recorder, keeper)
+        run = Run(job, trained, data, feed, rank, speed)
+        with display_of(console, job) as display, RunCheckpoints(run, display.say) as keeper:
+            recorder = make_recorder(run, display, folder)
+            try:
+                outcome = train(run, recorder, keeper)
+            finally:
+                recorder.close()
         feed.close()
         if keeper.is_finished:
             return
@@ -97,8 +115,29 @@ def run_job(job: Job, rank: Rank) -> None:
             results = conclude(run, outcome)
     recorder.evaluations.append(Evaluation(outcome.progress.steps, results.held_out_loss))
     if rank.is_first:
-        save(folder, job, recorder, outcome, results)
+        save(folder, job, recorder, outcome, results, console.print)
     show(console, folder, outcome, results)
+
+
+def speed_of(job: Job, rank: Rank, data: TokenData, peak: Peak) -> Speed:
+    """What a step costs, and what a rank could do."""
+    flops = decoder_flops(job, data.vocabulary.vocab_size) * job.batch.total
+    return Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
+
+
+def display_of(console: Console, job: Job) -> ConsoleWatcher:
+    """The display of a run."""
+    limit = job.options.training.exit_duration_in_mins
+    return ConsoleWatcher(console, job.train_iters, math.inf if limit is None else 60.0 * limit)
+
+
+def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
+    """The watcher of a run; on the first rank it writes, and says in a file what was applied."""
+    if not run.rank.is_first:
+        return Recorder(display, None)
+    found = applied(run.job)
+    attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
+    return Recorder(display, folder, build_writers(run.job, folder, tracker_config(found), display.say))
 
 
 def conclude(run: Run, outcome: Outcome) -> Results:
@@ -146,22 +185,30 @@ def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
     return compare(Measurement(model.memory(), optimizer_bytes(run.trained.optimizer), outcome.step_counters), plan)
 
 
-def save(folder: Path, job: Job, recorder: Recorder, outcome: Outcome, results: Results) -> None:
-    """Write summary, sample and loss curve."""
-    plot_losses(folder / CURVE_FILE, recorder.records, recorder.evaluations, f"{job.engine}, {job.dtype}")
-    (folder / SAMPLE_FILE).write_text(results.sample, encoding="utf-8")
+def save(
+    folder: Path, job: Job, recorder: Recorder, outcome: Outcome, results: Results, say: Callable[[str], None]
+) -> None:
+    """Write summary, sample and pictures; what cannot be written is said."""
     summary = {
-        "options": asdict(job.options),
-        "ddp": job.ddp.to_dict(),
-        "sizes": asdict(job.sizes),
-        "batch": asdict(job.batch),
-        "dtype": str(job.dtype),
+        **applied(job),
         "progress": asdict(outcome.progress),
         "last_training_loss": recorder.records[-1].loss if recorder.records else None,
         "evaluations": [asdict(evaluation) for evaluation in recorder.evaluations],
         **asdict(results),
     }
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2, default=str), encoding="utf-8")
+    title = f"{engine_words(job)}, {str(job.dtype).removeprefix('torch.')}"
+    attempt("the sample", lambda: (folder / SAMPLE_FILE).write_text(results.sample, encoding="utf-8"), say)
+    attempt("the summary", lambda: (folder / SUMMARY_FILE).write_text(to_json(summary, 2) + "\n"), say)
+    if recorder.records:
+        attempt("the pictures", lambda: plot_run(folder, recorder.records, recorder.evaluations, title), say)
+
+
+def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -> None:
+    """Write something that a run can do without; say why it could not be written."""
+    try:
+        work()
+    except (OSError, ConfigurationError) as error:
+        say(f"{what} could not be written: {error}")
 
 
 def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> None:
@@ -172,8 +219,8 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
         f"{results.bits_per_byte:.3f} bits per byte, after {done.steps} steps in {done.elapsed_s:.0f} s"
     )
     if results.sample:
-        console.print(Panel(Text(results.sample), title="the model writes", expand=False))
+        console.print(Panel(Text(printable(results.sample)), title="the model writes", expand=False))
     if results.rows:
         show_comparison(console, results.rows)
     console.print(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
-    console.print(f"loss curve, metrics, sample and summary: {folder}")
+    console.print(f"curves, metrics, log, sample and summary: {folder}", soft_wrap=True)

@@ -116,6 +116,12 @@ IDLE: tuple[Idle, ...] = (
         "nothing is loaded",
         "give --load, or leave it out",
     ),
+    _idle(
+        "wandb_exp_name",
+        lambda o: o.reporting.wandb_project is None,
+        "Weights & Biases gets nothing",
+        "give --wandb-project, or leave it out",
+    ),
     _idle("sample_tokens", lambda o: not o.reporting.prompt, "nothing is written", "give --prompt, or leave it out"),
 )
 """Every case in which options do nothing at all."""

@@ -16,6 +16,7 @@ class ReportingOptions:
         log_exposed_communication: Measure in one step of each interval how much communication was waited for.
         tensorboard_dir: Folder for TensorBoard; default: none.
         wandb_project: Project for Weights & Biases; default: none.
+        wandb_exp_name: Name of the run there; default: they choose one.
         mlflow_tracking_uri: Where MLflow records the run; default: nowhere.
         peak_tflops: What one device could do, in 10^12 operations per second, for MFU; default: by the device's name,
             or measured on a CPU.
@@ -28,6 +29,7 @@ class ReportingOptions:
     log_exposed_communication: bool = True
     tensorboard_dir: Path | None = None
     wandb_project: str | None = None
+    wandb_exp_name: str | None = None
     mlflow_tracking_uri: str | None = None
     peak_tflops: float | None = None
     prompt: str = "def "

@@ -1,9 +1,13 @@
-"""What a run measures, as lines of JSON."""
+"""What a run measures, and how it stands in a line of JSON. Pure."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -18,10 +22,15 @@ class StepRecord:
         learning_rate: What the optimizer used.
         skipped: Steps skipped so far, since their loss or gradient was not finite.
         data_checksum: Of the samples of this step, the same for any number of ranks.
-        tokens_per_s: Tokens of all ranks per second, averaged since the last update of the display.
-        step_s: Seconds of a step, likewise.
+        tokens_per_s: Tokens of all ranks per second, in this step.
+        step_s: Seconds of this step.
         peak_bytes: Largest peak of memory of any rank so far.
         elapsed_s: Seconds of training, earlier runs included.
+        tflops: 10^12 floating point operations per second and rank, in this step; NaN: not known.
+        mfu: Model FLOPs utilization: the share of what the hardware could do; NaN: not known.
+        exposed_share: The share of this step's time in which ranks waited for communication; NaN: not measured in this
+            step.
+        loss_scale: What the loss was multiplied by for backward.
     """
 
     step: int
@@ -35,6 +44,15 @@ class StepRecord:
     step_s: float
     peak_bytes: int
     elapsed_s: float
+    tflops: float = math.nan
+    mfu: float = math.nan
+    exposed_share: float = math.nan
+    loss_scale: float = 1.0
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the optimizer could not take this step."""
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
 @dataclass(frozen=True)
@@ -49,13 +67,56 @@ class Evaluation:
     step: int
     loss: float
 
+    @property
+    def perplexity(self) -> float:
+        """Of the loss; infinite where it does not fit into a float."""
+        return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
-def append_records(path: Path, records: Iterable[StepRecord]) -> None:
-    """Add one line per record and close the file, so that a run that is cut short keeps what it had."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+
+Measured = TypeVar("Measured", StepRecord, Evaluation)
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Return strict JSON: numbers that are not finite are null, and what JSON does not know is text."""
+    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
+
+
+def to_line(measured: StepRecord | Evaluation) -> str:
+    """Return one line, with its end."""
+    return to_json(asdict(measured)) + "\n"
+
+
+def from_line(line: str, cls: type[Measured]) -> Measured | None:
+    """Return what `to_line` wrote, with NaN for null; None where the line is torn or something else."""
+    try:
+        found = json.loads(line)
+        names = [field.name for field in fields(cls) if field.name in found]
+        values: dict[str, Any] = {name: math.nan if found[name] is None else found[name] for name in names}
+        return cls(**values) if isinstance(values.get("step"), int) else None
+    except (ValueError, TypeError):
+        return None
+
+
+def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
+    """Read a file of such lines, as far as they are whole; empty where there is no file."""
+    return [] if not path.exists() else list(_whole(path.read_text(encoding="utf-8", errors="replace"), cls))
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """Read what `append_records` wrote."""
-    return [StepRecord(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read the steps of a run, as far as they are whole."""
+    return read_lines(path, StepRecord)
+
+
+def _whole(text: str, cls: type[Measured]) -> Iterator[Measured]:
+    for line in text.splitlines(keepends=True):
+        found = from_line(line, cls) if line.endswith("\n") else None
+        if found is not None:
+            yield found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,36 +1,63 @@
-"""Keeps what a run measured, writes it down as it comes, and passes it on to the display."""
+"""Keeps what a run measured, has it written down as it comes, and passes it on to the display."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fsdp.train.loop import Watcher
-from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, append_records
-
-METRICS_FILE = "metrics.jsonl"
+from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, read_lines
+from megatron_fsdp.train.reporting.writers.json_lines import EVALUATIONS_FILE, METRICS_FILE
+from megatron_fsdp.train.reporting.writers.writer import Writer
 
 
 class Recorder:
     """A watcher that remembers; on the first rank it also writes."""
 
-    def __init__(self, display: Watcher, folder: Path | None) -> None:
-        """Pass everything on to `display`, and write steps into `folder` if one is given."""
+    def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Writer] = ()) -> None:
+        """Make a watcher.
+
+        Args:
+            display: Gets everything, too.
+            folder: Of results, on the first rank; what an earlier run of this one left there is remembered.
+            writers: Get everything, too.
+        """
         self.records: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
         self._display = display
         self._folder = folder
+        self._writers = writers
+
+    def start(self, progress: Progress) -> None:
+        """Begin, or go on: steps after these happen again, and are forgotten."""
+        if self._folder is not None:
+            self.records = [r for r in read_lines(self._folder / METRICS_FILE, StepRecord) if r.step <= progress.steps]
+            earlier = read_lines(self._folder / EVALUATIONS_FILE, Evaluation)
+            self.evaluations = [e for e in earlier if e.step <= progress.steps]
+        for writer in self._writers:
+            writer.start(progress)
+        self._display.start(progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Keep, write and show these steps."""
         self.records.extend(records)
-        if self._folder is not None:
-            append_records(self._folder / METRICS_FILE, records)
+        for writer in self._writers:
+            writer.on_steps(records)
         self._display.on_steps(records)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep and show a held-out loss."""
+        """Keep, write and show a held-out loss."""
         self.evaluations.append(evaluation)
+        for writer in self._writers:
+            writer.on_evaluation(evaluation)
         self._display.on_evaluation(evaluation)
 
     def say(self, text: str) -> None:
         """Show a line or several."""
         self._display.say(text)
+
+    def close(self) -> None:
+        """End the writers."""
+        for writer in self._writers:
+            writer.close()

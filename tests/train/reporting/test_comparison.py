@@ -4,10 +4,8 @@ from megatron_fsdp.accounting import GroupFootprint
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.runtime.footprint import MemoryUse
-from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
-from megatron_fsdp.train.console import describe_step, format_bytes
-from megatron_fsdp.train.metrics import StepRecord
-from megatron_fsdp.train.readings import optimizer_bytes
+from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, compare
+from megatron_fsdp.train.reporting.readings import optimizer_bytes
 
 
 def group(unit: int, numel: int) -> GroupFootprint:
@@ -69,18 +67,3 @@ def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
     weight.grad = torch.ones(3, 5)
     optimizer.step()
     assert optimizer_bytes(optimizer) == 2 * 15 * 4
-
-
-def test_bytes_are_shown_with_binary_units() -> None:
-    assert [format_bytes(count) for count in (0, 1023, 1536, 5 * 2**20, 3 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.00 GiB",
-    ]
-
-
-def test_progress_names_loss_norm_speed_and_memory() -> None:
-    record = StepRecord(3, 1.23456, 0.5, 1e-3, 4321.4, 2**20, 9.0)
-    assert describe_step(record) == "loss 1.235  grad norm 0.50  4,321 tokens/s  peak 1.0 MiB per rank"

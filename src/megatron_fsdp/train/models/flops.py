@@ -1,0 +1,50 @@
+"""What a model costs to compute, in floating point operations, counted once on the meta device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_fsdp.train.models.build import model_shape
+from megatron_fsdp.train.models.decoder import Decoder
+from megatron_fsdp.train.options.job import Job
+
+
+def sample_flops(model: nn.Module, length: int) -> int:
+    """Count the operations of matrix products and attention in forward, loss and backward of one sample.
+
+    A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is
+    recomputed counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted
+    as its plain products, whichever kernel the run uses.
+
+    Args:
+        model: On the meta device, in training, with all its weights; takes token ids [1, length] and returns logits
+            [1, length, vocabulary], or an object that has them as `logits`.
+        length: Tokens of a sample.
+    """
+    tokens = torch.zeros((1, length), dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        result: Any = model(tokens)
+        logits: Tensor = getattr(result, "logits", result)
+        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    return int(counter.get_total_flops())
+
+
+def decoder_flops(job: Job, vocab_size: int) -> float:
+    """Return what a sample of a run costs; NaN for a model that is not the decoder of this package.
+
+    Args:
+        job: The run.
+        vocab_size: Token ids of the data.
+    """
+    if job.options.model.transformer_impl != "local" or job.options.model.num_layers is None:
+        return math.nan
+    with torch.device("meta"):
+        model = Decoder(model_shape(job.options.model, vocab_size))
+    return float(sample_flops(model, job.seq_length))
