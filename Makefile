@@ -1,7 +1,7 @@
 # `make run` and `make test` need nothing but Python >= 3.11 and make; everything else goes into $(VENV).
 #
 #   make run ARGS="--preset tiny"         train a small model (--help lists the options)
-#   make test ARGS="-k layout"            run the tests
+#   make test ARGS="-k layout"            run the tests; on all cores, file by file (ARGS="-n 0": in one process)
 #   make PYTHON=/usr/bin/python3.12 venv  choose the interpreter of the environment
 #   make test NO_VENV=1 PYTHON=python3    use an interpreter that already has torch and pytest; installs nothing
 
@@ -51,8 +51,11 @@ check-python:
 run: $(READY)
 	$(PY) -m megatron_fsdp.train --preset cpu-small $(ARGS)
 
+# More than 8 processes, each with its own ranks, would only wait for the longest file.
+SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist loadfile
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo $(SIDE_BY_SIDE)) $(ARGS)
 
 # Random models, meshes, strategies and options against one process; ARGS="--cases 1000 --first-seed 0".
 fuzz: $(READY)

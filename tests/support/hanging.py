@@ -22,7 +22,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.reading import read_folder
 from tests.support.usage_models import FEATURES, Layer, Ordered
-from tests.support.worker_pool import PRELOADED_MODULES
+from tests.support.worker_pool import preloaded_modules
 
 DEADLINE_S = 60.0
 STUCK_AFTER_S = 1.0
@@ -92,7 +92,7 @@ def misbehaving(
         verify: Their `verify_ranks`.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED_MODULES, __name__])
+    context.set_forkserver_preload([*preloaded_modules(), __name__])
     with tempfile.TemporaryDirectory() as beside:
         ranks = [
             context.Process(

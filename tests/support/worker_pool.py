@@ -11,6 +11,7 @@ copied by value. Before each call every random generator of the worker is seeded
 import contextlib
 import os
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,24 @@ _STACK_DUMP_TIMEOUT_S = 3.0
 _MAX_CALLS = 40  # long-lived gloo processes leak threads
 _MAX_PROCESS_GROUPS = 48  # each group of a worker holds threads until the worker ends
 _SHOWN_CHARACTERS = 6000
-PRELOADED_MODULES = ["torch", "torch.distributed.tensor", "torch.distributed.device_mesh", "tests.support.worker_main"]
+_PRELOADED_MODULES = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch._dynamo",  # which the first optimizer of a process imports
+    "megatron_fsdp",
+    "tests.support.worker_main",
+]
+_PRELOADED_WHERE_USED = {"accelerate", "hypothesis", "peft", "pytest", "transformers"}
+
+
+def preloaded_modules() -> list[str]:
+    """Return what the server of the forks imports once, so that no worker does: what costs half a second and more.
+
+    Of the libraries that only some tests use it is the modules that this process has imported by now.
+    """
+    used = [name for name in sys.modules if name.partition(".")[0] in _PRELOADED_WHERE_USED]
+    return [*_PRELOADED_MODULES, *used]
 
 
 class WorkerError(Exception):
@@ -131,7 +149,7 @@ class WorkerPool:
             return
         self.stop()
         context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED_MODULES)
+        context.set_forkserver_preload(preloaded_modules())
         self._folder = tempfile.TemporaryDirectory(prefix="worker-pool-")
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_TIMEOUT_S)
