@@ -20,7 +20,7 @@ from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
 from megatron_fsdp.train.launch.ranks import Rank, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
-from megatron_fsdp.train.models.flops import decoder_flops
+from megatron_fsdp.train.models.flops import model_flops
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.reporting.applied import (
     APPLIED_FILE,
@@ -121,7 +121,7 @@ def run_job(job: Job, rank: Rank) -> None:
 
 def speed_of(job: Job, rank: Rank, data: TokenData, peak: Peak) -> Speed:
     """What a step costs, and what a rank could do."""
-    flops = decoder_flops(job, data.vocabulary.vocab_size) * job.batch.total
+    flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
     return Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
 
 

@@ -1,4 +1,3 @@
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -6,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape
-from megatron_fsdp.train.models.flops import decoder_flops, sample_flops
+from megatron_fsdp.train.models.flops import model_flops, sample_flops
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
@@ -48,9 +47,15 @@ def test_a_model_may_return_an_object_with_logits() -> None:
 
 def test_a_job_counts_its_decoder_with_the_vocabulary_as_it_is_rounded_up() -> None:
     job, state = job_of("--make-vocab-size-divisible-by", "128"), torch.get_rng_state()
-    assert decoder_flops(job, 257) == formula(ModelShape(384, 2, 64, 2, 176), 64)
+    assert model_flops(job, 257) == formula(ModelShape(384, 2, 64, 2, 176), 64)
     assert torch.equal(torch.get_rng_state(), state)  # counting draws no numbers
 
 
-def test_other_models_are_not_known() -> None:
-    assert math.isnan(decoder_flops(job_of("--transformer-impl", "transformers"), 257))
+def test_models_of_transformers_count_alike() -> None:
+    """Llama has the products of the decoder of its shape; of Mixtral's experts each token takes two, and a router."""
+    pytest.importorskip("transformers")
+    job = job_of("--transformer-impl", "transformers", "--no-qk-layernorm")
+    assert model_flops(job, 257) == formula(ModelShape(384, 2, 64, 2, 176), 64)
+    experts = job_of("--transformer-impl", "transformers", "--no-qk-layernorm", "--num-experts", "4")
+    two_experts_and_router = 6 * 64 * 2 * (3 * 64 * 176 + 64 * 4)
+    assert model_flops(experts, 257) == model_flops(job, 257) + two_experts_and_router

@@ -11,9 +11,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.experts_stand_in import balanced_experts
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Decoder
+from megatron_fsdp.train.models.transformers_config import transformers_config
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.model_checks import uses_transformers
 
 
 def sample_flops(model: nn.Module, length: int) -> int:
@@ -36,15 +40,25 @@ def sample_flops(model: nn.Module, length: int) -> int:
     return int(counter.get_total_flops())
 
 
-def decoder_flops(job: Job, vocab_size: int) -> float:
-    """Return what a sample of a run costs; NaN for a model that is not the decoder of this package.
+def model_flops(job: Job, vocab_size: int) -> float:
+    """Return what a sample of a run costs; NaN for a model that cannot be computed without values.
+
+    Experts count as if every one got as many tokens as any other, and no token more experts than its router chooses.
 
     Args:
         job: The run.
         vocab_size: Token ids of the data.
     """
-    if job.options.model.transformer_impl != "local" or job.options.model.num_layers is None:
-        return math.nan
+    if not uses_transformers(job.options.model):
+        with torch.device("meta"):
+            return float(sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
+    from transformers import AutoModelForCausalLM
+
+    config = transformers_config(job.options.model, vocab_size)
     with torch.device("meta"):
-        model = Decoder(model_shape(job.options.model, vocab_size))
-    return float(sample_flops(model, job.seq_length))
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with balanced_experts(model):
+            return float(sample_flops(model, job.seq_length))
+    except (RuntimeError, NotImplementedError, ConfigurationError):  # its forward asks for values
+        return math.nan
