@@ -66,13 +66,6 @@ _MODEL = plain(
         f"{UNITS} --position-embedding-type rope",
         "tests/train/models",
     ),
-    "transformer_impl": Case(
-        "--transformer-impl transformers",
-        of("model", "transformer_impl"),
-        "transformers",
-        f"{UNITS} {LLAMA}",
-        "tests/train/models",
-    ),
     "num_experts": Case("--num-experts 4", of("model", "num_experts"), 4, TRANSFORMERS, "tests/train/models"),
     "moe_router_topk": Case("--moe-router-topk 1", of("model", "moe_router_topk"), 1, EXPERTS, "tests/train/models"),
     "moe_ffn_hidden_size": Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def sample_flops(model: nn.Module, length: int) -> int:
         length: Tokens of a sample.
     """
     tokens = torch.zeros((1, length), dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    grouped = {torch.ops.aten._grouped_mm: _grouped_flops}  # torch's counter has no formula for products of experts
+    with FlopCounterMode(display=False, custom_mapping=grouped) as counter, sdpa_kernel(SDPBackend.MATH):
         result: Any = model(tokens)
         logits: Tensor = getattr(result, "logits", result)
         functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
@@ -56,9 +58,14 @@ def model_flops(job: Job, vocab_size: int) -> float:
 
     config = transformers_config(job.options.model, vocab_size)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)  # what grouped products take on meta
     try:
         with balanced_experts(model):
             return float(sample_flops(model, job.seq_length))
     except (RuntimeError, NotImplementedError, ConfigurationError):  # its forward asks for values
         return math.nan
+
+
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of rows by the matrices of their experts, or of the gradients of these; by shapes."""
+    return 2 * left[-2] * left[-1] * right[-1]
