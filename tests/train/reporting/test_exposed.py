@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.samples import SimpleFeed
 from megatron_fsdp.train.data.vocabulary import ByteVocabulary
@@ -72,8 +74,8 @@ class HereRank(Rank):
         """It lives."""
 
 
-def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], list[torch.Tensor]]:
-    """What a run tells its watcher, and this rank's weights at its end."""
+def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], int, list[torch.Tensor]]:
+    """What a run tells its watcher, how often it recorded, and this rank's weights at its end."""
     rank = HereRank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), 0)
     job = resolve(parse_options([*FLAGS, *flags]), World(rank.count, "cpu"))
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
@@ -82,17 +84,19 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], li
     feed = SimpleFeed(data, job.batch, job.seq_length, 1, built.data_index)
     notes = Notes()
     speed = Speed(job.tokens_per_step, flops=2e9, ranks=rank.count, peak_tflops=0.5)
-    train(Run(job, built, data, feed, rank, speed), notes, notes)
+    with patch.object(Recorder, "start", autospec=True, side_effect=Recorder.start) as started:
+        train(Run(job, built, data, feed, rank, speed), notes, notes)
     weights = [parameter.to_local().detach().clone() for parameter in built.model.parameters()]  # type: ignore[operator]
-    return notes.calls, notes.began, weights
+    return notes.calls, notes.began, started.call_count, weights
 
 
 def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks) -> None:
     for flags in ((), BUCKETS):
         measured = run_ranks(2, trained, flags)
         plain = run_ranks(2, trained, (*flags, "--no-log-exposed-communication"))
-        calls, began, _ = measured[0]
+        calls, began, recordings, _ = measured[0]
         assert began == [0]
+        assert (recordings, plain[0][2]) == (3, 0)
         steps = [[record.step for record in call] for call in calls]
         shares = {record.step: record.exposed_share for call in calls for record in call}
         assert steps == [[1, 2, 3], [4, 5, 6], [7]]
@@ -102,14 +106,14 @@ def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: Run
             step: shares[step] for step in (3, 6, 7)
         }
         assert all(math.isnan(record.exposed_share) for call in plain[0][0] for record in call)
-        for (with_it, _, ours), (without, _, theirs) in zip(measured, plain, strict=True):
+        for (with_it, *_, ours), (without, *_, theirs) in zip(measured, plain, strict=True):
             losses = [[(r.loss, r.grad_norm) for call in calls for r in call] for calls in (with_it, without)]
             assert losses[0] == losses[1]
             assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_each_step_has_its_own_speed(run_ranks: RunRanks) -> None:
-    calls, _, _ = run_ranks(2, trained, ("--no-log-exposed-communication",))[0]
+    calls, *_ = run_ranks(2, trained, ("--no-log-exposed-communication",))[0]
     records = [record for call in calls for record in call]
     assert len({record.step_s for record in records}) == len(records)
     for before, record in zip([None, *records], records, strict=False):
