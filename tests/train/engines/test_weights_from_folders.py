@@ -1,0 +1,70 @@
+"""`--hf-model` trains the weights of a folder, `--hf-config` new ones, with every engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import RunRanks
+from tests.train.engines.runs import IDS, LLAMA, job_of, plain_model, prepare, whole_weights
+
+UNITS = {"use_megatron_fsdp": True}
+FSDP2 = {"use_torch_fsdp2": True}
+RUN = {name: LLAMA[name] for name in ("seq_length", "micro_batch_size", "train_iters", "lr")}
+
+
+def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
+    return whole_weights(prepare(values).trained.model)
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the text is what is looked at
+        prepare(values)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model: Any = plain_model(job_of({**LLAMA, "seed": 5}, 1))
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        UNITS,
+        {},
+        {**UNITS, "tensor_model_parallel_size": 2},
+        FSDP2,
+        {**FSDP2, "pipeline_model_parallel_size": 2},
+    ],
+)
+def test_weights_are_those_of_the_folder(run_ranks: RunRanks, folder: Path, engine: dict[str, Any]) -> None:
+    stored = load_file(folder / "model.safetensors")
+    for found in run_ranks(2, initial_weights, {**RUN, **engine, "hf_model": str(folder)}):
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(found[name], value) for name, value in stored.items())
+
+
+@pytest.mark.parametrize("engine", [UNITS, FSDP2])
+def test_weights_of_a_configuration_are_drawn_from_the_seed(
+    run_ranks: RunRanks, folder: Path, engine: dict[str, Any]
+) -> None:
+    drawn = dict(plain_model(job_of({**LLAMA, "seed": 3}, 1)).named_parameters())
+    for found in run_ranks(2, initial_weights, {**RUN, **engine, "hf_config": str(folder), "seed": 3}):
+        assert all(torch.equal(found[name], value) for name, value in drawn.items())
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(run_ranks: RunRanks, folder: Path) -> None:
+    assert IDS < 64
+    told = run_ranks(2, refusal, {**RUN, **UNITS, "hf_model": str(folder), "seq_length": 9})
+    assert [text.split(":")[0] for text in told] == ["--seq-length 9 is more than the 8 positions of the model"] * 2
+    told = run_ranks(2, refusal, {**LLAMA, **UNITS, "tensor_model_parallel_size": 2, "num_query_groups": 1})
+    assert told[0] == told[1]
+    heads = "the model has num_key_value_heads=1, which 2 tensor-parallel ranks cannot share evenly"
+    assert all(text.startswith(heads) for text in told)
