@@ -18,9 +18,10 @@ from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.evaluation import evaluate
 from megatron_fsdp.train.launch.ranks import Rank
-from megatron_fsdp.train.nan_guard import NanGuard
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.recovery.nan_guard import NanGuard
+from megatron_fsdp.train.recovery.pulse import Pulse
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from megatron_fsdp.train.reporting.readings import peak_bytes
 
@@ -64,6 +65,7 @@ class Run:
         data: The tokens.
         feed: This rank's microbatches.
         rank: This process.
+        pulse: Its signs of life.
     """
 
     job: Job
@@ -71,6 +73,7 @@ class Run:
     data: TokenData
     feed: Feed
     rank: Rank
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
         run.rank.require_launcher()
         before = None if run.trained.inside is None else run.trained.inside.traffic()
         last = pace.results[-1][0] if pace.results else pace.progress
+        run.pulse.beat(last.steps + 1)
         result = train_step(run, last, guard, (keeper.is_interrupted, pace.elapsed_s >= limit_s))
         if before is not None and run.trained.inside is not None:
             counters = run.trained.inside.traffic().since(before)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 
@@ -17,6 +18,8 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
+
+_AFTER_HANG_MINUTES = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +38,7 @@ def start_ranks(argv: Sequence[str]) -> int:
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    return launch(argv, ranks)
+    return launch(argv, ranks, options.recovery.max_restarts)
 
 
 def run_rank(argv: Sequence[str]) -> int:
@@ -47,13 +50,19 @@ def run_rank(argv: Sequence[str]) -> int:
         from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need
 
         options = parse_options(argv)
-        with join_ranks(find_device_type(options.parallel.device)) as rank:
+        with join_ranks(find_device_type(options.parallel.device), collective_timeout(options)) as rank:
             run_job(resolve(options, world_of(options, rank.count)), rank)
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
         sys.stderr.flush()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
     return 0
+
+
+def collective_timeout(options: Options) -> timedelta:
+    """How long a collective may take; longer than a standstill may, so that it is explained before it is an error."""
+    minutes, hang = options.parallel.distributed_timeout_minutes, options.recovery.hang_timeout_minutes
+    return timedelta(minutes=max(minutes, (minutes if hang is None else hang) + _AFTER_HANG_MINUTES))
 
 
 def world_of(options: Options, ranks: int) -> World:

@@ -20,6 +20,10 @@ from megatron_fsdp.train.generate import generate
 from megatron_fsdp.train.launch.ranks import Rank, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.recovery.hangs import HangWatch
+from megatron_fsdp.train.recovery.memory import telling_of_memory
+from megatron_fsdp.train.recovery.pulse import Pulse
+from megatron_fsdp.train.recovery.resuming import find_origin, with_saved_batch
 from megatron_fsdp.train.reporting.applied import applied_rows
 from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.reporting.console import (
@@ -71,17 +75,24 @@ def run_job(job: Job, rank: Rank) -> None:
         CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
         ConfigurationError: On every rank, for what is wrong with the data or the folder.
         NonFiniteStepError: On every rank, where too many steps in a row were not finite.
+        NotSavedError: On every rank, where too many saves failed, or the last.
+        OutOfMemoryError: On the rank that had no memory left.
     """
     console = make_console(is_first=rank.is_first)
     with console.status("reading text ..."):
         folder = results_folder(job, rank)
         data = prepare_data(job, folder, rank)
+    origin = find_origin(job, console.print)
+    job = with_saved_batch(job, origin, console.print)
+    pulse = Pulse()
+    watch = HangWatch(folder, job.hang_timeout_s, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder))
-    with library_messages(console):
+    with library_messages(console), telling_of_memory(job, rank, pulse), watch:
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = SimpleFeed(data, job.batch, job.seq_length, job.options.training.seed, trained.data_index)
-        run = Run(job, trained, data, feed, rank)
-        with ConsoleWatcher(console, job.train_iters) as display, RunCheckpoints(run, display.say) as keeper:
+        watch.keep_log(trained)
+        run = Run(job, trained, data, feed, rank, pulse)
+        with ConsoleWatcher(console, job.train_iters) as display, RunCheckpoints(run, origin, display.say) as keeper:
             recorder = Recorder(display, folder if rank.is_first else None)
             outcome = train(run, recorder, keeper)
         feed.close()

@@ -1,0 +1,131 @@
+"""A run that stands still is explained and ended, wherever its ranks are stuck."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatron_fsdp.errors import MegatronFSDPError
+from megatron_fsdp.hang.explain import explain
+from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang.state import state_of
+from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.launch.failures import EXIT_HUNG, HungError, report_failure
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.recovery.pulse import Pulse
+
+FOLDER = "hang"
+REPORT_FILE = "report.txt"
+LOG_VARIABLE = "MFSDP_HANG_LOG"
+_MOST_PAUSE_S = 1.0
+_TURN_S = 0.2
+_MOST_TURNS = 10
+
+
+class HangWatch:
+    """Watches one rank from a thread, which runs also while the rank waits in a collective.
+
+    When neither the loop nor the model has got anywhere for a time, the logs of all ranks are explained, the report is
+    written to `hang/report.txt` and shown, Python's stack of this rank is written beside it, and the process ends with
+    `EXIT_HUNG`; whoever started the ranks ends the others, and starts all again where that is left.
+    """
+
+    def __init__(
+        self, folder: Path, timeout_s: float, rank: Rank, pulse: Pulse, end: Callable[[int], object] = os._exit
+    ) -> None:
+        """Watch, once entered.
+
+        Args:
+            folder: Of results.
+            timeout_s: How long nothing may happen.
+            rank: This process.
+            pulse: Its signs of life.
+            end: Ends the process with an exit code.
+        """
+        self._place = folder / FOLDER
+        self._logs = self._place
+        self._timeout_s, self._rank, self._pulse, self._end = timeout_s, rank, pulse, end
+        self._over = threading.Event()
+        self._keeps_log = False
+
+    def keep_log(self, trained: Trained) -> None:
+        """Let the model keep its log for hangs, where it is one of this package; collective.
+
+        Raises:
+            ConfigurationError: On every rank, where one cannot write.
+        """
+        if trained.inside is None:
+            return
+        told = os.environ.get(LOG_VARIABLE)
+        if told is None:
+            trained.inside.log_for_hangs(self._place)
+        else:  # it keeps one already
+            self._logs = Path(told)
+        self._keeps_log = True
+
+    def __enter__(self) -> Self:
+        self._pulse.beat()
+        threading.Thread(target=self._watch, name="megatron_fsdp hang watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the loop or the model on this rank last got somewhere."""
+        quiet_s = self._pulse.quiet_s
+        if quiet_s < self._timeout_s or not self._keeps_log:
+            return quiet_s
+        with suppress(MegatronFSDPError, OSError):
+            for log in read_folder(self._logs).ranks:
+                if log.writer.rank == self._rank.index and log.writer.process.pid == os.getpid():
+                    quiet_s = min(quiet_s, state_of(log).quiet_s)
+        return quiet_s
+
+    def _watch(self) -> None:
+        pause_s = min(_MOST_PAUSE_S, self._timeout_s / 4)
+        while not self._over.wait(pause_s):
+            quiet_s = self.quiet_s
+            if quiet_s >= self._timeout_s:
+                self._give_up(quiet_s)
+                return
+
+    def _give_up(self, quiet_s: float) -> None:
+        """Explain, once among the ranks, and end."""
+        began_s = time.time() - quiet_s
+        time.sleep(_TURN_S * min(self._rank.index, _MOST_TURNS))  # so that mostly one of them explains
+        told = f"nothing has happened for {quiet_s:.1f} s on rank {self._rank.index}, in step {self._pulse.step}"
+        report = self._place / REPORT_FILE
+        with suppress(OSError):
+            self._place.mkdir(parents=True, exist_ok=True)
+            with (self._place / f"stack_rank{self._rank.index}.txt").open("w") as file:
+                faulthandler.dump_traceback(file)
+        with suppress(OSError):
+            if not report.exists() or report.stat().st_mtime < began_s:
+                told = f"{told}\n{self._explained()}"
+                report.write_text(told + "\n", encoding="utf-8")
+            else:
+                told = report.read_text(encoding="utf-8").rstrip()
+        if not self._over.is_set():
+            report_failure(HungError(f"{told}\n(also in {report}, with the stacks of ranks beside it)"), 0)
+            sys.stderr.flush()
+            self._end(EXIT_HUNG)
+
+    def _explained(self) -> str:
+        if not self._keeps_log:
+            return "this engine keeps no log for hangs; the stacks tell where each rank stands"
+        try:
+            return str(explain(read_folder(self._logs), self._timeout_s / 2))
+        except (MegatronFSDPError, OSError) as error:
+            return f"the logs of ranks cannot be read: {error}"
