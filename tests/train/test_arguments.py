@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_fsdp.train.arguments import Arguments, find_strategy, parse_arguments, resolve_settings
+from megatron_fsdp.train.presets import PRESETS
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.train.arguments import Arguments, find_strategy, parse_arguments, resolve_settings
-from megatron_fsdp.train.presets import PRESETS
 
 
 def test_defaults_are_the_small_preset_fully_sharded() -> None:

@@ -1,13 +1,13 @@
 import torch
+from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
+from megatron_fsdp.train.console import describe_step, format_bytes
+from megatron_fsdp.train.metrics import StepRecord
+from megatron_fsdp.train.readings import optimizer_bytes
 
 from megatron_fsdp.accounting import GroupFootprint
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.runtime.footprint import MemoryUse
-from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
-from megatron_fsdp.train.console import describe_step, format_bytes
-from megatron_fsdp.train.metrics import StepRecord
-from megatron_fsdp.train.readings import optimizer_bytes
 
 
 def group(unit: int, numel: int) -> GroupFootprint:

@@ -2,8 +2,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.corpus import (
     MAX_CORPUS_BYTES,
     Source,
@@ -13,6 +11,8 @@ from megatron_fsdp.train.corpus import (
     load_corpus,
     split_texts,
 )
+
+from megatron_fsdp.errors import ConfigurationError
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:

@@ -3,9 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron_fsdp.train.corpus import Corpus
+from megatron_fsdp.train.vocabulary import ByteVocabulary
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.corpus import Corpus
 from megatron_fsdp.train.data import (
     Share,
     TokenSets,
@@ -18,7 +19,6 @@ from megatron_fsdp.train.data import (
     save_token_sets,
     training_batch,
 )
-from megatron_fsdp.train.vocabulary import ByteVocabulary
 
 TOKENS = np.arange(200, dtype=np.uint8)
 

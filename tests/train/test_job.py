@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.train.arguments import Arguments, resolve_settings
 from megatron_fsdp.train.job import run_job
 from megatron_fsdp.train.metrics import read_records
 from megatron_fsdp.train.ranks import Rank, agree
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.placement import ShardingStrategy
 from tests.conftest import RunRanks
 
 OPTIONS: dict[str, Any] = {

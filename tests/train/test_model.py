@@ -1,11 +1,11 @@
 import pytest
 import torch
+from megatron_fsdp.train.model import Block, Decoder, ModelShape, next_token_loss, rotate, split_for_decay
+from megatron_fsdp.train.presets import PRESETS, find_preset, model_shape
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.generate import generate
-from megatron_fsdp.train.model import Block, Decoder, ModelShape, next_token_loss, rotate, split_for_decay
-from megatron_fsdp.train.presets import PRESETS, find_preset, model_shape
 
 SHAPE = ModelShape(vocab_size=11, num_layers=2, dim=16, num_heads=2, hidden_dim=24)
 

@@ -1,7 +1,6 @@
 from itertools import pairwise
 
 import pytest
-
 from megatron_fsdp.train.schedule import learning_rate_at
 
 

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from megatron_fsdp.train.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "naïve — 你好\n\tend"]

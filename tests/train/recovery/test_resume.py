@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_fsdp.train.arguments import Arguments, resolve_settings
+from megatron_fsdp.train.checkpoint_arguments import CheckpointArguments
+from megatron_fsdp.train.job import run_job
+from megatron_fsdp.train.metrics import read_records
 
 from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.arguments import Arguments, resolve_settings
-from megatron_fsdp.train.checkpoint_arguments import CheckpointArguments
 from megatron_fsdp.train.checkpoints import in_options
-from megatron_fsdp.train.job import run_job
-from megatron_fsdp.train.metrics import read_records
 from tests.conftest import RunRanks
 from tests.support.source_tree import SOURCE
 from tests.train.test_job import this_rank
