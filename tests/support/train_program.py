@@ -15,7 +15,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.diff import diff
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.run_job import run_job
 from tests.support.forked_programs import Program, trainer
@@ -57,10 +57,20 @@ def run(*options: str, code: int = 0, **more: Any) -> tuple[str, str]:
     return shown, errors
 
 
+def this_rank() -> Rank:
+    """This process in the group that is there already, as by `run_ranks`."""
+    return Rank(dist.get_rank(), dist.get_world_size(), device("cpu"), os.getppid())
+
+
+def job_of(*options: str, ranks: int = 2, restarts: int = 0) -> Job:
+    """A run, resolved."""
+    return resolve(parse_options([*OPTIONS, *options]), World(ranks, "cpu", restarts=restarts))
+
+
 def train(*options: str, restarts: int = 0) -> None:
-    """A run in the process group that is there already, as by `run_ranks`."""
-    rank = Rank(dist.get_rank(), dist.get_world_size(), device("cpu"), os.getppid())
-    run_job(resolve(parse_options([*OPTIONS, *options]), World(rank.count, "cpu", restarts=restarts)), rank)
+    """A run in the process group that is there already."""
+    rank = this_rank()
+    run_job(job_of(*options, ranks=rank.count, restarts=restarts), rank)
 
 
 def refusal(*options: str, restarts: int = 0) -> str:

@@ -85,7 +85,7 @@ def run_job(job: Job, rank: Rank) -> None:
     origin = find_origin(job, console.print)
     job = with_saved_batch(job, origin, console.print)
     pulse = Pulse()
-    watch = HangWatch(folder, job.hang_timeout_s, rank, pulse)
+    watch = HangWatch(folder, job, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder))
     with library_messages(console), telling_of_memory(job, rank, pulse), watch:
         trained = build(job, data.vocabulary.vocab_size, rank)

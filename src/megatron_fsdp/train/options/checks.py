@@ -46,6 +46,7 @@ _NEEDS: tuple[tuple[str, str, str], ...] = (
     ("no_save_optim", "save", "there is no folder to save to"),
     ("no_save_rng", "save", "there is no folder to save to"),
     ("max_failed_saves", "save", "there is no folder to save to"),
+    ("max_restarts", "save", "ranks go on from what they have saved"),
     ("finetune", "load", "nothing is loaded"),
     ("no_load_optim", "load", "nothing is loaded"),
     ("no_load_rng", "load", "nothing is loaded"),

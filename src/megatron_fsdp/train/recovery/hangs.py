@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +14,13 @@ from typing import Self
 
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
-from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang.reading import read_folder, read_writer
 from megatron_fsdp.hang.state import state_of
+from megatron_fsdp.hang.writer import is_log_name
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.failures import EXIT_HUNG, HungError, report_failure
 from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recovery.pulse import Pulse
 
 FOLDER = "hang"
@@ -38,23 +39,23 @@ class HangWatch:
     `EXIT_HUNG`; whoever started the ranks ends the others, and starts all again where that is left.
     """
 
-    def __init__(
-        self, folder: Path, timeout_s: float, rank: Rank, pulse: Pulse, end: Callable[[int], object] = os._exit
-    ) -> None:
+    def __init__(self, folder: Path, job: Job, rank: Rank, pulse: Pulse) -> None:
         """Watch, once entered.
 
         Args:
             folder: Of results.
-            timeout_s: How long nothing may happen.
+            job: Says how long nothing may happen; before the second step also as long as a collective may take, since
+                there is much to make ready.
             rank: This process.
             pulse: Its signs of life.
-            end: Ends the process with an exit code.
         """
+        self._first_timeout_s = max(job.hang_timeout_s, 60.0 * job.options.parallel.distributed_timeout_minutes)
         self._place = folder / FOLDER
         self._logs = self._place
-        self._timeout_s, self._rank, self._pulse, self._end = timeout_s, rank, pulse, end
+        self._timeout_s, self._rank, self._pulse = job.hang_timeout_s, rank, pulse
         self._over = threading.Event()
         self._keeps_log = False
+        self._trained: Trained | None = None
 
     def keep_log(self, trained: Trained) -> None:
         """Let the model keep its log for hangs, where it is one of this package; collective.
@@ -67,6 +68,7 @@ class HangWatch:
         told = os.environ.get(LOG_VARIABLE)
         if told is None:
             trained.inside.log_for_hangs(self._place)
+            self._trained = trained
         else:  # it keeps one already
             self._logs = Path(told)
         self._keeps_log = True
@@ -80,6 +82,18 @@ class HangWatch:
         self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
     ) -> None:
         self._over.set()
+        if raised is None and self._trained is not None and self._trained.inside is not None:
+            self._trained.inside.stop_logging_for_hangs()
+            self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        """Leave nothing behind of a rank that ended well: nobody will ask, and its process may live on."""
+        with suppress(OSError):
+            for path in self._place.iterdir():
+                with suppress(ValueError):
+                    if is_log_name(path.name) and read_writer(path).process.pid == os.getpid():
+                        path.unlink()
+            self._place.rmdir()  # where it is empty
 
     @property
     def quiet_s(self) -> float:
@@ -97,7 +111,7 @@ class HangWatch:
         pause_s = min(_MOST_PAUSE_S, self._timeout_s / 4)
         while not self._over.wait(pause_s):
             quiet_s = self.quiet_s
-            if quiet_s >= self._timeout_s:
+            if quiet_s >= (self._timeout_s if self._pulse.step > 1 else self._first_timeout_s):
                 self._give_up(quiet_s)
                 return
 
@@ -120,7 +134,7 @@ class HangWatch:
         if not self._over.is_set():
             report_failure(HungError(f"{told}\n(also in {report}, with the stacks of ranks beside it)"), 0)
             sys.stderr.flush()
-            self._end(EXIT_HUNG)
+            os._exit(EXIT_HUNG)
 
     def _explained(self) -> str:
         if not self._keeps_log:
