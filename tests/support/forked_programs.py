@@ -105,6 +105,7 @@ class Program:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        weakref.finalize(self, _end_tree, self._process)
 
     @property
     def returncode(self) -> int | None:
@@ -134,3 +135,16 @@ class Program:
         """What it has written to `out` or `err` so far."""
         file = Path(self._place) / name
         return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _end_tree(process: Any) -> None:
+    """End a program that a test has left behind, and its ranks."""
+    if process.exitcode is None:
+        for pid in children_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent this is, as Linux lists them."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

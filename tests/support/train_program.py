@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,11 +99,6 @@ def differences(first: Path, second: Path) -> list[str]:
     return [found.key for found in report.differences if found.key != "trainer.elapsed_s"]
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Processes whose parent is the launcher, as Linux lists them."""
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-
-
 def wait_for(is_so: Callable[[], bool], process: Program) -> None:
     """Wait until something is so while a program runs."""
     until = time.monotonic() + LIMIT_S
@@ -118,12 +112,3 @@ def steps_done(out: Path) -> int:
     """Lines of metrics so far."""
     file = out / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
-
-
-def end(process: Program) -> None:
-    """End a program and its session, whatever became of it."""
-    if process.poll() is None:
-        for pid in ranks_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
-    process.communicate()

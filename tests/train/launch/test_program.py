@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_programs import Program
+from tests.support.forked_programs import Program, children_of
 from tests.support.train_program import (
     LIMIT_S,
     OPTIONS,
-    end,
     environment,
     metrics,
-    ranks_of,
     run,
     start,
     steps_done,
@@ -70,7 +68,7 @@ def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_trac
     text: str, tmp_path: Path
 ) -> None:
     process = started_forever(text, tmp_path)
-    ranks = ranks_of(process.pid)
+    ranks = children_of(process.pid)
     assert len(ranks) == 2
     assert listening([process.pid]) == set()
     assert listening(ranks) <= {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1
@@ -85,7 +83,7 @@ def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_trac
 @only_linux
 def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
     process = started_forever(text, tmp_path / "out", "--save", str(tmp_path / "saved"))
-    ranks = ranks_of(process.pid)
+    ranks = children_of(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)  # so that no step can end
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -99,12 +97,9 @@ def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
 @only_linux
 def test_a_killed_rank_ends_the_run_with_its_own_code(text: str, tmp_path: Path) -> None:
     process = started_forever(text, tmp_path)
-    try:
-        ranks = ranks_of(process.pid)
-        os.kill(ranks[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=LIMIT_S)
-    finally:
-        end(process)
+    ranks = children_of(process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 7
     assert errors == "rank 1: it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out\n"
     assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []

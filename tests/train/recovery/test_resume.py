@@ -16,13 +16,13 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks
+from tests.support.forked_programs import children_of
 from tests.support.train_program import (
     LIMIT_S,
     OPTIONS,
     by_step,
     differences,
     metrics,
-    ranks_of,
     refusal,
     run,
     start,
@@ -244,7 +244,7 @@ def test_one_rank_that_is_asked_to_end_is_enough(data: tuple[str, str], tmp_path
     folder, out = tmp_path / "saved", tmp_path / "out"
     process = start(*data, "--save", str(folder), "--train-iters", "1000000", "--out", str(out))
     wait_for(lambda: steps_done(out) >= 2, process)
-    os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
+    os.kill(children_of(process.pid)[1], signal.SIGTERM)
     shown, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (0, "")
     assert "stopped and saved after" in shown

@@ -14,7 +14,7 @@ from typing import Self
 
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
-from megatron_fsdp.hang.reading import read_folder, read_writer
+from megatron_fsdp.hang.reading import Logs, read_folder, read_writer
 from megatron_fsdp.hang.state import state_of
 from megatron_fsdp.hang.writer import is_log_name
 from megatron_fsdp.train.engines.trained import Trained
@@ -29,6 +29,7 @@ LOG_VARIABLE = "MFSDP_HANG_LOG"
 _MOST_PAUSE_S = 1.0
 _TURN_S = 0.2
 _MOST_TURNS = 10
+_SILENT_S = 2.5  # a thread of every rank gives a sign every second
 
 
 class HangWatch:
@@ -140,6 +141,19 @@ class HangWatch:
         if not self._keeps_log:
             return "this engine keeps no log for hangs; the stacks tell where each rank stands"
         try:
-            return str(explain(read_folder(self._logs), self._timeout_s / 2))
+            logs = read_folder(self._logs)
+            return "\n".join([*silent_told(logs), str(explain(logs, self._timeout_s / 2))])
         except (MegatronFSDPError, OSError) as error:
             return f"the logs of ranks cannot be read: {error}"
+
+
+def silent_told(logs: Logs) -> list[str]:
+    """Ranks whose processes give no sign of life any more while others do, in words."""
+    beats_ns = {log.writer.rank: log.beat.time_ns for log in logs.ranks if log.beat is not None}
+    newest_ns = max(beats_ns.values(), default=0)
+    return [
+        f"rank {rank} has given no sign of life for {(newest_ns - beat_ns) / 1e9:.1f} s: its process was stopped, or is "
+        "stuck in code that does not let other threads run"
+        for rank, beat_ns in beats_ns.items()
+        if (newest_ns - beat_ns) / 1e9 >= _SILENT_S
+    ]
