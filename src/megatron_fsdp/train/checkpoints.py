@@ -1,5 +1,6 @@
 """Where the training loop meets its checkpoints: go on from one, save on the way, save when interrupted."""
 
+import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.run_folder import iteration_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.train.launch.failures import NotSavedError
 from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.loop import Run
 from megatron_fsdp.train.progress import Progress, TrainingState, facts_of
+from megatron_fsdp.train.recovery.resuming import Origin
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,24 +26,30 @@ class RunCheckpoints:
     """The checkpoints of one run of the trainer; without folders it does nothing. Every method is collective.
 
     While it is entered and there is a folder to save to, SIGINT and SIGTERM no longer end the process: `is_interrupted`
-    becomes true on this rank, and the loop lets the ranks agree, saves and ends. `is_finished` is true after
-    `start` where an earlier run of the same command has done all steps.
+    becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends it at once.
+    `is_finished` is true after `start` where an earlier run of the same command has done all steps.
+
+    A save that fails, as on a full disk, is told and counted, and training goes on: what was saved before is as it was.
     """
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, origin: Origin, say: Callable[[str], None]) -> None:
         """Checkpoints of a run.
 
         Args:
             run: What is trained.
+            origin: Where it begins.
             say: Shows a line or several to the user, on the first rank.
         """
         self.is_interrupted = False
         self.is_finished = False
-        self._run = run
+        self._run, self._origin = run, origin
         self._say = say
         self._options = options = run.job.options.checkpoint
         self._state = TrainingState(facts_of(run.job, run.data) if options.save or options.load else {})
         self._saved = -1
+        self._failed_saves = 0
+        self._is_saving = False  # in the background, with an end that is not known yet
+        self._problem: CheckpointError | None = None  # of the newest save, where it failed
         self._replaceable: frozenset[int] = frozenset()
         self._handlers: dict[signal.Signals, Any] = {}
         self._checkpointer: Checkpointer | None = None
@@ -64,9 +73,8 @@ class RunCheckpoints:
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if raised is None and self._checkpointer is not None:  # after an error peers may be gone: nothing to agree on
-            with in_options():
-                self._checkpointer.close()
+        if raised is None:  # after an error peers may be gone: nothing to agree on
+            self._finish()
 
     def start(self) -> Progress:
         """Load what was asked for, and write the map of parameter groups if it was.
@@ -79,14 +87,11 @@ class RunCheckpoints:
             ConfigurationError: There is nothing left to train, or the folder to save to is further than this run or
                 cannot be written.
         """
-        options, run = self._options, self._run
-        load = self._load_folder
+        options, run, load = self._options, self._run, self._origin.folder
         total = run.job.train_iters
         newest = self._newest_saved()
-        if load is not None and not (self._is_restarted and self._holds_nothing()):
+        if load is not None:
             self._load(load)
-        elif load is not None:
-            self._say(f"{load} holds no checkpoint yet: starting from the first step")
         steps = self._state.progress.steps
         if steps == total and self._is_restarted:
             self.is_finished = True
@@ -115,34 +120,90 @@ class RunCheckpoints:
         """Save, if there is a folder and this step was not saved yet.
 
         Raises:
-            CheckpointError: It could not be saved, or the one before, in the background; the same on every rank.
+            NotSavedError: It could not be saved, nor could as many before it as are allowed to fail; on every rank.
         """
         if self._checkpointer is None or progress.steps == self._saved:
             return
-        options, run = self._options, self._run
         self._state.progress = progress
-        optimizer = None if options.no_save_optim else run.trained.optimizer
-        extra, with_rng = self._extra(), not options.no_save_rng
-        overwrite = progress.steps in self._replaceable
-        with in_options():
-            path = self._checkpointer.save(
-                progress.steps, run.trained.model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite
-            )
-        self._saved = progress.steps
-        self._say(f"step {progress.steps:>5}: saving {path}" if options.async_save else f"saved {path}")
+        if self._is_saving:
+            self._await()
+        try:
+            with in_options():
+                path = self._start_saving(self._checkpointer, progress)
+        except CheckpointError as error:
+            self._note_failed(error)
+            return
+        self._saved, self._is_saving = progress.steps, self._options.async_save
+        if not self._is_saving:
+            self._note_saved()
+        self._say(f"step {progress.steps:>5}: saving {path}" if self._is_saving else f"saved {path}")
+
+    def _start_saving(self, checkpointer: Checkpointer, progress: Progress) -> Path:
+        options, trained = self._options, self._run.trained
+        return checkpointer.save(
+            progress.steps,
+            trained.model,
+            None if options.no_save_optim else trained.optimizer,
+            extra=self._extra(),
+            with_rng=not options.no_save_rng,
+            overwrite=progress.steps in self._replaceable,
+        )
+
+    def _await(self) -> None:
+        """Learn what became of the save in the background."""
+        assert self._checkpointer is not None
+        self._is_saving = False
+        try:
+            with in_options():
+                self._checkpointer.wait()
+        except CheckpointError as error:
+            self._note_failed(error)
+        else:
+            self._note_saved()
+
+    def _note_saved(self) -> None:
+        self._failed_saves, self._problem = 0, None
+
+    def _note_failed(self, error: CheckpointError) -> None:
+        """Count a save that failed.
+
+        Raises:
+            NotSavedError: It was one too many.
+        """
+        self._failed_saves, self._problem, self._saved = self._failed_saves + 1, error, -1
+        limit = self._run.job.options.recovery.max_failed_saves
+        if self._failed_saves > limit:
+            raise NotSavedError(
+                f"{error}: {self._failed_saves} saves in a row failed, and --max-failed-saves is {limit}; what was "
+                f"saved before is as it was. Make room in {self._options.save}, or give another folder, and go on with "
+                f"--load {self._options.save}"
+            ) from error
+        self._say(
+            f"WARNING: {error}: {self._failed_saves} of at most {limit} saves in a row failed; training goes on, and "
+            "what was saved before is as it was"
+        )
+
+    def _finish(self) -> None:
+        """Wait for what is being saved; the last one has to be there.
+
+        Raises:
+            NotSavedError: It is not.
+        """
+        if self._checkpointer is None:
+            return
+        if self._is_saving:
+            self._await()
+        self._checkpointer.close()
+        if self._problem is not None:
+            raise NotSavedError(
+                f"the last save failed: {self._problem}; what was saved before is as it was. Make room in "
+                f"{self._options.save}, or give another folder, and go on with --load {self._options.save}"
+            ) from self._problem
 
     @property
     def _is_restarted(self) -> bool:
         """Whether this is a job that is started again and again with the same command."""
         return self._run.job.load_is_optional
-
-    @property
-    def _load_folder(self) -> Path | None:
-        """Where to go on from: what was said; ranks that were started again go on from what they saved."""
-        return self._options.load or (self._options.save if self._is_restarted else None)
-
-    def _holds_nothing(self) -> bool:
-        return self._checkpointer is not None and self._checkpointer.latest() is None
 
     def _meet_later_ones(self, newest: int, steps: int) -> None:
         """What to do about checkpoints that are further than this run begins."""
@@ -158,15 +219,17 @@ class RunCheckpoints:
         )
 
     def _load(self, folder: Path) -> None:
-        options, run = self._options, self._run
-        finetunes = options.finetune
+        options, run, is_own = self._options, self._run, self._origin.is_own
+        finetunes = options.finetune and not is_own
+        without_optimizer = finetunes or (options.no_save_optim if is_own else options.no_load_optim)
+        without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
         with in_options():
             report: LoadReport = load_checkpoint(
                 run.trained.model,
-                None if options.no_load_optim or finetunes else run.trained.optimizer,
+                None if without_optimizer else run.trained.optimizer,
                 folder,
                 extra=None if finetunes else self._extra(),
-                with_rng=not (options.no_load_rng or finetunes),
+                with_rng=not without_rng,
                 strict=options.strict_fsdp_dtensor_load,
                 verify=options.verify_integrity,
             )
@@ -186,7 +249,10 @@ class RunCheckpoints:
         found = self._checkpointer.store.iterations()
         return found[-1] if found else None
 
-    def _interrupt(self, *_: object) -> None:
+    def _interrupt(self, number: int, _: object) -> None:
+        if self.is_interrupted and number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.is_interrupted = True
 
 

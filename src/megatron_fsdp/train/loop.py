@@ -18,9 +18,10 @@ from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.evaluation import evaluate
 from megatron_fsdp.train.launch.ranks import Rank
-from megatron_fsdp.train.nan_guard import NanGuard
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.recovery.nan_guard import NanGuard
+from megatron_fsdp.train.recovery.pulse import Pulse
 from megatron_fsdp.train.reporting.exposed import ExposedCommunication
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from megatron_fsdp.train.reporting.readings import peak_bytes
@@ -70,6 +71,7 @@ class Run:
         feed: This rank's microbatches.
         rank: This process.
         speed: What a step costs; None: only its tokens are known.
+        pulse: Its signs of life.
     """
 
     job: Job
@@ -78,6 +80,7 @@ class Run:
     feed: Feed
     rank: Rank
     speed: Speed | None = None
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
         run.rank.require_launcher()
         before = None if run.trained.inside is None else run.trained.inside.traffic()
         last = pace.results[-1][0] if pace.results else pace.progress
+        run.pulse.beat(last.steps + 1)
         is_shown = (last.steps + 1) % job.options.reporting.log_interval == 0 or last.steps + 1 == job.train_iters
         with exposed.step(is_measured=is_shown):
             result = train_step(run, last, guard, (keeper.is_interrupted, pace.elapsed_s >= limit_s))

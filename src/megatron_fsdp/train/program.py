@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 
@@ -19,6 +20,8 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.reporting.writers.build import require_writers
+
+_AFTER_HANG_MINUTES = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +41,7 @@ def start_ranks(argv: Sequence[str]) -> int:
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    return launch(argv, ranks)
+    return launch(argv, ranks, options.recovery.max_restarts)
 
 
 def run_rank(argv: Sequence[str]) -> int:
@@ -50,7 +53,7 @@ def run_rank(argv: Sequence[str]) -> int:
         from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need
 
         options = parse_options(argv)
-        with join_ranks(find_device_type(options.parallel.device)) as rank:
+        with join_ranks(find_device_type(options.parallel.device), collective_timeout(options)) as rank:
             run_job(resolve_here(options, rank.count), rank)
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
@@ -67,6 +70,12 @@ def resolve_here(options: Options, ranks: int) -> Job:
     """
     world = world_of(options, ranks)
     return with_environment(resolve(options, world), world, os.environ)
+
+
+def collective_timeout(options: Options) -> timedelta:
+    """How long a collective may take; longer than a standstill may, so that it is explained before it is an error."""
+    minutes, hang = options.parallel.distributed_timeout_minutes, options.recovery.hang_timeout_minutes
+    return timedelta(minutes=max(minutes, (minutes if hang is None else hang) + _AFTER_HANG_MINUTES))
 
 
 def world_of(options: Options, ranks: int) -> World:

@@ -34,7 +34,8 @@ def results_folder(job: Job, rank: Rank) -> Path:
 
     def work() -> Path:
         folder = name_folder(job.options.reporting.out, os.environ, datetime.now().astimezone())
-        if (folder / MARK_FILE).exists() and not job.load_is_optional:
+        is_own = job.load_is_optional or job.restarts > 0
+        if (folder / MARK_FILE).exists() and not is_own:
             raise ConfigurationError(
                 f"--out {folder} holds an earlier run: give a new folder, or remove that one; or let this run go on "
                 "from it, with one folder for --load and --save"

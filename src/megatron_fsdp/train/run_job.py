@@ -22,6 +22,10 @@ from megatron_fsdp.train.launch.ranks import Rank, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.recovery.hangs import HangWatch
+from megatron_fsdp.train.recovery.memory import telling_of_memory
+from megatron_fsdp.train.recovery.pulse import Pulse
+from megatron_fsdp.train.recovery.resuming import find_origin, with_saved_batch
 from megatron_fsdp.train.reporting.applied import (
     APPLIED_FILE,
     applied,
@@ -83,20 +87,27 @@ def run_job(job: Job, rank: Rank) -> None:
         CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
         ConfigurationError: On every rank, for what is wrong with the data or the folder.
         NonFiniteStepError: On every rank, where too many steps in a row were not finite.
+        NotSavedError: On every rank, where too many saves failed, or the last.
+        OutOfMemoryError: On the rank that had no memory left.
     """
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
     with console.status("reading text ..."):
         folder = results_folder(job, rank)
         data = prepare_data(job, folder, rank)
+    origin = find_origin(job, console.print)
+    job = with_saved_batch(job, origin, console.print)
     peak = find_peak(job, rank)
     speed = speed_of(job, rank, data, peak)
+    pulse = Pulse()
+    watch = HangWatch(folder, job, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder, speed, peak), preset_rows(job.options))
-    with library_messages(console):
+    with library_messages(console), telling_of_memory(job, rank, pulse), watch:
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        run = Run(job, trained, data, feed, rank, speed)
-        with display_of(console, job) as display, RunCheckpoints(run, display.say) as keeper:
+        watch.keep_log(trained)
+        run = Run(job, trained, data, feed, rank, speed, pulse)
+        with display_of(console, job) as display, RunCheckpoints(run, origin, display.say) as keeper:
             recorder = make_recorder(run, display, folder)
             try:
                 outcome = train(run, recorder, keeper)

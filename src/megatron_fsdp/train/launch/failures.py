@@ -1,7 +1,10 @@
-"""How the error of one rank reaches the person who started the run: once, and the first one only."""
+"""How a run ends: exit codes, and the error of one rank on its way to the person who started the run."""
+
+from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -10,13 +13,73 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 
+EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_OUT_OF_MEMORY = 3
+EXIT_NOT_FINITE = 4
+EXIT_HUNG = 5
+EXIT_NOT_SAVED = 6
+EXIT_KILLED = 7
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+ENDS: Mapping[int, str] = {
+    EXIT_DONE: "all steps are done",
+    EXIT_FAILED: "an error that is none of the others; its traceback is shown",
+    EXIT_USAGE: "a wrong option, data or checkpoint; one line says what to do",
+    EXIT_OUT_OF_MEMORY: "a rank had no memory left",
+    EXIT_NOT_FINITE: "more steps in a row than --max-nan-steps were not finite",
+    EXIT_HUNG: "nothing happened for --hang-timeout-minutes",
+    EXIT_NOT_SAVED: "more saves in a row than --max-failed-saves failed, or the last one",
+    EXIT_KILLED: "a rank was ended by a signal from outside",
+    EXIT_INTERRUPTED: "Ctrl-C",
+    EXIT_TERMINATED: "SIGTERM, or the terminal was closed",
+}
+"""Every exit code of the program, where this package started the ranks, and what it means."""
+
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
+_USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
+_ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
+"""Signals by which a rank may end because a peer did."""
+
+
+class RunError(MegatronFSDPError):
+    """What ends a run in a way of its own; told without a traceback.
+
+    Attributes:
+        exit_code: Of the program.
+    """
+
+    exit_code = EXIT_FAILED
+
+
+class OutOfMemoryError(RunError):
+    """A rank had no memory left."""
+
+    exit_code = EXIT_OUT_OF_MEMORY
+
+
+class NonFiniteStepError(RunError):
+    """Too many steps in a row had a loss or gradient that is NaN or infinite."""
+
+    exit_code = EXIT_NOT_FINITE
+
+
+class HungError(RunError):
+    """Nothing happened for too long."""
+
+    exit_code = EXIT_HUNG
+
+
+class NotSavedError(RunError):
+    """Too many saves in a row failed, or the last one."""
+
+    exit_code = EXIT_NOT_SAVED
 
 
 @dataclass(frozen=True)
@@ -25,15 +88,29 @@ class Failure:
 
     Attributes:
         rank: Global rank.
-        text: What to show: one line for a wrong setting or checkpoint, a traceback for anything else.
-        is_usage: Whether a setting or a checkpoint was wrong.
+        text: What to show: a traceback for an error that nobody foresaw, else words.
+        code: Exit code of the program.
         time_ns: When it was raised, in nanoseconds since 1970.
+        is_echo: Whether it may be what a rank meets when another one ends.
     """
 
     rank: int
     text: str
-    is_usage: bool
+    code: int
     time_ns: int
+    is_echo: bool = False
+
+    @property
+    def is_worth_repeating(self) -> bool:
+        """Whether ranks that start again may get further."""
+        return self.code not in _USELESS_TO_REPEAT
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of the program that an error ends."""
+    if isinstance(error, RunError):
+        return error.exit_code
+    return EXIT_USAGE if isinstance(error, _TOLD_IN_ONE_LINE) else EXIT_FAILED
 
 
 def write_failure(error: BaseException, path: Path) -> None:
@@ -47,33 +124,41 @@ def write_failure(error: BaseException, path: Path) -> None:
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(now_ns // 10**9),
         "time_ns": now_ns,
-        "is_usage": isinstance(error, _TOLD_IN_ONE_LINE),
+        "exit_code": exit_code_of(error),
     }
     path.write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
 
 
 def report_failure(error: BaseException, rank: int) -> int:
     """Hand an error to torchrun, or show it where there is no torchrun; return the exit code."""
-    is_usage = isinstance(error, _TOLD_IN_ONE_LINE)
+    code = exit_code_of(error)
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None:
         write_failure(error, Path(error_file))
-    elif rank == 0 or not is_usage:
+    elif rank == 0 or code != EXIT_USAGE:
         traceback.print_exception(error)
-    return EXIT_USAGE if is_usage else EXIT_FAILED
+    return code
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:
     """Turn torchrun's record of a failed rank into ours."""
     message = failure.error_file_data.get("message")
-    if not isinstance(message, dict):  # killed from outside: no error file
-        return Failure(rank, str(failure.message), is_usage=False, time_ns=failure.timestamp * 10**9 + 10**9)
+    if not isinstance(message, dict):  # ended from outside, or before it could say a word: no error file
+        noticed_ns = failure.timestamp * 10**9 + 10**9
+        if failure.exitcode >= 0:
+            text = f"it ended with exit code {failure.exitcode} and without a word"
+            return Failure(rank, text, EXIT_FAILED, noticed_ns, is_echo=True)
+        name = signal.Signals(-failure.exitcode).name
+        hint = ", as after kill -9 or when the machine's memory runs out" if name == "SIGKILL" else ""
+        is_echo = -failure.exitcode in _ECHOES
+        return Failure(rank, f"it was ended by {name}{hint}", EXIT_KILLED, noticed_ns, is_echo)
     extra = message["extraInfo"]
-    is_usage = bool(extra.get("is_usage", False))
-    text = message["message"] if is_usage else extra["py_callstack"]
-    return Failure(rank, text, is_usage, int(extra.get("time_ns", failure.timestamp * 10**9)))
+    code = int(extra.get("exit_code", EXIT_FAILED))
+    text = extra["py_callstack"] if code == EXIT_FAILED else message["message"]
+    return Failure(rank, text, code, int(extra.get("time_ns", failure.timestamp * 10**9)), code == EXIT_FAILED)
 
 
 def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """Return the failure that came first."""
-    return min((read_failure(rank, failure) for rank, failure in failures.items()), key=lambda f: (f.time_ns, f.rank))
+    """Return the failure that came first; one that cannot be the echo of another comes before those that can."""
+    found = [read_failure(rank, failure) for rank, failure in failures.items()]
+    return min(found, key=lambda f: (f.is_echo, f.time_ns, f.rank))

@@ -1,25 +1,34 @@
-"""Start the ranks of a run on this machine, and end them all when one fails or the user has had enough."""
+"""Start the ranks of a run on this machine, start them again when one died, end them when the user has had enough.
 
-import logging
+Ranks find each other by a file and talk over the loopback interface, so that nothing listens to the outside. That is
+why torchrun's agent is not used here: it opens a port on every interface.
+"""
+
+from __future__ import annotations
+
 import os
 import signal
-import socket
 import sys
-import uuid
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.failures import EXIT_FAILED, EXIT_USAGE, find_cause
+from megatron_fsdp.train.launch.crew import GRACE_S, POLL_S, Crew, Start
+from megatron_fsdp.train.launch.failures import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, Failure, find_cause
+from megatron_fsdp.train.launch.network import loopback_interface
 
 CPU_RANKS = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-LOOPBACK = "127.0.0.1"
 MODULE = "megatron_fsdp.train"
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DIED_OF_IT = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
@@ -57,7 +66,7 @@ def choose_ranks(requested: int | None, *, num_accelerators: int, num_cores: int
         return requested if requested is not None else min(CPU_RANKS, max(1, num_cores))
     if requested is not None and requested > num_accelerators:
         raise ConfigurationError(
-            f"--ranks {requested} needs as many accelerators and {num_accelerators} are here: "
+            f"--nproc {requested} needs as many accelerators and {num_accelerators} are here: "
             f"give at most {num_accelerators}, or --device cpu"
         )
     return requested if requested is not None else num_accelerators
@@ -75,55 +84,109 @@ def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int)
 
     What the user has set already is left alone.
     """
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    wanted = {"OMP_NUM_THREADS": str(max(1, num_cores // ranks))}
-    if loopback is not None:
-        wanted["GLOO_SOCKET_IFNAME"] = loopback
+    wanted = {"OMP_NUM_THREADS": str(max(1, num_cores // ranks)), **loopback_interface()}
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def launch(argv: Sequence[str], ranks: int) -> int:
-    """Run this module once per rank and return the exit code of the whole.
+@dataclass
+class Asked:
+    """What the user, or whoever runs the machine, asked of the launcher.
 
-    Ranks get SIGINT and SIGTERM passed on; they die of them at once (see `__main__`).
+    Attributes:
+        number: The first signal; 0: none.
+        times: How often Ctrl-C came.
+        is_passed_on: Whether the ranks know.
     """
-    os.environ.update(rank_environment(os.environ, ranks, count_cores()))
-    _silence_elastic()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOOPBACK}:0",
-        local_addr=LOOPBACK,
-        max_restarts=0,
-    )
+
+    number: int = 0
+    times: int = 0
+    is_passed_on: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that ends for this reason."""
+        return 128 + (signal.SIGINT if self.number == signal.SIGINT else signal.SIGTERM)
+
+
+def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
+    """Run this module once per rank, again where a rank died, and return the exit code of the whole.
+
+    The first Ctrl-C or SIGTERM is passed on: ranks that have a folder to save to finish the step and save, the others
+    end at once. The second Ctrl-C ends all at once.
+
+    Args:
+        argv: Options of the run.
+        ranks: How many processes.
+        max_restarts: How often all ranks may start again.
+    """
+    environment = {**os.environ, **rank_environment(os.environ, ranks, count_cores())}
+    command = (sys.executable, "-m", MODULE, *argv)
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    with tempfile.TemporaryDirectory(prefix="mfsdp-run-") as folder, _asking() as asked:
+        for restart in range(max_restarts + 1):
+            crew = Crew(Start(command, ranks, run_id, restart, max_restarts, Path(folder)), environment)
+            try:
+                cause = _watch(crew, asked)
+            finally:
+                crew.end(grace_s=0.0 if asked.times > 1 else GRACE_S)
+            if asked.number:
+                return _report_asked(cause, asked)
+            if cause is None:
+                return EXIT_DONE
+            if restart == max_restarts or not cause.is_worth_repeating:
+                break
+            _say(f"{_told(cause)}\nstarting all ranks again, {restart + 1} of at most {max_restarts} times")
+        return _report(cause)
+
+
+def _watch(crew: Crew, asked: Asked) -> Failure | None:
+    """Wait for the ranks; None: they ended well."""
+    while (failures := crew.poll()) is None:
+        if asked.times > 1:
+            return None
+        if asked.number and not asked.is_passed_on:
+            asked.is_passed_on = True
+            crew.ask_to_end()  # by SIGTERM: while Python starts, SIGINT would show a traceback
+        time.sleep(POLL_S)
+    if asked.number and {failure.exitcode for failure in failures.values()} <= _DIED_OF_IT:
+        return None
+    return find_cause(failures) if failures else None
+
+
+@contextmanager
+def _asking() -> Iterator[Asked]:
+    """While the block runs, signals are noted."""
+    asked = Asked()
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.number = asked.number or number
+        asked.times += number == signal.SIGINT
+
+    before = {number: signal.signal(number, note) for number in _ASKING}
     try:
-        elastic_launch(config, sys.executable)("-m", MODULE, *argv)
-    except ChildFailedError as error:
-        return _report(error)
-    except (SignalException, KeyboardInterrupt):
-        _say("\nstopped; what was written so far is kept")
-        return EXIT_INTERRUPTED
-    return 0
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _silence_elastic() -> None:
-    """Keep torchrun's own reports of ended ranks off the screen; ours are shorter."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def _report_asked(cause: Failure | None, asked: Asked) -> int:
+    if cause is not None and not cause.is_echo:
+        return _report(cause)
+    _say("stopped; what was written so far is kept")
+    return asked.exit_code
 
 
-def _report(error: ChildFailedError) -> int:
+def _told(cause: Failure) -> str:
+    if cause.code == EXIT_FAILED:
+        return f"rank {cause.rank} failed, all ranks were ended:\n{cause.text.rstrip()}"
+    return f"rank {cause.rank}: {cause.text}"
+
+
+def _report(cause: Failure) -> int:
     """Show the first failure and return the exit code."""
-    cause = find_cause(error.failures)
-    if cause.is_usage:
-        _say(f"error: {cause.text}")
-        return EXIT_USAGE
-    _say(f"rank {cause.rank} failed, all ranks were ended:\n{cause.text}")
-    return EXIT_FAILED
+    _say(f"error: {cause.text}" if cause.code == EXIT_USAGE else _told(cause))
+    return cause.code
 
 
 def _say(text: str) -> None:

@@ -4,12 +4,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE
+from megatron_fsdp.train.launch.network import loopback_interface
 
 T = TypeVar("T")
 
@@ -46,13 +49,31 @@ class Rank:
 
 
 @contextmanager
-def join_ranks(device_type: str) -> Iterator[Rank]:
-    """Join the process group that torchrun's environment describes; leave it in good order when all went well."""
+def join_ranks(device_type: str, timeout: timedelta | None = None) -> Iterator[Rank]:
+    """Join the process group of all ranks; leave it in good order when all went well.
+
+    Ranks that our launcher started meet by way of a file, others as torchrun says. Where all of them are on
+    one machine, back ends use its loopback interface only, unless the user has named another.
+
+    Args:
+        device_type: Such as `cpu` or `cuda`.
+        timeout: How long a collective may take; None: as long as the back end allows.
+    """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)
     if device.type != "cpu":
         torch.accelerator.set_device_index(local)
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        for name, interface in loopback_interface().items():
+            os.environ.setdefault(name, interface)
+    backend = dist.get_default_backend_for_device(device)
+    file = os.environ.get(STORE_FILE_VARIABLE)
+    if file is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(file, count)
+        dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
     dist.barrier()  # nobody leaves while a peer still needs the connection
     dist.destroy_process_group()

@@ -117,6 +117,12 @@ IDLE: tuple[Idle, ...] = (
         "give --load, or leave it out",
     ),
     _idle(
+        "max_restarts",
+        lambda o: o.checkpoint.save is None,
+        "ranks go on from what they have saved",
+        "give --save, or leave it out",
+    ),
+    _idle(
         "wandb_exp_name",
         lambda o: o.reporting.wandb_project is None,
         "Weights & Biases gets nothing",

@@ -75,6 +75,7 @@ class Job:
         seq_length: Tokens of a sample.
         load_is_optional: Whether there may be nothing to load yet.
         notices: What was adjusted, and what has no effect, in words.
+        restarts: How often the ranks were started again.
     """
 
     options: Options
@@ -88,6 +89,13 @@ class Job:
     seq_length: int
     load_is_optional: bool
     notices: tuple[str, ...]
+    restarts: int = 0
+
+    @property
+    def hang_timeout_s(self) -> float:
+        """Seconds after which a run that stands still is ended."""
+        minutes = self.options.recovery.hang_timeout_minutes
+        return 60.0 * (self.options.parallel.distributed_timeout_minutes if minutes is None else minutes)
 
     @property
     def tokens_per_step(self) -> int:

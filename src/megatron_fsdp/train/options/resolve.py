@@ -64,6 +64,7 @@ def resolve(options: Options, world: World) -> Job:
         seq_length=_require(options.model.seq_length, "--seq-length", "tokens of a sample"),
         load_is_optional=_load_is_optional(options, world),
         notices=tuple(notices),
+        restarts=world.restarts,
     )
 
 
@@ -150,4 +151,4 @@ def _load_is_optional(options: Options, world: World) -> bool:
     """Whether this job may be its own first run: restarted ranks, or the same folder to load and to save."""
     save, load = options.checkpoint.save, options.checkpoint.load
     is_same = save is not None and load is not None and save.resolve() == load.resolve()
-    return is_same or (load is None and save is not None and world.restarts > 0)
+    return is_same or (save is not None and world.restarts > 0)

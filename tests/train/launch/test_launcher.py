@@ -1,4 +1,5 @@
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -6,8 +7,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.failures import Failure, find_cause, report_failure, write_failure
-from megatron_fsdp.train.launcher import choose_ranks, find_device_type, is_rank, rank_environment
+from megatron_fsdp.train.launch.crew import Start
+from megatron_fsdp.train.launch.failures import ENDS, Failure, HungError, find_cause, report_failure, write_failure
+from megatron_fsdp.train.launch.launcher import choose_ranks, find_device_type, is_rank, rank_environment
+from tests.support.source_tree import ROOT
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,7 @@ def test_ranks_fit_the_machine(requested: int | None, num_accelerators: int, num
 
 
 def test_more_ranks_than_accelerators_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--ranks 3 needs as many accelerators and 2 are here"):
+    with pytest.raises(ConfigurationError, match="--nproc 3 needs as many accelerators and 2 are here"):
         choose_ranks(3, num_accelerators=2, num_cores=64)
 
 
@@ -29,8 +32,27 @@ def test_ranks_share_the_cores() -> None:
 
 
 def test_environment_of_the_user_is_left_alone() -> None:
-    given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0"}
+    given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert rank_environment(given, ranks=2, num_cores=8) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has another name elsewhere")
+def test_traffic_stays_on_this_machine() -> None:
+    added = rank_environment({}, ranks=2, num_cores=8)
+    assert (added["GLOO_SOCKET_IFNAME"], added["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
+def test_ranks_are_told_what_torchrun_would_tell_them_and_a_new_file_for_each_start(tmp_path: Path) -> None:
+    first, second = (Start(("x",), 3, "20260101-120000", restart, 2, tmp_path).environment(1) for restart in (0, 1))
+    assert {name: first[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+    }
+    changed = {name for name in first if first[name] != second[name]}
+    assert changed == {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "MEGATRON_FSDP_STORE_FILE"}
+    assert "MASTER_PORT" not in first
 
 
 def test_a_rank_is_known_by_the_environment_of_torchrun() -> None:
@@ -66,7 +88,7 @@ def test_cause_is_the_first_error_and_not_its_echo(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
         write_failure(raised(error), tmp_path / f"{rank}.json")
     cause = find_cause({rank: failed(rank, tmp_path / f"{rank}.json") for rank in (0, 1)})
-    assert (cause.rank, cause.is_usage, cause.time_ns) == (1, False, second + 100)
+    assert (cause.rank, cause.code, cause.time_ns) == (1, 1, second + 100)
     assert cause.text.startswith("Traceback")
     assert cause.text.endswith("KeyError: 'w'\n")
 
@@ -74,12 +96,31 @@ def test_cause_is_the_first_error_and_not_its_echo(tmp_path: Path, monkeypatch: 
 def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
     write_failure(raised(ConfigurationError("no text")), tmp_path / "0.json")
     cause = find_cause({0: failed(0, tmp_path / "0.json")})
-    assert (cause.text, cause.is_usage) == ("no text", True)
+    assert (cause.text, cause.code, cause.is_worth_repeating) == ("no text", 2, False)
 
 
-def test_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:
-    cause = find_cause({1: failed(1, tmp_path / "missing.json", exitcode=-9)})
-    assert cause == Failure(1, "Signal 9 (SIGKILL) received by PID 1", is_usage=False, time_ns=cause.time_ns)
+def test_killed_rank_is_the_cause_and_its_peers_are_echoes(tmp_path: Path) -> None:
+    write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
+    failures = {0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "missing.json", exitcode=-9)}
+    cause = find_cause(failures)
+    words = "it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out"
+    assert cause == Failure(1, words, 7, cause.time_ns)
+    assert cause.is_worth_repeating
+    assert find_cause({0: failures[0]}).text.endswith("RuntimeError: connection closed by peer\n")
+
+
+def test_what_only_one_thing_can_cause_comes_before_what_follows_from_it(tmp_path: Path) -> None:
+    write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
+    write_failure(raised(HungError("rank 2 is away")), tmp_path / "1.json")
+    aborted = failed(2, tmp_path / "missing.json", exitcode=-6)
+    cause = find_cause({0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "1.json"), 2: aborted})
+    assert (cause.rank, cause.code, cause.text, cause.is_worth_repeating) == (1, 5, "rank 2 is away", True)
+
+
+def test_every_exit_code_is_documented() -> None:
+    told = (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8")
+    for code, meaning in ENDS.items():
+        assert f"| {code} | {meaning} |" in told
 
 
 def test_error_goes_to_the_file_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.errors import MegatronFSDPError
+from megatron_fsdp.checkpoint.ranks import gather_objects
 from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.launch.failures import NonFiniteStepError
 
 _SHOWN = 5
-
-
-class NonFiniteStepError(MegatronFSDPError):
-    """Too many steps in a row had a loss or gradient that is NaN or infinite."""
 
 
 class NanGuard:
@@ -28,7 +25,7 @@ class NanGuard:
         self._in_a_row = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, trained: Trained) -> None:
-        """Take note of a step; one that overflowed through the scale of the loss alone is no failure.
+        """Take note of a step; one that overflowed through the scale of the loss alone is no failure. Collective.
 
         Args:
             step: Its number, from 1.
@@ -37,7 +34,7 @@ class NanGuard:
             trained: Still has the step's gradients.
 
         Raises:
-            NonFiniteStepError: It was one too many.
+            NonFiniteStepError: It was one too many; on every rank.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
@@ -46,16 +43,26 @@ class NanGuard:
             self._say(f"step {step}: gradients overflow float16 at loss scale {trained.scale.value:g}: skipped, halved")
             return
         self._in_a_row += 1
-        names = list(names_of_bad_gradients(trained.model))
-        where = f"; on this rank in the gradients of {', '.join(names[:_SHOWN])}" if names else ""
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        what = f"step {step} has loss {loss} and gradient norm {grad_norm}{where}{more}"
+        what = f"step {step} has loss {loss} and gradient norm {grad_norm}{where_told(trained.model)}"
         if self._in_a_row > self._limit:
             raise NonFiniteStepError(
                 f"{what}: {self._in_a_row} steps in a row could not be taken, and --max-nan-steps is {self._limit}; "
                 "lower --lr, look at the data of these steps, or go on from an earlier checkpoint"
             )
         self._say(f"{what}: skipped, {self._in_a_row} of at most {self._limit} in a row")
+
+
+def where_told(model: nn.Module) -> str:
+    """Which parameters have gradients that are not finite, and on which ranks; the same on every rank, collective."""
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(gather_objects(list(names_of_bad_gradients(model)))):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    if not ranks:
+        return ""
+    named = [f"{name} (rank {', '.join(map(str, having))})" for name, having in list(ranks.items())[:_SHOWN]]
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"; not finite are the gradients of {', '.join(named)}{more}"
 
 
 def names_of_bad_gradients(model: nn.Module) -> Iterator[str]:

@@ -1,0 +1,65 @@
+"""Kills ranks of a running trainer at random moments, also while they save."""
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.forked_programs import Program, children_of
+
+_POLL_S = 0.005
+
+
+@dataclass
+class Chaos:
+    """What was killed when.
+
+    Attributes:
+        seed: Fixes ranks and moments, as far as a machine repeats itself.
+        kills: How many ranks to kill.
+        during_saves: How many of those while a checkpoint is being written.
+        killed: Signals that reached a rank: whether a save was under way.
+    """
+
+    seed: int
+    kills: int
+    during_saves: int
+    killed: list[bool] = field(default_factory=list)
+
+    def torment(self, program: Program, out: Path, saved: Path) -> None:
+        """Kill one rank after another until the program ends or enough were killed.
+
+        Each rank is killed when the run has got at least a step further than at the kill before.
+        """
+        choose = random.Random(self.seed)
+        wants_save = [True] * self.during_saves + [False] * (self.kills - self.during_saves)
+        choose.shuffle(wants_save)
+        for want in wants_save:
+            before = _lines(out)
+            while _lines(out) <= before and program.poll() is None:
+                time.sleep(_POLL_S)
+            if not want:
+                time.sleep(choose.uniform(0.0, 0.3))
+            while want and not _is_saving(saved) and program.poll() is None:
+                time.sleep(_POLL_S / 5)
+            is_saving = _is_saving(saved)
+            ranks = children_of(program.pid) if program.poll() is None else []
+            if not ranks:
+                return
+            with suppress(ProcessLookupError):
+                os.kill(choose.choice(ranks), signal.SIGKILL)
+                self.killed.append(is_saving)
+
+
+def _lines(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def _is_saving(saved: Path) -> bool:
+    with suppress(OSError):
+        return any(path.name.startswith(".iter_") for path in saved.iterdir())
+    return False

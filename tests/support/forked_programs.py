@@ -1,0 +1,150 @@
+"""Whole programs without their imports: forked from a server that has imported everything, as are their ranks.
+
+What differs from a program that is executed is how its processes come to be; a start takes tenths of a second.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = ["megatron_fsdp.train.run_job", "megatron_fsdp.train.program", "tests.support.forked_programs"]
+
+
+class ForkedRank:
+    """A rank, forked from its launcher; as much of `subprocess.Popen` as the launcher uses."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+        self._code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            end_with(lambda: _as_rank(command[3:], env))
+
+    def poll(self) -> int | None:
+        """As Popen's."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self) -> int:
+        """As Popen's."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def terminate(self) -> None:
+        """As Popen's."""
+        os.kill(self.pid, signal.SIGTERM)
+
+
+def end_with(work: Callable[[], int]) -> None:
+    """End this process with what the work returns, whatever it raises."""
+    code = 1
+    try:
+        code = work()
+    except SystemExit as asked:
+        code = int(asked.code or 0)
+    except BaseException:  # noqa: BLE001  nothing may go back into the code that forked
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _as_rank(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    from megatron_fsdp.train.program import run_rank
+
+    os.environ.clear()
+    os.environ.update(env)
+    return run_rank(argv)
+
+
+def trainer(argv: Sequence[str]) -> int:
+    """The trainer's program, with ranks that are forked."""
+    from megatron_fsdp.train.launch import crew
+    from megatron_fsdp.train.program import main
+
+    crew.subprocess.Popen = ForkedRank  # type: ignore[misc,assignment]
+    return main(argv)
+
+
+def _main(program: Callable[[Sequence[str]], int], argv: Sequence[str], env: Mapping[str, str], place: str) -> None:
+    os.setsid()
+    for stream, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(place) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(env)
+    end_with(lambda: program(argv))
+
+
+class Program:
+    """A program that runs; as much of `subprocess.Popen` as tests use."""
+
+    def __init__(self, program: Callable[[Sequence[str]], int], argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start `program(argv)`, a function of a module, in a process with this environment."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._place = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, self._place, ignore_errors=True)
+        self._process = context.Process(target=_main, args=(program, list(argv), dict(env), self._place))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        weakref.finalize(self, _end_tree, self._process)
+
+    @property
+    def returncode(self) -> int | None:
+        """As Popen's."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As Popen's."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """As Popen's."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As Popen's."""
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """As Popen's."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("the program", timeout or 0.0, self.shown("out"), self.shown("err"))
+        return self.shown("out"), self.shown("err")
+
+    def shown(self, name: str) -> str:
+        """What it has written to `out` or `err` so far."""
+        file = Path(self._place) / name
+        return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _end_tree(process: Any) -> None:
+    """End a program that a test has left behind, and its ranks."""
+    if process.exitcode is None:
+        for pid in children_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent this is, as Linux lists them."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

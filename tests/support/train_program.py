@@ -1,0 +1,114 @@
+"""The trainer as a person starts it, and what it leaves behind: for tests of whole runs."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import device
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.tools.diff import diff
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.run_job import run_job
+from tests.support.forked_programs import Program, trainer
+from tests.support.source_tree import SOURCE
+
+LIMIT_S = 240.0  # only for a program that hangs
+OPTIONS = (
+    *("--preset", "tiny", "--no-auto-bf16", "--num-layers", "1", "--hidden-size", "32", "--ffn-hidden-size", "64"),
+    *("--num-attention-heads", "2", "--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "6"),
+    *("--train-iters", "8", "--eval-iters", "1", "--eval-interval", "1000000", "--log-interval", "2"),
+    *("--device", "cpu", "--sample-tokens", "4", "--prompt", "a"),
+)
+"""A model so small that a step takes milliseconds, in float32."""
+_TORCHRUN = ("RANK", "WORLD", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "MEGATRON_FSDP_")
+
+
+def write_text(path: Path) -> Path:
+    """A text to train on."""
+    path.write_text("".join(f"line {i} of the text\n" for i in range(800)))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of this process, without what a launcher left, with the sources on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
+    return {**kept, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **more}
+
+
+def start(*options: str, env: Mapping[str, str] | None = None) -> Program:
+    """Start the program."""
+    return Program(trainer, [*OPTIONS, *options], env or environment())
+
+
+def run(*options: str, code: int = 0, **more: Any) -> tuple[str, str]:
+    """Run the program to its end; what it showed, and its errors."""
+    process = start(*options, **more)
+    shown, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, (process.returncode, shown, errors)
+    return shown, errors
+
+
+def this_rank() -> Rank:
+    """This process in the group that is there already, as by `run_ranks`."""
+    return Rank(dist.get_rank(), dist.get_world_size(), device("cpu"), os.getppid())
+
+
+def job_of(*options: str, ranks: int = 2, restarts: int = 0) -> Job:
+    """A run, resolved."""
+    return resolve(parse_options([*OPTIONS, *options]), World(ranks, "cpu", restarts=restarts))
+
+
+def train(*options: str, restarts: int = 0) -> None:
+    """A run in the process group that is there already."""
+    rank = this_rank()
+    run_job(job_of(*options, ranks=rank.count, restarts=restarts), rank)
+
+
+def refusal(*options: str, restarts: int = 0) -> str:
+    """What such a run ends with."""
+    try:
+        train(*options, restarts=restarts)
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "it went well"
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, whole ones only."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [found for line in lines if "loss" in (found := json.loads(line)) and "data_checksum" in found]
+
+
+def by_step(out: Path, *names: str) -> dict[int, tuple[Any, ...]]:
+    """Figures of every step; of a step that came again, the last."""
+    return {record["step"]: tuple(record[name] for name in names) for record in metrics(out)}
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Keys that differ between two checkpoints, but for the clock."""
+    report = diff(CheckpointFolder(first), CheckpointFolder(second))
+    assert report.compared > 20
+    return [found.key for found in report.differences if found.key != "trainer.elapsed_s"]
+
+
+def wait_for(is_so: Callable[[], bool], process: Program) -> None:
+    """Wait until something is so while a program runs."""
+    until = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def steps_done(out: Path) -> int:
+    """Lines of metrics so far."""
+    file = out / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0

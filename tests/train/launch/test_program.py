@@ -1,0 +1,120 @@
+"""The program as a person starts it: a launcher and its ranks, each a process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked_programs import Program, children_of
+from tests.support.train_program import (
+    LIMIT_S,
+    OPTIONS,
+    environment,
+    metrics,
+    run,
+    start,
+    steps_done,
+    wait_for,
+    write_text,
+)
+
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks and sockets")
+FOREVER = ("--train-iters", "1000000", "--exit-duration-in-mins", "60")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
+
+
+def test_run_ends_well_and_shows_everything(text: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_fsdp.train", *OPTIONS, "--data-path", text, "--out", str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    shown, errors = ended.stdout, ended.stderr
+    assert ended.returncode == 0, errors
+    for part in ("8/8", "held-out loss", "the model writes", "gathers per step"):
+        assert shown.count(part) >= 1, part
+    assert (errors, [record["step"] for record in metrics(tmp_path)]) == ("", list(range(1, 9)))
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, of the TCP sockets on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(descriptor.readlink()) if descriptor.is_symlink() else ""
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def started_forever(text: str, out: Path, *options: str) -> Program:
+    process = start("--data-path", text, "--out", str(out), *FOREVER, *options)
+    wait_for(lambda: steps_done(out) >= 2, process)
+    return process
+
+
+@only_linux
+def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_traceback(
+    text: str, tmp_path: Path
+) -> None:
+    process = started_forever(text, tmp_path)
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    assert listening([process.pid]) == set()
+    assert listening(ranks) <= {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1
+    assert listening(ranks)  # gloo's own: the test sees sockets at all
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (130, "stopped; what was written so far is kept\n")
+    assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
+    assert metrics(tmp_path)[0]["step"] == 1
+
+
+@only_linux
+def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
+    process = started_forever(text, tmp_path / "out", "--save", str(tmp_path / "saved"))
+    ranks = children_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)  # so that no step can end
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, "Traceback" in errors) == (130, False)
+    assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
+
+
+@only_linux
+def test_a_killed_rank_ends_the_run_with_its_own_code(text: str, tmp_path: Path) -> None:
+    process = started_forever(text, tmp_path)
+    ranks = children_of(process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 7
+    assert errors == "rank 1: it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out\n"
+    assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
+
+
+def test_wrong_data_is_said_once(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    shown, errors = run("--data-path", str(short), "--out", str(tmp_path / "out"), code=2)
+    assert errors.count("error: the ") == 1
+    assert "one sample needs 17" in errors
+    assert "Traceback" not in shown + errors
+
+
+def test_wrong_option_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    shown, errors = run("--micro-batch-size", "0", "--out", str(tmp_path / "out"), code=2)
+    assert (shown, errors) == ("", "error: --micro-batch-size 0 is not possible: give 1 or more\n")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,48 @@
+"""Ranks are killed at random moments, also while they save: nothing is lost, nothing comes twice, no weight differs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos import Chaos
+from tests.support.train_program import LIMIT_S, by_step, differences, run, start, write_text
+
+STEPS = 200
+NUMBERS = ("loss", "grad_norm", "learning_rate", "samples", "data_checksum")
+LAST = f"iter_{STEPS:07}"
+KILLS = 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    text = write_text(tmp_path_factory.mktemp("data") / "text.txt")
+    return "--data-path", str(text), "--train-iters", str(STEPS), "--save-interval", "10", "--keep-last", "3"
+
+
+@pytest.fixture(scope="module")
+def quiet(data: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbs."""
+    place = tmp_path_factory.mktemp("quiet")
+    run(*data, "--save", str(place / "saved"), "--out", str(place / "out"))
+    return place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
+@pytest.mark.parametrize(("seed", "background"), [(1, ()), (2, ("--async-save",))])
+def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
+    data: tuple[str, ...], quiet: Path, tmp_path: Path, seed: int, background: tuple[str, ...]
+) -> None:
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    options = (*data, *background, "--save", str(saved), "--out", str(out), "--max-restarts", str(KILLS))
+    program = start(*options)
+    chaos = Chaos(seed, kills=KILLS, during_saves=1)
+    chaos.torment(program, out, saved)
+    _, errors = program.communicate(timeout=LIMIT_S)
+    assert program.returncode == 0, errors
+    assert errors.count("starting all ranks again") == len(chaos.killed) == KILLS
+    assert any(chaos.killed)
+    assert by_step(out, *NUMBERS) == by_step(quiet / "out", *NUMBERS)
+    assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
+    assert differences(saved / LAST, quiet / "saved" / LAST) == []
+    assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in (quiet / "saved").iterdir())
