@@ -124,7 +124,7 @@ def run_job(job: Job, rank: Rank) -> None:
             return
         with console.status("measuring held-out loss and writing a sample ..."):
             results = conclude(run, outcome)
-    recorder.evaluations.append(Evaluation(outcome.progress.steps, results.held_out_loss))
+    recorder.conclude(Evaluation(outcome.progress.steps, results.held_out_loss))
     if rank.is_first:
         save(folder, job, recorder, outcome, results, console.print)
     show(console, folder, outcome, results)

@@ -35,6 +35,8 @@ def test_a_plain_line_has_every_figure() -> None:
         "step     3/300  loss 1.235  grad norm 1.50  64 tokens/s  1.25 TFLOP/s  MFU 40.0%  exposed 12.5%  skipped 2  "
         "peak 1.0 MiB  1:01:40 left"
     )
+    evaluated = Facts(record(3), Evaluation(2, 1.75), 0.125, 3700.0)
+    assert "  loss 1.667  held-out 1.750  grad norm 1.50  " in plain_line(evaluated, 300)
     unknown = Facts(record(3, tflops=math.nan, mfu=math.nan), None, math.nan, math.nan)
     assert "64 tokens/s  - TFLOP/s  MFU -  exposed -  skipped 0  peak 1.0 MiB  - left" in plain_line(unknown, 300)
 

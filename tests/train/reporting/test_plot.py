@@ -47,6 +47,11 @@ def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
     left, right = throughput[0].get_ylim()[1], throughput[1].get_ylim()[1]
     assert right / left == pytest.approx(1.25 / 64.0)
     assert memory[0].lines[0].get_xydata().tolist() == [[1.0, 1.0], [2.0, 3.0]]
+    assert memory[0].get_ylabel().endswith("(MiB)")
+    plot_run(tmp_path, [record(1), record(2, peak_bytes=3 * 2**30)], [], "title")
+    (memory,) = drawn["memory.png"].axes
+    assert memory.lines[0].get_xydata().tolist() == [[1.0, 2**-10], [2.0, 3.0]]
+    assert memory.get_ylabel().endswith("(GiB)")
 
 
 def test_missing_matplotlib_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -54,4 +54,4 @@ def test_files_of_a_restarted_run_are_those_of_a_run_in_one(run_ranks: RunRanks,
     assert re.findall(r"iteration +(\d+)(?:/| at)", log) == ["1", "2", "3", "4", "4", "5", "6", "7", "8"]
     assert log.count(" > going on after iteration 4 at ") == 1
     evaluations = json.loads((parts / "summary.json").read_text())["evaluations"]
-    assert [evaluation["step"] for evaluation in evaluations] == [4, 8, 8]  # those of the first part, too
+    assert [evaluation["step"] for evaluation in evaluations] == [4, 8]  # those of the first part, too

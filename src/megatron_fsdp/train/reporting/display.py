@@ -18,7 +18,7 @@ from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.facts import Facts, averaged, cells, duration, plain_line
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
-PLAIN_LINES = 20  # of steps, and as many of evaluations, where there is no terminal
+PLAIN_LINES = 20  # where there is no terminal
 PACE_STEPS = 50  # the time left is reckoned from so many steps
 _NAME_WIDTH, _VALUE_WIDTH = 14, 10  # three cells and the space between them fit into 80 columns
 
@@ -40,8 +40,7 @@ class ConsoleWatcher:
         self._facts: Facts | None = None
         self._steps = 0
         self._is_live = console.is_terminal and not console.is_dumb_terminal
-        self._step_gate = _Gate(total_steps)
-        self._evaluation_gate = _Gate(total_steps)
+        self._gate = _Gate(total_steps)
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self.picture)
 
     def __enter__(self) -> ConsoleWatcher:
@@ -71,15 +70,15 @@ class ConsoleWatcher:
             self._left_s(last),
         )
         self._steps = last.step
-        if not self._is_live and self._step_gate.opens(last.step):
+        if not self._is_live and self._gate.opens(last.step):
             self._console.print(plain_line(self._facts, self._total_steps), soft_wrap=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Show a held-out loss."""
+        """Show a held-out loss; without a terminal, in the next line, and the last one by itself."""
         if self._facts is not None:
             facts = self._facts
             self._facts = Facts(facts.record, evaluation, facts.exposed_share, facts.left_s)
-        if not self._is_live and self._evaluation_gate.opens(evaluation.step):
+        if not self._is_live and evaluation.step == self._total_steps:
             self._console.print(f"step {evaluation.step:>5}/{self._total_steps}  held-out loss {evaluation.loss:.3f}")
 
     def say(self, text: str) -> None:

@@ -65,9 +65,10 @@ def cells(facts: Facts) -> list[tuple[str, str]]:
 
 def plain_line(facts: Facts, total_steps: int) -> str:
     """Return one line of all figures."""
-    record = facts.record
+    record, evaluation = facts.record, facts.evaluation
+    held_out = "" if evaluation is None else f"held-out {evaluation.loss:.3f}  "
     return (
-        f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  "
+        f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  {held_out}grad norm {record.grad_norm:.2f}  "
         f"{record.tokens_per_s:,.0f} tokens/s  {short_number(record.tflops)} TFLOP/s  MFU {percent(record.mfu)}  "
         f"exposed {percent(facts.exposed_share)}  skipped {record.skipped}  peak {format_bytes(record.peak_bytes)}  "
         f"{duration(facts.left_s)} left"

@@ -94,13 +94,10 @@ def plot_throughput(path: Path, records: Sequence[StepRecord], title: str) -> No
 
 def plot_memory(path: Path, records: Sequence[StepRecord], title: str) -> None:
     """Write a PNG with the peak of memory up to every step; see `plot_run`."""
-    figure, axes = _new(title, "peak of memory so far, largest rank (MiB)")
-    axes.step(
-        [record.step for record in records],
-        [record.peak_bytes / 2**20 for record in records],
-        color=_FIRST,
-        linewidth=2,
-    )
+    unit, name = (2**30, "GiB") if records[-1].peak_bytes >= 2**30 else (2**20, "MiB")
+    figure, axes = _new(title, f"peak of memory so far, largest rank ({name})")
+    peaks = [record.peak_bytes / unit for record in records]
+    axes.step([record.step for record in records], peaks, color=_FIRST, linewidth=2)
     axes.set_ylim(bottom=0.0)
     figure.savefig(path)
 

@@ -53,6 +53,10 @@ class Recorder:
             writer.on_evaluation(evaluation)
         self._display.on_evaluation(evaluation)
 
+    def conclude(self, evaluation: Evaluation) -> None:
+        """Keep the last held-out loss, of more samples than those on the way, in place of one after the same step."""
+        self.evaluations = [*(e for e in self.evaluations if e.step != evaluation.step), evaluation]
+
     def say(self, text: str) -> None:
         """Show a line or several."""
         self._display.say(text)
