@@ -43,7 +43,8 @@ class NanGuard:
             self._in_a_row = 0
             return
         if trained.scale is not None and trained.scale.has_overflowed(loss, grad_norm):
-            self._say(f"step {step}: gradients overflow float16 at loss scale {trained.scale.value:,.0f}: skipped, halved")
+            scale = f"{trained.scale.value:,.0f}"
+            self._say(f"step {step}: gradients overflow float16 at loss scale {scale}: skipped, halved")
             return
         self._in_a_row += 1
         names = list(names_of_bad_gradients(trained.model))
