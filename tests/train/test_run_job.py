@@ -107,6 +107,13 @@ def test_time_limit_ends_training_after_one_step(run_ranks: RunRanks, text_file:
     assert len(losses(tmp_path)) == summary(tmp_path)["progress"]["steps"] == 1
 
 
+def test_pieces_of_words_can_be_the_tokens(run_ranks: RunRanks, text_file: Path, tmp_path: Path) -> None:
+    run_ranks(2, train, {**OPTIONS, "tokenizer_type": "bpe", "data_path": str(text_file), "out": str(tmp_path)})
+    told = summary(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert told["bits_per_byte"] < 0.8 * told["held_out_loss"] / math.log(2)  # a token is more than a byte
+
+
 def test_what_the_first_rank_refuses_every_rank_refuses(run_ranks: RunRanks) -> None:
     assert run_ranks(2, refuse_on_first_rank) == ["no text", "no text"]
 

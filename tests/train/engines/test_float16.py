@@ -54,7 +54,7 @@ def test_overflow_halves_the_scale_and_is_no_failure(run_ranks: RunRanks) -> Non
     for start, (losses, scale, said, skipped, weights) in zip(before, run_ranks(2, train_in_half, values), strict=True):
         assert scale == 2.0**57
         assert skipped == 3
-        assert said[0] == f"step 1: gradients overflow float16 at loss scale {2.0**60:g}: skipped, halved"
+        assert said[0] == f"step 1: gradients overflow float16 at loss scale {2**60:,}: skipped, halved"
         assert len(losses) == len(said) == 3
         assert all(torch.equal(start[name], value) for name, value in weights.items())
 

@@ -21,7 +21,7 @@ def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def refusal(values: dict[str, Any]) -> str:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the text is what is looked at
+    with pytest.raises(Exception) as caught:
         prepare(values)
     return str(caught.value)
 

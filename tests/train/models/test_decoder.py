@@ -211,7 +211,8 @@ def test_initial_weights_have_the_deviation_that_was_asked_for() -> None:
         assert matrix.std().item() == pytest.approx(0.5, rel=0.05)
     for matrix in (block.attention.output.weight, block.feed_forward.output.weight):
         assert matrix.std().item() == pytest.approx(0.5 / 4, rel=0.05)  # the root of 2 * 8 layers
-    assert not block.attention.query_key_value.bias.any() and not block.feed_forward.output.bias.any()
+    assert not block.attention.query_key_value.bias.any()
+    assert not block.feed_forward.output.bias.any()
 
 
 def test_tied_output_is_the_embedding() -> None:

@@ -1,4 +1,4 @@
-"""A model of transformers in stages over pipeline ranks; all microbatches of a step pass through in one call."""
+"""A model of transformers in stages over pipeline-parallel ranks; all microbatches of a step pass in one call."""
 
 from __future__ import annotations
 

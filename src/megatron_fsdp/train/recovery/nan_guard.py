@@ -40,7 +40,8 @@ class NanGuard:
             self._in_a_row = 0
             return
         if trained.scale is not None and trained.scale.has_overflowed(loss, grad_norm):
-            self._say(f"step {step}: gradients overflow float16 at loss scale {trained.scale.value:g}: skipped, halved")
+            scale = f"{trained.scale.value:,.0f}"
+            self._say(f"step {step}: gradients overflow float16 at loss scale {scale}: skipped, halved")
             return
         self._in_a_row += 1
         what = f"step {step} has loss {loss} and gradient norm {grad_norm}{where_told(trained.model)}"
