@@ -69,7 +69,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
     if path is not None:
-        values = dict(read_config_file(path))
+        out = given.get("out")
+        values = dict(read_config_file(path, None if out is None else Path(out)))
         preset = values.pop("preset", None) if preset is None else (values.pop("preset", None), preset)[1]
         layers.insert(0, Layer(f"config {path}", values))
     if preset is not None:
