@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -79,6 +82,7 @@ def run_job(job: Job, rank: Rank) -> None:
         OutOfMemoryError: On the rank that had no memory left.
     """
     console = make_console(is_first=rank.is_first)
+    seed_generators(job.options.training.seed)
     with console.status("reading text ..."):
         folder = results_folder(job, rank)
         data = prepare_data(job, folder, rank)
@@ -110,6 +114,13 @@ def run_job(job: Job, rank: Rank) -> None:
     if rank.is_first:
         save(folder, job, recorder, outcome, results)
     show(console, folder, outcome, results)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed every generator whose state a checkpoint holds, so that equal runs leave equal checkpoints."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def conclude(run: Run, outcome: Outcome) -> Results:
