@@ -25,10 +25,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test fuzz lint fmt bench bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test fuzz soak lint fmt bench bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test fuzz lint fmt bench bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test fuzz soak lint fmt bench bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -60,6 +60,10 @@ test: $(READY)
 # Random models, meshes, strategies and options against one process; ARGS="--cases 1000 --first-seed 0".
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/src $(PY) -W ignore tools/fuzz.py $(ARGS)
+
+# Short runs of the trainer with kills and restarts, for an hour; ARGS="--minutes 5".
+soak: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/src $(PY) tools/soak.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

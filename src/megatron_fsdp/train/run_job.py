@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -92,6 +95,7 @@ def run_job(job: Job, rank: Rank) -> None:
     """
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
+    seed_generators(job.options.training.seed)
     with console.status("reading text ..."):
         folder = results_folder(job, rank)
         data = prepare_data(job, folder, rank)
@@ -149,6 +153,13 @@ def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
     found = applied(run.job)
     attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
     return Recorder(display, folder, build_writers(run.job, folder, tracker_config(found), display.say))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed every generator whose state a checkpoint holds, so that equal runs leave equal checkpoints."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def conclude(run: Run, outcome: Outcome) -> Results:

@@ -1,7 +1,5 @@
 import torch
 from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
-from megatron_fsdp.train.console import describe_step, format_bytes
-from megatron_fsdp.train.metrics import StepRecord
 from megatron_fsdp.train.readings import optimizer_bytes
 
 from megatron_fsdp.accounting import GroupFootprint

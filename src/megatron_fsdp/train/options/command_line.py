@@ -97,7 +97,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
     if path is not None:
-        values = dict(read_config_file(path))
+        out = given.get("out")
+        values = dict(read_config_file(path, None if out is None else Path(out)))
         of_file = values.pop("preset", None)
         preset = of_file if preset is None else preset
         layers.insert(0, Layer(f"config {path}", values))

@@ -17,12 +17,17 @@ WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_p
 _OPEN = {"ddp", *SECTIONS}
 
 
-def read_config_file(path: Path) -> Mapping[str, Any]:
+def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
     """Read options by name; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
+
+    Args:
+        path: The file.
+        out: The folder for results, where the command line names one: places to write to that the file names lie below
+            it, and are relative to it. Else the same holds of the current folder.
 
     Raises:
         ConfigurationError: The file cannot be read, is no mapping, names an option twice, or names a place to write to
-            that is not below the current folder.
+            that lies elsewhere.
     """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -40,23 +45,45 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         values[name] = value
     for name in WRITTEN:
         if values.get(name) is not None:
-            require_inside(name, str(values[name]), path)
+            root = Path.cwd() if out is None or name == "out" else out
+            values[name] = str(require_inside(name, str(values[name]), root, path))
+    require_no_file_uri(values.get("mlflow_tracking_uri"), path)
     return {name: value for name, value in values.items() if value is not None}
 
 
-def require_inside(name: str, place: str, path: Path) -> None:
-    """Refuse a place outside of the current folder.
+def require_inside(name: str, place: str, root: Path, path: Path) -> Path:
+    """The place below a folder that a file names.
 
     Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine.
 
+    Args:
+        name: Of the option.
+        place: What the file says; relative to the folder.
+        root: The folder.
+        path: The file.
+
     Raises:
-        ConfigurationError: It is outside.
+        ConfigurationError: It is outside, symbolic links and `..` followed.
     """
-    here = Path.cwd().resolve()
-    if not (here / Path(place).expanduser()).resolve().is_relative_to(here):
+    found = root / Path(place).expanduser()
+    if not found.resolve().is_relative_to(root.resolve()):
         raise ConfigurationError(
-            f"{name}: {place} in --config {path} lies outside of the current folder {here}: a file may only name "
-            f"places below it; give --{name.replace('_', '-')} on the command line"
+            f"{name}: {place} in --config {path} lies outside of {root.resolve()}: a file may only name places below "
+            f"--out, or without it below the current folder; give --{name.replace('_', '-')} on the command line"
+        )
+    return found
+
+
+def require_no_file_uri(uri: object, path: Path) -> None:
+    """Refuse a place for MLflow that is a folder or a file of this machine.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    if uri is not None and not str(uri).startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"mlflow_tracking_uri: {uri} in --config {path} is no server: a file may only name http:// and https:// "
+            "ones; give --mlflow-tracking-uri on the command line"
         )
 
 

@@ -152,8 +152,8 @@ def silent_told(logs: Logs) -> list[str]:
     beats_ns = {log.writer.rank: log.beat.time_ns for log in logs.ranks if log.beat is not None}
     newest_ns = max(beats_ns.values(), default=0)
     return [
-        f"rank {rank} has given no sign of life for {(newest_ns - beat_ns) / 1e9:.1f} s: its process was stopped, or is "
-        "stuck in code that does not let other threads run"
+        f"rank {rank} has given no sign of life for {(newest_ns - beat_ns) / 1e9:.1f} s: its process was stopped, or "
+        "is stuck in code that does not let other threads run"
         for rank, beat_ns in beats_ns.items()
         if (newest_ns - beat_ns) / 1e9 >= _SILENT_S
     ]
