@@ -123,7 +123,12 @@ def _of_transformers(job: Job, setup: Setup, model: Path) -> Workload:
     from megatron_fsdp.plan.front import make_workload
 
     return make_workload(
-        model, setup.ranks, sequence_length=job.seq_length, micro_batch=job.batch.micro, dtype=job.dtype, name=str(model)
+        model,
+        setup.ranks,
+        sequence_length=job.seq_length,
+        micro_batch=job.batch.micro,
+        dtype=job.dtype,
+        name=str(model),
     )
 
 

@@ -70,9 +70,7 @@ def trainer_workload(
     return decoder_workload(lambda: build_trainer_model(name, dtype), ranks, shape, name)
 
 
-def decoder_workload(
-    build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str
-) -> Workload:
+def decoder_workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
     """What one rank computes with the trainer's own decoder.
 
     Args:
