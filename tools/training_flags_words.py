@@ -27,8 +27,8 @@ things, and where something was adjusted, a notice stands in the header.
 ## A file
 
 YAML with everything that flags can say, by name, with dashes or underscores; sections (`model:`, `training:`,
-`ddp:`, ...) are for people. Fields of the engine have the name of their flag or of `DistributedDataParallelConfig`. Switches are
-true or false; `no-...` and Megatron-LM's other spellings work too.
+`ddp:`, ...) are for people. Fields of the engine have the name of their flag or of
+`DistributedDataParallelConfig`. Switches are true or false; `no-...` and Megatron-LM's other spellings work too.
 
     preset: tiny
     training: {global-batch-size: 32, bf16: true}
