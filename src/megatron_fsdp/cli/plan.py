@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 _AUTO = "auto"
 _FOLLOW = "auto"
 _MOST_RANKS = 10**7
+_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "check", "run", "parser")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,6 +41,13 @@ def add_parser(subparsers: Any) -> None:
         "or package.module:function",
         nargs="?",
     )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="plan what `mfsdp train --config FILE` would run, in place of MODEL; beside it only --ranks, --machine, "
+        "--machine-set and the flags of output are possible",
+    )
     parser.add_argument("--list", action="store_true", help="list presets of models and machines")
     _add_ranks(parser)
     _add_batch(parser)
@@ -48,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
     out.add_argument("--picture", metavar="FILE", type=Path, help="draw memory over the step (.png, .svg, .pdf)")
     out.add_argument("--units", action="store_true", help="list units with their parameters and padding")
     out.add_argument("--check", action="store_true", help="check the plan by a simulated run of the real engine")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -118,38 +127,54 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: Something is not known or cannot be.
     """
-    from megatron_fsdp.plan.front import find_optimizer
+    if args.list:
+        return _list()
+    if args.picture is not None and not args.picture.parent.is_dir():
+        raise ConfigurationError(f"--picture {args.picture}: there is no folder {args.picture.parent}; make it first")
+    if args.config is not None:
+        return _run_config(args)
+    if args.model is None:
+        raise ConfigurationError(
+            "no model was given; name a preset (--list), a config or package.module:function, or give --config"
+        )
+    return _run_model(args)
+
+
+def _run_config(args: argparse.Namespace) -> int:
+    """Plan a run of the trainer."""
+    from megatron_fsdp.cli.plan_config import planned_run
+    from megatron_fsdp.plan.machine import find_machine
+    from megatron_fsdp.plan.planning import plan_workload
+
+    for name, default in vars(args.parser.parse_args([])).items():
+        if name not in _BESIDE_CONFIG and getattr(args, name) != default:
+            given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
+    if not 1 <= args.ranks <= _MOST_RANKS:
+        raise ConfigurationError(f"--ranks {args.ranks} cannot be; give 1 to {_MOST_RANKS:,}")
+    run = planned_run(args.config, args.ranks)
+    plan = plan_workload(run.workload, run.setup, find_machine(args.machine).but(_figures(args.machine_set)))
+    _show(args, plan, None)
+    if not args.json:
+        for notice in run.notices:
+            write_line(f"the trainer tells: {notice}")
+    agrees = not args.check or _agrees(args, plan, run.build)
+    return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+
+
+def _run_model(args: argparse.Namespace) -> int:
+    """Plan a model with what the command line says."""
     from megatron_fsdp.plan.machine import find_machine
     from megatron_fsdp.plan.planning import plan_workload
     from megatron_fsdp.plan.recommend import recommend
-    from megatron_fsdp.plan.setup import Accumulation, Backend, Setup
 
-    if args.list:
-        return _list()
-    if args.model is None:
-        raise ConfigurationError("no model was given; name a preset (--list), a config or package.module:function")
-    policy = MixedPrecisionPolicy(
-        _dtype(args.main_params_dtype), _dtype(args.main_grads_dtype), _dtype(args.grad_comm_dtype)
-    )
     is_auto = args.strategy == _AUTO
     if is_auto and (args.outer is not None or args.outer_strategy is not None):
         raise ConfigurationError(
             "--outer and --outer-strategy are tried by themselves with --strategy auto; name a strategy, or leave them "
             "out"
         )
-    if args.picture is not None and not args.picture.parent.is_dir():
-        raise ConfigurationError(f"--picture {args.picture}: there is no folder {args.picture.parent}; make it first")
-    setup = Setup(
-        _ranks(args),
-        ShardingStrategy.optim_grads_params if is_auto else resolve_strategy(_number(args.strategy), "--strategy"),
-        resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        policy,
-        microbatches=args.microbatches,
-        accumulation=Accumulation[args.accumulation.upper()],
-        optimizer=find_optimizer(args.optimizer),
-        recompute=args.recompute or "none",
-        backend=Backend(args.backend),
-    )
+    setup = _setup(args)
     machine = find_machine(args.machine).but(_figures(args.machine_set))
     workload = _workload(args, setup.ranks)
     tried = None
@@ -161,6 +186,27 @@ def run(args: argparse.Namespace) -> int:
     _show(args, plan, tried)
     agrees = not args.check or _check(args, plan)
     return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+
+
+def _setup(args: argparse.Namespace) -> Any:
+    from megatron_fsdp.plan.front import find_optimizer
+    from megatron_fsdp.plan.setup import Accumulation, Backend, Setup
+
+    is_auto = args.strategy == _AUTO
+    policy = MixedPrecisionPolicy(
+        _dtype(args.main_params_dtype), _dtype(args.main_grads_dtype), _dtype(args.grad_comm_dtype)
+    )
+    return Setup(
+        _ranks(args),
+        ShardingStrategy.optim_grads_params if is_auto else resolve_strategy(_number(args.strategy), "--strategy"),
+        resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
+        policy,
+        microbatches=args.microbatches,
+        accumulation=Accumulation[args.accumulation.upper()],
+        optimizer=find_optimizer(args.optimizer),
+        recompute=args.recompute or "none",
+        backend=Backend(args.backend),
+    )
 
 
 def _workload(args: argparse.Namespace, ranks: Any) -> Any:
@@ -316,16 +362,20 @@ def _show_plan(plan: Any, *, with_units: bool) -> None:
 
 
 def _check(args: argparse.Namespace, plan: Any) -> bool:
-    from megatron_fsdp.plan.checking import check_by_simulation
     from megatron_fsdp.plan.models import build_meta_model, comes_from_config
 
     dtype = _compute_dtype(args)
     if is_trainer_preset(args.model):
-        found = check_by_simulation(plan, lambda: build_trainer_model(args.model, dtype))
-    else:
-        found = check_by_simulation(
-            plan, lambda: build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
-        )
+        return _agrees(args, plan, lambda: build_trainer_model(args.model, dtype))
+    chosen = dtype if comes_from_config(args.model) else None
+    return _agrees(args, plan, lambda: build_meta_model(args.model, chosen))
+
+
+def _agrees(args: argparse.Namespace, plan: Any, build: Callable[[], Any]) -> bool:
+    """Whether a simulated run of the engine agrees with a plan; shows both."""
+    from megatron_fsdp.plan.checking import check_by_simulation
+
+    found = check_by_simulation(plan, build)
     if not args.json:
         write_line()
         rows = [

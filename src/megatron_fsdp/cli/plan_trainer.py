@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_fsdp.train.options.model import ModelOptions
@@ -31,16 +32,25 @@ def is_trainer_preset(name: str) -> bool:
 
 def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
     """The model of a preset with a vocabulary of bytes, on the default device."""
+    return build_decoder_model(_options(name)[0], BYTES, dtype)
+
+
+def build_decoder_model(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decoder:
+    """The trainer's own decoder for these options, on the default device.
+
+    Raises:
+        ConfigurationError: A size is missing or cannot be.
+    """
     from megatron_fsdp.train.models.build import model_shape
     from megatron_fsdp.train.models.decoder import Decoder
 
-    return Decoder(model_shape(_options(name)[0], BYTES)).to(dtype)
+    return Decoder(model_shape(options, vocab_size)).to(dtype)
 
 
 def trainer_workload(
     name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
 ) -> Workload:
-    """What one rank of the trainer computes.
+    """What one rank of the trainer computes with a preset.
 
     Args:
         name: Of the preset.
@@ -52,18 +62,33 @@ def trainer_workload(
     Raises:
         ConfigurationError: The ranks are those of another parallelism.
     """
-    import torch
-
-    from megatron_fsdp.plan.front import make_workload
-    from megatron_fsdp.train.models.decoder import Block, next_token_loss
-
     options, own_micro_batch = _options(name)
     shape = (
         own_micro_batch if micro_batch is None else micro_batch,
         (options.seq_length or 1) if sequence_length is None else sequence_length,
     )
+    return decoder_workload(lambda: build_trainer_model(name, dtype), ranks, shape, name)
+
+
+def decoder_workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
+    """What one rank computes with the trainer's own decoder.
+
+    Args:
+        build: Makes the model on the default device.
+        ranks: Data-parallel ones only.
+        shape: Sequences of a microbatch, and tokens of each.
+        name: What to call it.
+
+    Raises:
+        ConfigurationError: The ranks are those of another parallelism.
+    """
+    import torch
+
+    from megatron_fsdp.plan.front import make_workload
+    from megatron_fsdp.train.models.decoder import Block, next_token_loss
+
     with torch.device("meta"):
-        model = build_trainer_model(name, dtype)
+        model = build()
     tokens = torch.empty(shape, dtype=torch.long, device="meta")
 
     def loss(logits: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class TrainParser(Parser):
         flags = list(dict.fromkeys(word.partition("=")[0] for word in words))
         wrong = [f"{flag} is not possible here: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
         found, left = argparse.ArgumentParser.parse_known_args(self, args, namespace)
-        wrong += vars(found).pop(_WRONG, ())
+        wrong += getattr(found, _WRONG, ())
         unknown = [word for word in left if word.startswith("-") and word.partition("=")[0] not in REFUSED]
         wrong += [f"there is no flag {word}{self._suggestion(f'unrecognized arguments: {word}')}" for word in unknown]
         if left and not wrong:

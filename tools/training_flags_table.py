@@ -1,0 +1,109 @@
+"""Write docs/training_flags.md: every flag of `mfsdp train`, its default, meaning and effect; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_fsdp.ddp_config_flags import field_meanings, flag_of
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.train.options.fields import Option, options_of
+from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.options import SECTIONS, flag_for
+from megatron_fsdp.train.options.presets import PRESETS
+from megatron_fsdp.train.options.refused_flags import REFUSED
+from megatron_fsdp.train.options.spellings import ALIASES
+from tools.training_flags_words import DIFFERENT_DEFAULTS, INTRODUCTION, RULES, SECTION_WORDS
+
+
+def render() -> str:
+    """The whole document."""
+    parts = [INTRODUCTION.rstrip()]
+    for attribute, cls in SECTIONS.items():
+        summary = (cls.__doc__ or "").partition("\n")[0]
+        parts += [f"## {attribute}", f"{summary} {SECTION_WORDS.get(attribute, '')}".rstrip(), option_table(cls)]
+    parts += ["## ddp", SECTION_WORDS["ddp"], field_table()]
+    parts += ["## Other spellings", table(("flag", "same as"), alias_rows())]
+    parts += ["## Flags of Megatron-LM with one possible value", table(("flag", "value", "what happens"), fixed_rows())]
+    explained = [(f"`{flag}`", known.reason) for flag, known in EXPLAINED.items()]
+    parts += ["## Flags of Megatron-LM without an effect", _TAKEN, table(("flag", "why"), explained)]
+    refused = [(f"`{flag}`", reason) for flag, reason in REFUSED.items()]
+    parts += ["## Flags of Megatron-LM that are refused", table(("flag", "why, and what to do"), refused)]
+    parts += ["## Defaults that differ from Megatron-LM's", table(("flag", "there", "here", "why"), DIFFERENT_DEFAULTS)]
+    parts += ["## Rules", RULES_WORDS, table(("#", "when", "Megatron-LM", "here"), rule_rows())]
+    return "\n\n".join(parts) + "\n"
+
+
+_TAKEN = "They are taken, and a notice in the header of the run says why they change nothing."
+
+RULES_WORDS = (
+    "The cross-checks of Megatron-LM, and what this trainer does in the same case. Nothing is adjusted in silence: "
+    "what is changed or has no effect is a notice."
+)
+
+
+def option_table(cls: type) -> str:
+    """The options of a section."""
+    return table(("flag", "default", "meaning"), (option_row(option) for option in options_of(cls)))
+
+
+def option_row(option: Option) -> tuple[str, str, str]:
+    """Flag, default and meaning of an option."""
+    flag = f"`{option.flag}`"
+    if option.is_switch and option.off_flags:
+        flag = f"`--[no-]{option.flag.removeprefix('--')}`"
+    elif option.choices:
+        flag += " " + ", ".join(f"`{choice}`" for choice in option.choices)
+    return flag, shown(option.default), option.meaning
+
+
+def field_table() -> str:
+    """The fields of the engine's configuration, by their flags."""
+    meanings, defaults = field_meanings(), vars(DistributedDataParallelConfig())
+    rows = []
+    for name, field in DistributedDataParallelConfig.__dataclass_fields__.items():
+        flag = flag_of(name)
+        written = f"`--[no-]{flag.removeprefix('--')}`" if field.type is bool else f"`{flag}`"
+        rows.append((written, f"`{name}`", shown(defaults[name]), meanings[name].replace("``", "`")))
+    return table(("flag", "field", "default", "meaning"), rows)
+
+
+def alias_rows() -> list[tuple[str, str]]:
+    """Flags that are not named like their option."""
+    return [
+        (f"`{flag}`", f"`{flag_for(alias.name)}`" + ("" if alias.value is None else f" {shown(alias.value)}"))
+        for flag, alias in ALIASES.items()
+    ]
+
+
+def fixed_rows() -> list[tuple[str, str, str]]:
+    """Flags that may only ask for what happens anyway."""
+    return [(f"`{flag}`", ", ".join(f"`{v}`" for v in fixed.values), fixed.reason) for flag, fixed in FIXED.items()]
+
+
+def rule_rows() -> list[tuple[str, str, str, str]]:
+    """The rules with their numbers."""
+    return [(str(number), *row) for number, row in enumerate(RULES, start=1)]
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def shown(value: object) -> str:
+    """A default in words."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None or value in ((), ""):
+        return "none"
+    return f"`{str(value).removeprefix('torch.')}`"
+
+
+def preset_names() -> str:
+    """The presets, as code."""
+    return ", ".join(f"`{name}`" for name in PRESETS)
+
+
+if __name__ == "__main__":
+    print(render(), end="")
