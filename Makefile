@@ -52,7 +52,7 @@ run: $(READY)
 	$(PY) -m megatron_fsdp.train --preset cpu-small $(ARGS)
 
 # More than 8 processes, each with its own ranks, would only wait for the longest file.
-SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist loadfile
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist loadfile
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo $(SIDE_BY_SIDE)) $(ARGS)

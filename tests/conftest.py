@@ -6,13 +6,14 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from typing import Any, Protocol
 
 import hypothesis
 import pytest
 import torch
 
-from tests.support.worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool, preloaded_modules
 
 
 class RunRanks(Protocol):
@@ -72,6 +73,11 @@ def pytest_configure() -> None:
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """Say what the server of the forks imports, before any test starts it: it is one for all that fork from it."""
+    get_context("forkserver").set_forkserver_preload(preloaded_modules())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import RunRanks
-from tests.support.worker_pool import WorkerError, WorkerPool
+from tests.support.worker_pool import WorkerError, WorkerPool, preloaded_modules
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,10 @@ def _make_groups(count: int) -> None:
         dist.new_group([0])
 
 
+def _imported() -> list[str]:
+    return [name for name in ("torch._dynamo", "megatron_fsdp", "pytest") if name in sys.modules]
+
+
 def _world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
@@ -192,6 +196,17 @@ def test_workers_are_replaced_when_too_many_process_groups_live(pool: WorkerPool
     before = pool.run(_worker_pid)
     pool.run(_make_groups, 60)
     assert set(pool.run(_worker_pid)).isdisjoint(before)
+
+
+def test_workers_begin_with_what_all_need_imported(pool: WorkerPool) -> None:
+    assert pool.run(_imported) == [["torch._dynamo", "megatron_fsdp", "pytest"]] * 2
+
+
+def test_libraries_that_some_tests_use_are_preloaded_once_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    assert "peft" not in preloaded_modules()
+    monkeypatch.setitem(sys.modules, "peft", sys)
+    assert "peft" in preloaded_modules()
 
 
 def test_function_that_cannot_be_pickled_is_refused_before_any_rank_runs(pool: WorkerPool) -> None:
