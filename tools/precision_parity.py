@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from megatron_fsdp.train.data.corpus import find_source, load_corpus
+from megatron_fsdp.train.nan_guard import NanGuard
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.mixed_precision import resolve_precision
-from megatron_fsdp.train.data.corpus import find_source, load_corpus
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.samples import SimpleFeed
 from megatron_fsdp.train.data.vocabulary import ByteVocabulary
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train_step
-from megatron_fsdp.train.nan_guard import NanGuard
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset

@@ -1,6 +1,4 @@
 import torch
-from megatron_fsdp.train.comparison import Measurement, Plan, Row, compare
-from megatron_fsdp.train.readings import optimizer_bytes
 
 from megatron_fsdp.accounting import GroupFootprint
 from megatron_fsdp.buffer.collectives import Traffic
