@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -100,16 +101,17 @@ def _rank(namespace: str, *options: str) -> None:
     from megatron_fsdp.train import run_job
     from megatron_fsdp.train.program import run_rank
 
-    build = run_job.build
+    watched: Any = run_job
+    build = watched.build
 
     def noting(*args: object) -> object:
-        trained = build(*args)  # type: ignore[arg-type]
-        mesh = next(trained.model.parameters()).device_mesh.mesh.tolist()  # type: ignore[union-attr]
+        trained = build(*args)
+        mesh = next(trained.model.parameters()).device_mesh.mesh.tolist()
         out = Path(options[options.index("--out") + 1])
         (out / f"mesh{os.environ['RANK']}.txt").write_text(f"{namespace} {mesh}")
         return trained
 
-    run_job.build = noting  # type: ignore[assignment]
+    watched.build = noting
     code = run_rank(options)
     if code:
         sys.exit(code)

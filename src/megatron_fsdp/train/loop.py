@@ -257,6 +257,7 @@ def records_of(run: Run, pace: _Pace, exposed_share: float = math.nan) -> list[S
                 tokens_per_s=speed.tokens_per_s(step_s),
                 step_s=step_s,
                 peak_bytes=int(peak.item()),
+                loss_scale=1.0 if run.trained.scale is None else run.trained.scale.value,
                 elapsed_s=now.elapsed_s,
                 tflops=speed.tflops(step_s),
                 mfu=speed.mfu(step_s),

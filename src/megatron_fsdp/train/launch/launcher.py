@@ -134,9 +134,9 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
             if cause is None:
                 return EXIT_DONE
             if restart == max_restarts or not cause.is_worth_repeating:
-                break
+                return _report(cause)
             _say(f"{_told(cause)}\nstarting all ranks again, {restart + 1} of at most {max_restarts} times")
-        return _report(cause)
+    raise AssertionError("the last start returns")
 
 
 def _watch(crew: Crew, asked: Asked) -> Failure | None:

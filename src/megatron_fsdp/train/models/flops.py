@@ -54,11 +54,12 @@ def model_flops(job: Job, vocab_size: int) -> float:
     if not uses_transformers(job.options.model):
         with torch.device("meta"):
             return float(sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     config = transformers_config(job.options.model, vocab_size)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)  # what grouped products take on meta
+        model = auto.from_config(config).to(torch.bfloat16)  # what grouped products take on meta
     try:
         with balanced_experts(model):
             return float(sample_flops(model, job.seq_length))

@@ -98,7 +98,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     layers = [Layer(COMMAND_LINE, given)]
     if path is not None:
         out = given.get("out")
-        values = dict(read_config_file(path, None if out is None else Path(out)))
+        values: dict[str, Any] = {**read_config_file(path, None if out is None else Path(out))}
         of_file = values.pop("preset", None)
         preset = of_file if preset is None else preset
         layers.insert(0, Layer(f"config {path}", values))
