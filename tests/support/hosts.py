@@ -68,7 +68,8 @@ def _call(*command: str) -> bool:
 def start_agent(host: Host, store: Host, nodes: str, restarts: int, *options: str) -> Program:
     """Start torchrun's agent, with two ranks of the trainer, on a host; ranks meet at the address of another."""
     described = (host.name, host.address, store.address, nodes, str(restarts))
-    env = environment(GLOO_SOCKET_IFNAME=host.interface)
+    # Without it an agent that comes back waits for an address that the agent which stayed has told only once.
+    env = environment(GLOO_SOCKET_IFNAME=host.interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     return Program(_agent, [*described, *OPTIONS, *options], env)
 
 
@@ -101,17 +102,17 @@ def _rank(namespace: str, *options: str) -> None:
     from megatron_fsdp.train import run_job
     from megatron_fsdp.train.program import run_rank
 
-    watched: Any = run_job
-    build = watched.build
+    module: Any = run_job
+    build = module.build
 
-    def noting(*args: object) -> object:
+    def noting(*args: Any) -> Any:
         trained = build(*args)
         mesh = next(trained.model.parameters()).device_mesh.mesh.tolist()
         out = Path(options[options.index("--out") + 1])
         (out / f"mesh{os.environ['RANK']}.txt").write_text(f"{namespace} {mesh}")
         return trained
 
-    watched.build = noting
+    module.build = noting
     code = run_rank(options)
     if code:
         sys.exit(code)

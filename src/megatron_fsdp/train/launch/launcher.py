@@ -123,7 +123,8 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     command = (sys.executable, "-m", MODULE, *argv)
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") or datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     with tempfile.TemporaryDirectory(prefix="mfsdp-run-") as folder, _asking() as asked:
-        for restart in range(max_restarts + 1):
+        restart = 0
+        while True:
             crew = Crew(Start(command, ranks, run_id, restart, max_restarts, Path(folder)), environment)
             try:
                 cause = _watch(crew, asked)
@@ -135,8 +136,8 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
                 return EXIT_DONE
             if restart == max_restarts or not cause.is_worth_repeating:
                 return _report(cause)
-            _say(f"{_told(cause)}\nstarting all ranks again, {restart + 1} of at most {max_restarts} times")
-    raise AssertionError("the last start returns")
+            restart += 1
+            _say(f"{_told(cause)}\nstarting all ranks again, {restart} of at most {max_restarts} times")
 
 
 def _watch(crew: Crew, asked: Asked) -> Failure | None:
