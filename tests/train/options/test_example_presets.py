@@ -66,7 +66,7 @@ def test_the_published_plan_is_that_of_the_preset_and_fits(name: str) -> None:
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     machine = MACHINES.get(name, "h100")
     command = f"mfsdp plan --config examples/presets/{name}.yaml --ranks {PRESETS[name]} --machine {machine}"
-    shown = page.partition(command)[2].partition("```")[0]
+    shown = page.partition(f"    {command}\n")[2].partition("```text")[2].partition("```")[0]
     assert "It fits" in shown
     usable = find_machine(machine).usable_bytes / 2**30
     assert f"usable{usable:,.2f}GiB" in shown.replace(" ", "")
