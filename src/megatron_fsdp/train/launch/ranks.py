@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE
