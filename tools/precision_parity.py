@@ -19,7 +19,6 @@ import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from megatron_fsdp.train.data.corpus import find_source, load_corpus
-from megatron_fsdp.train.nan_guard import NanGuard
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.mixed_precision import resolve_precision
@@ -34,6 +33,7 @@ from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.recovery.nan_guard import NanGuard
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NUM_RANKS, STEPS, MICROBATCHES, CORPUS_BYTES = 2, 50, 2, 2_000_000

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_fsdp.train.nan_guard import NonFiniteStepError
 from torch import Tensor
 
 from megatron_fsdp.train.engines.loss_scale import GROWTH_INTERVAL, LossScale
 from megatron_fsdp.train.loop import train
+from megatron_fsdp.train.recovery.nan_guard import NonFiniteStepError
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, NoCheckpoints, Silent, expected, prepare, whole_weights
 
