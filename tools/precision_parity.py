@@ -13,17 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from megatron_fsdp.train.data.corpus import find_source, load_corpus
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.mixed_precision import resolve_precision
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.samples import SimpleFeed
+from megatron_fsdp.train.data.feed import make_feed
+from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.data.vocabulary import ByteVocabulary
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.launch.ranks import Rank
@@ -36,7 +34,7 @@ from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.recovery.nan_guard import NanGuard
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-NUM_RANKS, STEPS, MICROBATCHES, CORPUS_BYTES = 2, 50, 2, 2_000_000
+NUM_RANKS, STEPS, MICROBATCHES = 2, 50, 2
 BEGIN, END = "<!-- written by tools/precision_parity.py -->", "<!-- end -->"
 STAGES = (
     "compute, gather",
@@ -83,15 +81,18 @@ POLICIES = (
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def measure(steps: int, corpus_bytes: int = CORPUS_BYTES) -> dict[str, list[float]]:
+def measure(steps: int, folder: Path) -> dict[str, list[float]]:
     """Train with every policy; the ranks of the default process group call it together.
+
+    Args:
+        steps: Of each run.
+        folder: For the tokens.
 
     Returns:
         The loss of each step over all ranks, in nats per token, by the name of the policy.
     """
     rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), launcher_pid=0)
-    corpus, vocabulary = load_corpus(find_source(None), corpus_bytes), ByteVocabulary()
-    tokens = TokenData(vocabulary.encode(corpus.training), np.zeros(0, np.uint16), 0, vocabulary)
+    tokens = prepare_data(job_of(POLICIES[0], steps, rank), folder, rank)
     return {policy.name: losses_of(policy, steps, rank, tokens) for policy in POLICIES}
 
 
@@ -99,7 +100,7 @@ def losses_of(policy: Policy, steps: int, rank: Rank, tokens: TokenData) -> list
     """The losses of one run, the same on every rank."""
     job = job_of(policy, steps, rank)
     trained = build(job, ByteVocabulary().vocab_size, rank)
-    feed = SimpleFeed(tokens, job.batch, job.seq_length, job.options.training.seed, trained.data_index)
+    feed = make_feed(tokens, job, trained.data_index)
     run, guard = Run(job, trained, tokens, feed, rank), NanGuard(0, print)
     done = [Progress(step, step * job.batch.total) for step in range(steps)]
     return [train_step(run, progress, guard, (False, False)).loss for progress in done]
@@ -127,7 +128,7 @@ def job_of(policy: Policy, steps: int, rank: Rank) -> Job:
 def _rank_main(index: int, steps: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-point", rank=index, world_size=NUM_RANKS)
-    losses = measure(steps)
+    losses = measure(steps, Path(folder))
     if index == 0:
         Path(folder, "losses.json").write_text(json.dumps(losses))
     dist.barrier()

@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.samples import SimpleFeed
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.engines.optimizers import build_optimizer
 from megatron_fsdp.train.launch.ranks import Rank
@@ -27,13 +25,13 @@ from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.models.transformers_config import transformers_config
-from megatron_fsdp.train.options.batch import BatchPlan
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.model_checks import uses_transformers
 from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
+from tests.support.array_tokens import feed_of, token_data
 
 STEPS, LENGTH, IDS, MASKED_ID = 3, 8, 59, 7
 
@@ -89,6 +87,9 @@ class Silent:
         self.evaluations: list[Evaluation] = []
         self.said: list[str] = []
 
+    def start(self, progress: Progress) -> None:
+        pass
+
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         self.records.extend(records)
 
@@ -116,14 +117,6 @@ class NoCheckpoints:
         pass
 
 
-class MaskedFeed(SimpleFeed):
-    """Targets of one id do not count, as those at the ends of texts with --eod-mask-loss."""
-
-    def batches(self, first_sample: int) -> list[Batch]:
-        found = super().batches(first_sample)
-        return [Batch(b.inputs, b.targets, b.weights * (b.targets != MASKED_ID), b.checksum) for b in found]
-
-
 def job_of(values: Mapping[str, Any], ranks: int) -> Job:
     return resolve(assemble((Layer("command line", dict(values)),)), World(ranks, "cpu"))
 
@@ -135,12 +128,12 @@ def this_rank() -> Rank:
 def some_data() -> TokenData:
     draw = np.random.default_rng(0)
     training, held_out = (draw.integers(IDS, size=size).astype(np.uint16) for size in (600, 90))
-    return TokenData(training, held_out, 0, ByteVocabulary())
+    return token_data(training, held_out)
 
 
-def feed_of(job: Job, plan: BatchPlan, index: int) -> SimpleFeed:
-    kind = MaskedFeed if job.options.data.eod_mask_loss else SimpleFeed
-    return kind(some_data(), plan, job.seq_length, job.options.training.seed, index)
+def some_feed(job: Job, index: int) -> Feed:
+    """With --eod-mask-loss, targets of one id do not count."""
+    return feed_of(some_data(), job, index, MASKED_ID if job.options.data.eod_mask_loss else None)
 
 
 def prepare(values: Mapping[str, Any]) -> Run:
@@ -148,7 +141,7 @@ def prepare(values: Mapping[str, Any]) -> Run:
     rank = this_rank()
     job = job_of(values, rank.count)
     trained = build(job, IDS, rank)
-    return Run(job, trained, some_data(), feed_of(job, job.batch, trained.data_index), rank)
+    return Run(job, trained, some_data(), some_feed(job, trained.data_index), rank)
 
 
 def train_here(values: Mapping[str, Any]) -> Results:

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
@@ -25,6 +23,7 @@ from megatron_fsdp.train.reporting.applied import (
 from megatron_fsdp.train.reporting.metrics import to_json
 from megatron_fsdp.train.reporting.peak import Peak
 from megatron_fsdp.train.reporting.speed import Speed
+from tests.support.array_tokens import token_data
 
 
 def job_of(*flags: str, ranks: int = 2, bf16: bool = False) -> Job:
@@ -33,7 +32,7 @@ def job_of(*flags: str, ranks: int = 2, bf16: bool = False) -> Job:
 
 def rows_of(job: Job) -> list[tuple[str, str]]:
     tokens = np.zeros(1000, dtype=np.uint16)
-    data = TokenData(tokens, tokens[:100], 100, ByteVocabulary())
+    data = token_data(tokens, tokens[:100], 100)
     rank = Rank(0, 2, torch.device("cpu"), 0)
     speed = Speed(job.tokens_per_step, 4.09e8, 2, 0.2)
     return applied_rows(job, rank, data, Path("runs/x"), speed, Peak(0.2, "measured"))

@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.trace.recorder import Recorder
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.samples import SimpleFeed
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train
@@ -25,6 +22,7 @@ from megatron_fsdp.train.reporting.exposed import ExposedCommunication
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from megatron_fsdp.train.reporting.speed import Speed
 from tests.conftest import RunRanks
+from tests.support.array_tokens import feed_of, token_data
 
 SIZES = {"--seq-length": 16, "--micro-batch-size": 2, "--train-iters": 7, "--log-interval": 3}
 FLAGS = ("--preset", "tiny", *(str(word) for item in SIZES.items() for word in item))
@@ -79,9 +77,9 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], in
     rank = HereRank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), 0)
     job = resolve(parse_options([*FLAGS, *flags]), World(rank.count, "cpu"))
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
-    data = TokenData(tokens, tokens[:400], 400, ByteVocabulary())
+    data = token_data(tokens, tokens[:400], 400)
     built = build(job, data.vocabulary.vocab_size, rank)
-    feed = SimpleFeed(data, job.batch, job.seq_length, 1, built.data_index)
+    feed = feed_of(data, job, built.data_index)
     notes = Notes()
     speed = Speed(job.tokens_per_step, flops=2e9, ranks=rank.count, peak_tflops=0.5)
     with patch.object(Recorder, "start", autospec=True, side_effect=Recorder.start) as started:

@@ -1,0 +1,40 @@
+"""Token ids in memory where the trainer has them in a file."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fsdp.train.data.batches import Feed
+from megatron_fsdp.train.data.feed import LoaderFeed, Microbatches
+from megatron_fsdp.train.data.order import SampleOrder
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.data.token_file import TokenFile
+from megatron_fsdp.train.data.vocabulary import ByteVocabulary
+from megatron_fsdp.train.options.job import Job
+
+
+@dataclass(frozen=True)
+class ArrayTokens:
+    """What a feed asks of a `TokenFile`."""
+
+    array: NDArray[Any]
+
+    def open(self) -> NDArray[Any]:
+        return self.array
+
+
+def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None, held_out_bytes: int = 0) -> TokenData:
+    """Tokens as the trainer prepares them, but in memory."""
+    file = cast("TokenFile", ArrayTokens(training))
+    held_out = np.zeros(0, training.dtype) if held_out is None else held_out
+    return TokenData(training, held_out, held_out_bytes, ByteVocabulary(), "no checksum", file)
+
+
+def feed_of(data: TokenData, job: Job, data_index: int, unlearned: int | None = None) -> Feed:
+    """The trainer's feed over them; targets of the id `unlearned` do not count."""
+    order = SampleOrder(len(data.training), job.seq_length, job.options.training.seed)
+    return LoaderFeed(
+        Microbatches(data.training_file, order, job.batch, data_index, unlearned), num_workers=0, pins=False
+    )
