@@ -24,18 +24,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def train_on_a_full_disk(full: tuple[int, ...], *options: str) -> str:
     """A run whose saves of these numbers, counted from 0, find no room."""
-    write_state, numbers = checkpointer.write_state, itertools.count()
+    module: Any = checkpointer
+    write_state, numbers = module.write_state, itertools.count()
 
     def write(state: Any, folder: Path, group: Any) -> None:
         if next(numbers) in full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_state(state, folder, group)
 
-    checkpointer.write_state = write
+    module.write_state = write
     try:
         return _output(*options)
     finally:
-        checkpointer.write_state = write_state
+        module.write_state = write_state
 
 
 def _output(*options: str) -> str:
