@@ -77,10 +77,15 @@ def footprint(*options: str) -> Footprint:
     return Footprint(resident, len(list(Path("/proc/self/fd").iterdir())), threading.active_count())
 
 
-def leftovers(saved: Path, ranks: list[int]) -> list[str]:
+def temporary_folders() -> set[str]:
+    """Folders of launchers; those of programs that others run now are there before and after."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("mfsdp-run-*")}
+
+
+def leftovers(saved: Path, before: set[str], ranks: list[int]) -> list[str]:
     """What a program that is over has left: hidden files of saves, temporary folders, processes."""
     found = [f"{path.name} in the folder of checkpoints" for path in saved.iterdir() if path.name.startswith(".")]
-    found += [f"the folder {path.name}" for path in Path(tempfile.gettempdir()).glob("mfsdp-run-*")]
+    found += [f"the folder {name}" for name in sorted(temporary_folders() - before)]
     return found + [f"process {pid}" for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
@@ -89,6 +94,7 @@ def disturbed_run(place: Path, quiet: Path, data: tuple[str, ...], seed: int, ta
     out, saved = place / "out", place / "saved"
     background = ("--async-save",) if seed % 2 else ()
     options = (*data, *background, "--save", str(saved), "--out", str(out), "--max-restarts", str(KILLS))
+    before = temporary_folders()
     program: Program = start(*options)
     chaos = Chaos(seed, KILLS, during_saves=seed % (KILLS + 1))
     chaos.torment(program, out, saved)
@@ -101,7 +107,7 @@ def disturbed_run(place: Path, quiet: Path, data: tuple[str, ...], seed: int, ta
     last = f"iter_{STEPS:07}"
     if by_step(out, *NUMBERS) != by_step(quiet / "out", *NUMBERS):
         tally.problems.append(f"seed {seed}: other numbers than those of the run that nobody disturbed")
-    if found := [*differences(saved / last, quiet / "saved" / last), *leftovers(saved, [program.pid])]:
+    if found := [*differences(saved / last, quiet / "saved" / last), *leftovers(saved, before, [program.pid])]:
         tally.problems.append(f"seed {seed}: {', '.join(found)}")
 
 

@@ -21,7 +21,7 @@ from tests.support.forked_programs import Program, trainer
 from tests.support.source_tree import SOURCE
 
 LIMIT_S = 240.0  # only for a program that hangs
-OPTIONS = (
+OPTIONS: tuple[str, ...] = (
     *("--preset", "tiny", "--no-auto-bf16", "--num-layers", "1", "--hidden-size", "32", "--ffn-hidden-size", "64"),
     *("--num-attention-heads", "2", "--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "6"),
     *("--train-iters", "8", "--eval-iters", "1", "--eval-interval", "1000000", "--log-interval", "2"),

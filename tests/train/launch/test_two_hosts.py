@@ -21,7 +21,7 @@ LAST = f"iter_{STEPS:07}"
 @pytest.mark.skipif(sys.platform != "linux", reason="uses network namespaces")
 def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     text = str(write_text(tmp_path / "text.txt"))
-    same = ("--data-path", text, "--train-iters", str(STEPS), "--save-interval", "5")
+    same: tuple[str, ...] = ("--data-path", text, "--train-iters", str(STEPS), "--save-interval", "5")
     same = (*same, "--num-distributed-optimizer-instances", "2", "--micro-batch-size", "1")
     alone, out, saved = tmp_path / "alone", tmp_path / "out", tmp_path / "saved"
     run(*same, "--nproc", "4", "--save", str(alone / "saved"), "--out", str(alone))

@@ -9,7 +9,6 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE
@@ -73,7 +72,7 @@ def join_ranks(device_type: str, timeout: timedelta | None = None) -> Iterator[R
         dist.init_process_group(backend, timeout=timeout)
     else:
         index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = FileStore(file, count)
+        store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # public, and not in its list of names
         dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
     dist.barrier()  # nobody leaves while a peer still needs the connection
