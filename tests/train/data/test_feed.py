@@ -3,6 +3,7 @@ import os
 import pickle
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,31 +135,40 @@ def test_seed_decides_the_order(token_file: TokenFile) -> None:
     assert not equal(one, other)
 
 
-def test_closing_ends_workers_and_threads(token_file: TokenFile) -> None:
+@pytest.fixture
+def workers() -> Callable[[], set[int | None]]:
+    """Asks for the processes that were started since the test began; ranks of other tests may live in between."""
+    before = {child.pid for child in multiprocessing.active_children()}
+    return lambda: {child.pid for child in multiprocessing.active_children()} - before
+
+
+def test_closing_ends_workers_and_threads(token_file: TokenFile, workers: Callable[[], set[int | None]]) -> None:
     before = threading.active_count()
     feed = make_feed(data_of(token_file), job_of("--num-workers", "2"), 0)
-    assert multiprocessing.active_children() == []  # none before the first step
+    assert workers() == set()  # none before the first step
     feed.batches(0)
-    workers = multiprocessing.active_children()
-    assert len(workers) == 2
+    first = workers()
+    assert len(first) == 2
     feed.batches(100)  # a jump: others in their place
-    assert {worker.pid for worker in workers} & {worker.pid for worker in multiprocessing.active_children()} == set()
+    assert first & workers() == set()
     feed.close()
-    assert multiprocessing.active_children() == []
+    assert workers() == set()
     assert threading.active_count() == before
     feed.close()
 
 
-def test_workers_outlive_signals_that_a_rank_deals_with(token_file: TokenFile) -> None:
+def test_workers_outlive_signals_that_a_rank_deals_with(
+    token_file: TokenFile, workers: Callable[[], set[int | None]]
+) -> None:
     feed = make_feed(data_of(token_file), job_of("--num-workers", "1"), 0)
     feed.batches(0)
-    (worker,) = multiprocessing.active_children()
+    (worker,) = workers()
     for number in (signal.SIGTERM, signal.SIGINT):
-        assert worker.pid is not None
-        os.kill(worker.pid, number)
+        assert worker is not None
+        os.kill(worker, number)
     for step in range(1, 20):  # beyond what was prepared already
         feed.batches(2 * step)
-    assert [child.pid for child in multiprocessing.active_children()] == [worker.pid]
+    assert workers() == {worker}
     feed.close()
 
 

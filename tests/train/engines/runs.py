@@ -198,7 +198,7 @@ def train_plainly(values: Mapping[str, Any]) -> Results:
     job = job_of({**values, "micro_batch_size": values["global_batch_size"]}, 1)
     model = plain_model(job)
     optimizer = build_optimizer(model, job.options.optimizer)
-    feed = feed_of(job, job.batch, 0)
+    feed = some_feed(job, 0)
     losses, norms = [], []
     for step in range(job.train_iters):
         (batch,) = feed.batches(step * job.batch.total)

@@ -38,7 +38,6 @@ def test_strategies(run_ranks: RunRanks, strategy: str) -> None:
         {**EVERYTHING, **MASKED},
         {**EVERYTHING, "eod_mask_loss": True},
         {**EVERYTHING, "calculate_per_token_loss": True},
-        {**EVERYTHING, "optimizer": "sgd", "clip_grad": 0.0},
         {**EVERYTHING, "init_model_with_meta_device": True},
         {**EVERYTHING, "global_batch_size": 11},
         {**BUCKETS, "global_batch_size": 11},
@@ -56,6 +55,11 @@ def test_strategies(run_ranks: RunRanks, strategy: str) -> None:
 )
 def test_decoder_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
     check(run_ranks, 2, {**DECODER, **values})
+
+
+def test_decoder_under_sgd(run_ranks: RunRanks) -> None:
+    decoder = {name: value for name, value in DECODER.items() if name != "adam_eps"}
+    check(run_ranks, 2, {**decoder, **EVERYTHING, "optimizer": "sgd", "clip_grad": 0.0})
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])

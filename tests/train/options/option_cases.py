@@ -288,6 +288,8 @@ _REPORTING = plain(
         "prompt": ("--prompt class", "class"),
         "sample_tokens": ("--sample-tokens 10", 10),
     },
+) | plain(
+    "reporting", f"{UNITS} --wandb-project w", "tests/train/reporting", {"wandb_exp_name": ("--wandb-exp-name e", "e")}
 )
 
 _RECOVERY = plain(
@@ -295,11 +297,15 @@ _RECOVERY = plain(
     UNITS,
     "tests/train/recovery",
     {
-        "max_restarts": ("--max-restarts 2", 2),
         "max_nan_steps": ("--max-nan-steps 0", 0),
         "hang_timeout_minutes": ("--hang-timeout-minutes 1", 1.0),
     },
-) | plain("recovery", f"{UNITS} --save c", "tests/train/recovery", {"max_failed_saves": ("--max-failed-saves 1", 1)})
+) | plain(
+    "recovery",
+    f"{UNITS} --save c",
+    "tests/train/recovery",
+    {"max_failed_saves": ("--max-failed-saves 1", 1), "max_restarts": ("--max-restarts 2", 2)},
+)
 
 OPTION_CASES: Mapping[str, Case] = {
     **_MODEL,
