@@ -118,7 +118,11 @@ RULES = [
     ("`--megatron-fsdp-max-pool-double-buffer`", "sets the double buffer", "the same; it is what the flag means"),
     ("`--init-model-with-meta-device` and `no_shard`", "error", "error"),
     ("`--fsdp-manual-registration`", "needs `--use-nccl-ub`", "error without it, else a notice"),
-    ("`--ckpt-format fsdp_dtensor`", "needs Megatron-FSDP", "all engines write it"),
+    (
+        "`--ckpt-format fsdp_dtensor`",
+        "needs Megatron-FSDP",
+        "all engines write it; with pipeline-parallel ranks `--save` and `--load` are refused",
+    ),
     ("`--ckpt-format torch_dcp`", "needs FSDP2", "error: only fsdp_dtensor"),
     ("`--fp8-param-gather`", "needs a sharded optimizer or FSDP", "error: not implemented"),
     ("`--fp4-param-gather`", "needs fp4", "error: not implemented"),

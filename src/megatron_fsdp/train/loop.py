@@ -140,7 +140,8 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
     """Train for as many steps as the job allows, from where the keeper starts; tell the watcher."""
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, watcher.say)
-    pace = _Pace(keeper.start())
+    with run.pulse.resting():
+        pace = _Pace(keeper.start())
     watcher.start(pace.progress)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
     limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
@@ -166,10 +167,11 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
         is_check = training.eval_interval is not None and now.steps % training.eval_interval == 0
         if is_last or is_check or is_save or is_shown:
             watcher.on_steps(records_of(run, pace, exposed.take_share()))
-            if is_save or is_last:
-                keeper.save(now)
-            if (is_check or is_last) and not is_interrupted:
-                watcher.on_evaluation(Evaluation(now.steps, evaluate(run.job, run.trained, run.data)))
+            with run.pulse.resting():
+                if is_save or is_last:
+                    keeper.save(now)
+                if (is_check or is_last) and not is_interrupted:
+                    watcher.on_evaluation(Evaluation(now.steps, evaluate(run.job, run.trained, run.data)))
             pace = _Pace(now)
         if is_last:
             break

@@ -126,7 +126,7 @@ def run_job(job: Job, rank: Rank) -> None:
                 "from there"
             )
             return
-        with console.status("measuring held-out loss and writing a sample ..."):
+        with pulse.resting(), console.status("measuring held-out loss and writing a sample ..."):
             results = conclude(run, outcome)
     recorder.conclude(Evaluation(outcome.progress.steps, results.held_out_loss))
     if rank.is_first:
@@ -169,7 +169,7 @@ def conclude(run: Run, outcome: Outcome) -> Results:
     if run.data.held_out_bytes:
         bits = loss / math.log(2) * len(run.data.held_out) / run.data.held_out_bytes
     peaks = gather_values(run.rank, peak_bytes(run.trained))
-    return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.rank.device))
+    return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.trained))
 
 
 def write_sample(run: Run) -> str:

@@ -304,7 +304,10 @@ _RECOVERY = plain(
     "recovery",
     f"{UNITS} --save c",
     "tests/train/recovery",
-    {"max_failed_saves": ("--max-failed-saves 1", 1), "max_restarts": ("--max-restarts 2", 2)},
+    {
+        "max_failed_saves": ("--max-failed-saves 1", 1),
+        "max_restarts": ("--max-restarts 2", 2),
+    },
 )
 
 OPTION_CASES: Mapping[str, Case] = {

@@ -22,17 +22,24 @@ def peak_bytes(trained: Trained) -> int:
     """
     if trained.device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(trained.device))
-    if trained.inside is None:
-        return optimizer_bytes(trained.optimizer)
+    held = optimizer_bytes(trained.optimizer)
+    if trained.inside is None:  # gradients are as large as weights while there are any
+        return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
     memory = trained.inside.memory()
-    return memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(trained.optimizer)
+    return memory.persistent_bytes + memory.transient_peak_bytes + held
 
 
-def describe_peak(device: torch.device) -> str:
-    """Return what `peak_bytes` counts on this device."""
-    if device.type == "cpu":
-        return "weights, gradients, optimizer, communication; no activations"
-    return "all allocations on the device"
+def describe_peak(trained: Trained) -> str:
+    """Return what `peak_bytes` counts with this engine on this device."""
+    if trained.device.type != "cpu":
+        return "all allocations on the device"
+    if trained.inside is None:
+        return "shards of weights and gradients, optimizer; no communication, no activations"
+    return "weights, gradients, optimizer, communication; no activations"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
