@@ -28,7 +28,7 @@ def test_gradients_travel_in_float32_unless_told() -> None:
 
 
 def test_a_preset_sends_bfloat16_only_where_the_hardware_multiplies_it() -> None:
-    options = assemble((Layer("preset tiny", find_preset("tiny")), Layer("command line", FSDP2)))
+    options = assemble((Layer("preset tiny", find_preset("tiny"), gives_way=True), Layer("command line", FSDP2)))
     assert dtypes(resolve(options, World(2, "cpu", multiplies_bf16=False))) == (torch.float32, torch.float32)
     assert dtypes(resolve(options, World(2, "cpu", multiplies_bf16=True))) == (torch.bfloat16, torch.bfloat16)
 

@@ -31,7 +31,6 @@ def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
     [
         {"use_megatron_fsdp": True},
         {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim", "bf16": True},
-        {"bf16": True},
         {"use_torch_fsdp2": True, "bf16": True},
     ],
 )

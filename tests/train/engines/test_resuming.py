@@ -8,6 +8,7 @@ import torch
 
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.loop import train
+from megatron_fsdp.train.recovery.resuming import find_origin
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, Results, Silent, prepare, results_of
 
@@ -17,7 +18,7 @@ UNITS = {"use_megatron_fsdp": True}
 
 def train_with_checkpoints(values: dict[str, Any]) -> Results:
     run, watcher = prepare(values), Silent()
-    with RunCheckpoints(run, watcher.say) as keeper:
+    with RunCheckpoints(run, find_origin(run.job, watcher.say), watcher.say) as keeper:
         train(run, watcher, keeper)
     return results_of(run, watcher)
 

@@ -86,9 +86,7 @@ def test_a_planted_pickle_is_not_opened(tmp_path: Path) -> None:
     (out / "training.npy").write_bytes((tmp_path / "tokens.npy").read_bytes())
     (out / "held_out.npy").write_bytes((tmp_path / "tokens.npy").read_bytes())
     (out / "data.json").write_text('{"held_out_bytes": 1}')
-    process_ended_with = pytest.raises(AssertionError)
-    with process_ended_with:  # whatever its code: it did not go well
-        run("--data-path", text, "--out", str(out))
+    run("--data-path", text, "--out", str(out), "--train-iters", "1")  # files of such names are not looked at
     assert not marker.exists()
     os.mkdir(marker)  # what is planted would have worked  # noqa: PTH102
     with pytest.raises(FileExistsError):
