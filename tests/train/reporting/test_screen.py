@@ -141,7 +141,7 @@ def test_a_terminal_shows_bar_and_figures_and_ctrl_c_leaves_it_in_order(text_fil
         terminal.type(b"\x03")
         lines = terminal.read_until(lambda _: False)
         assert terminal.process.wait(LIMIT_S) == 130
-        assert any("stopped" in line for line in lines)
+        assert any("stopped" in line for line in lines), "\n".join(lines)
         assert "Traceback" not in "\n".join(lines)
         assert not terminal.screen.cursor.hidden
         assert terminal.screen.cursor.x == 0
