@@ -1,5 +1,6 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_a_tokenizer_on_disk_is_used_and_kept_with_the_tokens(folder: Path, tmp_
     assert data.vocabulary.vocab_size == 290
     made, _ = tokens_folder(job_of(folder, *options).options, tmp_path / "out")
     assert (made / "tokenizer.json").exists()
+
+
+def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
+    vocabulary = train_bpe(TEXTS, 290)
+    vocabulary.save(tmp_path / "tokenizer.json")
+    settings, pad = tmp_path / "tokenizer_config.json", vocabulary.decode([1])
+    job = job_of(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
+    ends = []
+    for end in (vocabulary.end, pad):
+        settings.write_text(json.dumps({"eos_token": end}))
+        ends.append(prepare(job, tmp_path / "out").vocabulary.end_id)
+    assert ends == [vocabulary.end_id, 1]
 
 
 def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
     TokenizerVocabulary,
     load_tokenizer,
+    said_ends,
     tokenizer_file,
     train_bpe,
 )
@@ -112,7 +113,8 @@ def folder_name(options: Options, source: Source) -> str:
     data = options.data
     model = None
     if data.tokenizer_model is not None:
-        model = hashlib.sha256(tokenizer_file(data.tokenizer_model).read_bytes()).hexdigest()
+        file = tokenizer_file(data.tokenizer_model)
+        model = [hashlib.sha256(file.read_bytes()).hexdigest(), *said_ends(file)]
     facts = [VERSION, listing(source), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
     return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
