@@ -109,3 +109,11 @@ def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
 def test_walk_enters_what_it_is_not_told_to_skip(tmp_path: Path) -> None:
     write_files(tmp_path, {"site-packages/a": b"", "b": b""})
     assert [path.name for path in walk(tmp_path, skipped=frozenset())] == ["b", "a"]
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path: Path) -> None:
+    write_files(tmp_path, {"texts/a": b"", "texts/in/b": b"", "elsewhere/c": b"", "out/d": b""})
+    texts = tmp_path / "texts"
+    for name, target in {"away": "elsewhere", "circle": "texts", "in/up": "texts", "same": "texts/in", "to": "out"}.items():
+        (texts / name).symlink_to(tmp_path / target, target_is_directory=True)
+    assert names(find_source(texts, [tmp_path / "out"])) == ["a", "away/c", "in/b"]

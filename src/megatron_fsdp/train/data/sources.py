@@ -94,15 +94,21 @@ def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
 def walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS, outputs: Collection[Path] = ()) -> Iterator[Path]:
     """Yield the files below a folder in the order of their names; hidden files and folders are left out.
 
+    Links to folders are followed; a folder that is reached more than once, as by a link in a circle, is entered once.
+
     Args:
         folder: Where to begin.
         skipped: Names of folders that are not entered.
         outputs: Absolute paths of folders that are not entered.
     """
-    for place, subfolders, names in os.walk(folder):
-        here = Path(place).absolute()
-        entered = (name for name in subfolders if name not in skipped and not name.startswith("."))
-        subfolders[:] = sorted(name for name in entered if here / name not in outputs)
+    written, seen = {os.path.realpath(path) for path in outputs}, set()
+    for place, subfolders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        if here in seen or (here in written and place != str(folder)):
+            subfolders.clear()
+            continue
+        seen.add(here)
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
