@@ -246,6 +246,17 @@ def test_files_left_out_and_a_cut_are_told(tmp_path: Path) -> None:
     )
 
 
+def test_folders_of_earlier_runs_are_counted_and_change_no_tokens(folder: Path, tmp_path: Path) -> None:
+    job = job_of(folder)
+    before = prepare(job, tmp_path / "out")
+    for name in ("applied.json", "metrics.jsonl", "train.log"):
+        (folder / "runs").mkdir(exist_ok=True)
+        (folder / "runs" / name).write_text("{}")
+    found = read_data(job, tmp_path / "out")  # the same folder of tokens: nothing has to be made anew
+    assert found.checksum == before.checksum
+    assert found.notes == (f"1 folder of an earlier run is left out, first {folder / 'runs'}",)
+
+
 def refused(path: Path, out: Path, *options: str) -> str:
     with pytest.raises(ConfigurationError) as caught:
         prepare(job_of(path, *options), out)

@@ -15,7 +15,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
 from megatron_fsdp.train.data.indexed import open_indexed
 from megatron_fsdp.train.data.prepared import SIDE_FILE, TOKENIZER_FILE, Prepared, read_prepared, write_prepared
-from megatron_fsdp.train.data.sources import SavedDataset, Source, TokenIds, find_source, listing
+from megatron_fsdp.train.data.sources import SavedDataset, Source, TextFiles, TokenIds, find_source, listing
 from megatron_fsdp.train.data.texts import Documents, dataset_bytes
 from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, digest, npy_tokens
 from megatron_fsdp.train.data.tokenizer import (
@@ -161,7 +161,7 @@ def read_data(job: Job, folder: Path) -> TokenData:
     Raises:
         ConfigurationError: It is damaged, or too little for one sample.
     """
-    made, _ = tokens_folder(job.options, folder)
+    made, source = tokens_folder(job.options, folder)
     prepared = read_prepared(made)
     for name, file in (("training", prepared.training), ("held-out", prepared.held_out)):
         if file.count <= job.seq_length:
@@ -176,7 +176,7 @@ def read_data(job: Job, folder: Path) -> TokenData:
         _read_vocabulary(job.options, prepared, made),
         prepared.checksum,
         prepared.training,
-        prepared.notes,
+        (*prepared.notes, *_left_out_notes(source)),
     )
 
 
@@ -234,6 +234,15 @@ def _notes(documents: Documents, *, is_cut: bool) -> tuple[str, ...]:
     if is_cut:
         notes.append("documents are too few or too unequal to split, so the end of the text is held out")
     return tuple(notes)
+
+
+def _left_out_notes(source: Source) -> tuple[str, ...]:
+    """What is said of folders of earlier runs; not kept with the tokens, which are the same with more such folders."""
+    if not isinstance(source, TextFiles) or not source.left_out:
+        return ()
+    count = len(source.left_out)
+    words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
+    return (f"{words} left out, first {source.left_out[0]}",)
 
 
 def _prepare_ids(options: Options, source: TokenIds, split: Split, folder: Path) -> Prepared:
