@@ -20,7 +20,22 @@ def test_splits_are_shares(text: str, split: Split) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "95", "95,", "95,five", "100,0", "0,1", "1,2,3,4", "-1,2", "nan,1", "inf,1", "1,1,-1"]
+    "text",
+    [
+        "",
+        "95",
+        "95,",
+        "95,five",
+        "100,0",
+        "0,1",
+        "1,2,3,4",
+        "-1,2",
+        "nan,1",
+        "inf,1",
+        "1,1,-1",
+        "1e308,1e308,1e308",
+        "1,1e-320,1e308",
+    ],
 )
 def test_other_splits_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--split {text} is not possible: give two numbers above 0"):
