@@ -98,6 +98,7 @@ def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> N
     ("line", "said"),
     [
         ('{"text": "a"', r"line 2 of .*a\.jsonl is not JSON"),
+        ("[" * 100_000, r"line 2 of .*a\.jsonl is not JSON \(maximum recursion depth"),
         ("[1]", r"line 2 of .*a\.jsonl is list and no object: give objects with a field 'text'"),
         ('{"body": "a"}', r"line 2 of .*a\.jsonl has no text in the field 'text': give --json-key with one of 'body'"),
         ('{"text": 3}', r"line 2 of .*no text in the field 'text': give --json-key with a field that holds text"),

@@ -91,7 +91,7 @@ def is_json_lines(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
             return isinstance(json.loads(opened.readline()), dict)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -110,7 +110,7 @@ def json_texts(file: Path, key: str) -> Iterator[str]:
 def _text_in(line: bytes, key: str, place: str) -> str:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
     if not isinstance(found, dict):
         raise ConfigurationError(f"{place} is {type(found).__name__} and no object: give objects with a field {key!r}")
