@@ -186,3 +186,11 @@ def test_the_strategy_without_a_flag_is_that_of_megatrons_command_line() -> None
 )
 def test_a_key_that_stands_twice_is_refused_with_its_lines(write: Write, text: str, said: str) -> None:
     assert said in refusal(write(text))
+
+
+def test_two_files_are_refused(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("preset: tiny\n")
+    with pytest.raises(SystemExit) as caught:
+        read(path, "--config other.yaml")
+    assert caught.value.code == 2
+    assert f"error: --config is given twice ({path} and other.yaml): give one file" in capsys.readouterr().err
