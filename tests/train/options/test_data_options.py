@@ -65,6 +65,10 @@ BAD = [
     ),
     ("--tokenizer-type bpe --vocab-size 256", "--vocab-size 256 is less than the 256 bytes and the end of a text"),
     (
+        f"--tokenizer-type NullTokenizer --vocab-size {2**31 + 1} --data-path x",
+        f"--vocab-size {2**31 + 1} is not possible: give at most {2**31}",
+    ),
+    (
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --eod-mask-loss",
         "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer",
     ),
