@@ -32,6 +32,7 @@ def resolve(options: Options, world: World) -> Job:
     check_options(options)
     check_model(options)
     notices = list(options.explained)
+    _check_backend(options, world)
     engine = _engine(options)
     sizes = _sizes(options, world, engine)
     dtype = _dtype(options, world)
@@ -91,6 +92,14 @@ def _engine(options: Options) -> EngineName:
     if options.parallel.use_torch_fsdp2:
         return "torch_fsdp2"
     return "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
+
+
+def _check_backend(options: Options, world: World) -> None:
+    if options.parallel.distributed_backend == "nccl" and world.device_type == "cpu":
+        raise ConfigurationError(
+            "--distributed-backend nccl does not go with --device cpu, which it cannot reach: give gloo, or leave it "
+            "out"
+        )
 
 
 def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
