@@ -140,7 +140,7 @@ def _schedule(options: Options, train_iters: int) -> Schedule:
         raise ConfigurationError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}: give less")
     warmup = optimizer.lr_warmup_iters
     if optimizer.lr_warmup_fraction is not None:
-        warmup = int(optimizer.lr_warmup_fraction * decay)
+        warmup = int(round(optimizer.lr_warmup_fraction * decay, 6))  # 0.58 x 100 is a little less than 58
     if warmup >= decay:
         raise ConfigurationError(
             f"--lr-warmup-iters {warmup} does not end within {decay} steps: give fewer, or more --train-iters or "
