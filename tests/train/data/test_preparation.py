@@ -274,6 +274,11 @@ def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> 
     assert [path.name for path in out.iterdir()] == []
 
 
+def test_a_split_that_leaves_all_aside_is_refused(folder: Path, tmp_path: Path) -> None:
+    said = refused(folder, tmp_path / "out", "--split", "1,1,999998")
+    assert said.startswith(f"--split 1,1,999998 leaves all texts of --data-path {folder} aside: give a smaller third")
+
+
 def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "where it cannot be written, give another --data-cache-path or --out" in refused(folder, tmp_path / "file")

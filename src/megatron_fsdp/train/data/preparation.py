@@ -10,6 +10,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
@@ -33,7 +34,7 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import Split, parse_split
 
-VERSION = 1  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 2  # of the folder of tokens; raise it when the same text gives other tokens
 _FORGOTTEN_S = 3600.0  # after so long without a change, what a preparation left was killed
 
 
@@ -196,7 +197,7 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
         vocabulary.save(folder / TOKENIZER_FILE)
     encoded = encode_documents(documents, vocabulary, split, folder)
     if encoded.training.count + encoded.held_out.count == 0:
-        raise ConfigurationError(f"--data-path {source.root} holds no UTF-8 text: give a file or a folder with some")
+        _refuse_nothing(documents, options.data.split)
     if options.is_given("json_key") and not documents.uses_key:
         raise ConfigurationError(
             f"--json-key {options.data.json_key} does nothing, since --data-path {source.root} holds no JSON lines and "
@@ -211,6 +212,20 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
         digest((encoded.training, encoded.held_out), vocabulary.vocab_size),
         _notes(documents, is_cut=encoded.is_cut),
     )
+
+
+def _refuse_nothing(documents: Documents, split: str) -> NoReturn:
+    """Say why there are no tokens at all.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    root = documents.source.root
+    if any(next(document, None) is not None for document in documents):
+        raise ConfigurationError(
+            f"--split {split} leaves all texts of --data-path {root} aside: give a smaller third number, or more texts"
+        )
+    raise ConfigurationError(f"--data-path {root} holds no UTF-8 text: give a file or a folder with some")
 
 
 def _vocabulary_of(options: Options, documents: Documents, split: Split) -> Vocabulary:
