@@ -53,7 +53,9 @@ def run_rank(argv: Sequence[str]) -> int:
         from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need
 
         options = parse_options(argv)
-        with join_ranks(find_device_type(options.parallel.device), collective_timeout(options)) as rank:
+        parallel = options.parallel
+        device_type = find_device_type(parallel.device)
+        with join_ranks(device_type, collective_timeout(options), parallel.distributed_backend) as rank:
             run_job(resolve_here(options, rank.count), rank)
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)

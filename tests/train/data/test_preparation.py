@@ -1,5 +1,6 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_a_tokenizer_on_disk_is_used_and_kept_with_the_tokens(folder: Path, tmp_
     assert data.vocabulary.vocab_size == 290
     made, _ = tokens_folder(job_of(folder, *options).options, tmp_path / "out")
     assert (made / "tokenizer.json").exists()
+
+
+def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
+    vocabulary = train_bpe(TEXTS, 290)
+    vocabulary.save(tmp_path / "tokenizer.json")
+    settings, pad = tmp_path / "tokenizer_config.json", vocabulary.decode([1])
+    job = job_of(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
+    ends = []
+    for end in (vocabulary.end, pad):
+        settings.write_text(json.dumps({"eos_token": end}))
+        ends.append(prepare(job, tmp_path / "out").vocabulary.end_id)
+    assert ends == [vocabulary.end_id, 1]
 
 
 def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Path, tmp_path: Path) -> None:
@@ -233,6 +246,17 @@ def test_files_left_out_and_a_cut_are_told(tmp_path: Path) -> None:
     )
 
 
+def test_folders_of_earlier_runs_are_counted_and_change_no_tokens(folder: Path, tmp_path: Path) -> None:
+    job = job_of(folder)
+    before = prepare(job, tmp_path / "out")
+    for name in ("applied.json", "metrics.jsonl", "train.log"):
+        (folder / "runs").mkdir(exist_ok=True)
+        (folder / "runs" / name).write_text("{}")
+    found = read_data(job, tmp_path / "out")  # the same folder of tokens: nothing has to be made anew
+    assert found.checksum == before.checksum
+    assert found.notes == (f"1 folder of an earlier run is left out, first {folder / 'runs'}",)
+
+
 def refused(path: Path, out: Path, *options: str) -> str:
     with pytest.raises(ConfigurationError) as caught:
         prepare(job_of(path, *options), out)
@@ -248,6 +272,11 @@ def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> 
     assert "holds token ids, and --tokenizer-type byte takes text" in refused(pair, out)
     assert "--json-key body does nothing, since --data-path" in refused(folder, out, "--json-key", "body")
     assert [path.name for path in out.iterdir()] == []
+
+
+def test_a_split_that_leaves_all_aside_is_refused(folder: Path, tmp_path: Path) -> None:
+    said = refused(folder, tmp_path / "out", "--split", "1,1,999998")
+    assert said.startswith(f"--split 1,1,999998 leaves all texts of --data-path {folder} aside: give a smaller third")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:

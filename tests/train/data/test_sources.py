@@ -5,15 +5,19 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.data.prepared import SIDE_FILE
 from megatron_fsdp.train.data.sources import (
     LIBRARY_BYTES,
     SavedDataset,
     TextFiles,
     TokenIds,
     find_source,
+    is_of_a_run,
     listing,
     walk,
 )
+from megatron_fsdp.train.reporting.applied import APPLIED_FILE
+from megatron_fsdp.train.results_folder import MARK_FILE
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -109,3 +113,38 @@ def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
 def test_walk_enters_what_it_is_not_told_to_skip(tmp_path: Path) -> None:
     write_files(tmp_path, {"site-packages/a": b"", "b": b""})
     assert [path.name for path in walk(tmp_path, skipped=frozenset())] == ["b", "a"]
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path: Path) -> None:
+    write_files(tmp_path, {"texts/a": b"", "texts/in/b": b"", "elsewhere/c": b"", "out/d": b""})
+    texts = tmp_path / "texts"
+    for name, target in {
+        "away": "elsewhere",
+        "circle": "texts",
+        "in/up": "texts",
+        "same": "texts/in",
+        "to": "out",
+    }.items():
+        (texts / name).symlink_to(tmp_path / target, target_is_directory=True)
+    assert names(find_source(texts, [tmp_path / "out"])) == ["a", "away/c", "in/b"]
+
+
+def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
+    run, saved = "runs/old/", "saved/iter_0000010/"
+    left = [f"{run}applied.json", f"{run}metrics.jsonl", f"{run}train.log", f"{run}tokens-1/data.json"]
+    left += [f"{saved}.metadata", f"{saved}common.json", "saved/latest_checkpointed_iteration.txt"]
+    left += [f"cache/tokens-2/{name}" for name in ("data.json", "training.bin", "training.idx")]
+    kept = ["a.txt", "other/applied.json", "iter_0000010/b", "saved/note.txt", "tokens-3/data.json"]
+    write_files(tmp_path, dict.fromkeys([*left, *kept], b""))
+    source = find_source(tmp_path)
+    assert isinstance(source, TextFiles)
+    assert sorted(names(source)) == sorted(kept)
+    found = [path.relative_to(tmp_path).as_posix() for path in source.left_out]
+    assert found == ["cache/tokens-2", "runs/old", "saved/iter_0000010"]
+    assert "metrics.jsonl" in names(find_source(tmp_path / "runs" / "old"))  # asked for by name
+
+
+def test_the_marks_of_results_are_what_a_run_writes() -> None:
+    assert is_of_a_run("x", [APPLIED_FILE, MARK_FILE])
+    assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin", "training.idx"])
+    assert not is_of_a_run("x", [MARK_FILE])

@@ -87,17 +87,50 @@ def test_json_key_names_the_field(tmp_path: Path) -> None:
 def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> None:
     (tmp_path / "lines.json").write_text('{"text": "t"}\n{"text": "u"}\n')
     (tmp_path / "whole.json").write_text('{\n  "text": "t"\n}\n')
-    (tmp_path / "list.json").write_text('["t"]\n')
+    (tmp_path / "list.json").write_text("[1, 2]\n")
     kinds = [is_json_lines(tmp_path / name) for name in ("lines.json", "whole.json", "list.json")]
     assert kinds == [True, False, False]
     assert read(tmp_path / "lines.json") == ["t", "u"]
     assert read(tmp_path / "whole.json") == ['{\n  "text": "t"\n}\n']
+    assert read(tmp_path / "list.json") == ["[1, 2]\n"]
+
+
+def test_the_ends_of_names_may_be_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "a.JSONL").write_text('{"text": "t"}\n{"text": "u"}\n')
+    (tmp_path / "b.JSON").write_text('{"text": "v"}\n')
+    assert read(tmp_path) == ["t", "u", "v"]
+
+
+def test_a_json_array_gives_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\n[\n  {"text": "t", "n": 1},\n  {"text": "\\ud83d"}\n]\n')
+    (tmp_path / "b.json").write_text('["u", "v"]')
+    (tmp_path / "c.json").write_text('["u", 1]')
+    (tmp_path / "d.json").write_text('["u", ')
+    assert read(tmp_path) == ["t", "\ufffd", "u", "v", '["u", 1]', '["u", ']
+    with pytest.raises(
+        ConfigurationError, match=r"object 1 of .*a\.json has no text in the field 'body': give .*'text'"
+    ):
+        read(tmp_path, "body")
+
+
+def test_a_json_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "_LARGEST_ARRAY", 9)
+    (tmp_path / "a.json").write_text('["u", "v"]')
+    with pytest.raises(ConfigurationError, match=r"a\.json begins as one JSON array, and its 10 bytes .* JSON lines"):
+        read(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "t"}\n')
+    assert read(tmp_path) == ["a\ufeff", "t"]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"text": "a"', r"line 2 of .*a\.jsonl is not JSON"),
+        ("[" * 100_000, r"line 2 of .*a\.jsonl is not JSON \(maximum recursion depth"),
         ("[1]", r"line 2 of .*a\.jsonl is list and no object: give objects with a field 'text'"),
         ('{"body": "a"}', r"line 2 of .*a\.jsonl has no text in the field 'text': give --json-key with one of 'body'"),
         ('{"text": 3}', r"line 2 of .*no text in the field 'text': give --json-key with a field that holds text"),

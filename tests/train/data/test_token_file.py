@@ -98,3 +98,9 @@ def test_an_id_out_of_range_is_refused_with_its_place(
     file = token_bytes(tmp_path / "a", ids, "<i4")
     with pytest.raises(ConfigurationError, match=f"token {place} of .*a has id {wrong}, and ids are 0 to 6"):
         digest((file,), 7)
+
+
+def test_an_empty_npy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"a\.npy is no \.npy file of numbers .*: give token ids"):
+        npy_tokens(tmp_path / "a.npy")

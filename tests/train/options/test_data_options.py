@@ -20,7 +20,22 @@ def test_splits_are_shares(text: str, split: Split) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "95", "95,", "95,five", "100,0", "0,1", "1,2,3,4", "-1,2", "nan,1", "inf,1", "1,1,-1"]
+    "text",
+    [
+        "",
+        "95",
+        "95,",
+        "95,five",
+        "100,0",
+        "0,1",
+        "1,2,3,4",
+        "-1,2",
+        "nan,1",
+        "inf,1",
+        "1,1,-1",
+        "1e308,1e308,1e308",
+        "1,1e-320,1e308",
+    ],
 )
 def test_other_splits_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--split {text} is not possible: give two numbers above 0"):
@@ -49,6 +64,10 @@ BAD = [
         "--vocab-size does nothing with --tokenizer-type HuggingFaceTokenizer",
     ),
     ("--tokenizer-type bpe --vocab-size 256", "--vocab-size 256 is less than the 256 bytes and the end of a text"),
+    (
+        f"--tokenizer-type NullTokenizer --vocab-size {2**31 + 1} --data-path x",
+        f"--vocab-size {2**31 + 1} is not possible: give at most {2**31}",
+    ),
     (
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --eod-mask-loss",
         "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer",

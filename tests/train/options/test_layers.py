@@ -174,3 +174,23 @@ def test_the_strategy_without_a_flag_is_that_of_megatrons_command_line() -> None
     assert parse_options(["--use-megatron-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
     assert parse_options(["--use-custom-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
     assert parse_options([]).ddp.data_parallel_sharding_strategy == "no_shard"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("preset: tiny\nlr: 0.1\nlr: 0.2\n", "gives 'lr' twice, in lines 2 and 3: give it once"),
+        ("training: {seed: 1}\nmodel: {}\ntraining: {seed: 2}\n", "gives 'training' twice, in lines 1 and 3"),
+        ("training:\n  seed: 1\n  seed: 1\n", "gives 'seed' twice, in lines 2 and 3"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_lines(write: Write, text: str, said: str) -> None:
+    assert said in refusal(write(text))
+
+
+def test_two_files_are_refused(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("preset: tiny\n")
+    with pytest.raises(SystemExit) as caught:
+        read(path, "--config other.yaml")
+    assert caught.value.code == 2
+    assert f"error: --config is given twice ({path} and other.yaml): give one file" in capsys.readouterr().err

@@ -98,6 +98,11 @@ def test_the_job_has_the_schedule_of_the_flags() -> None:
     assert resolve(parse_options(words.split()), World(1, "cpu")).schedule == Schedule(0.2, 0.02, "WSD", 5, 24, 7)
 
 
+def test_a_share_that_comes_out_even_is_not_rounded_down() -> None:
+    words = "--preset tiny --train-iters 100 --lr-warmup-fraction 0.58"
+    assert resolve(parse_options(words.split()), World(1, "cpu")).schedule.warmup_steps == 58
+
+
 def test_a_share_of_the_decay_is_rounded_down() -> None:
     words = "--preset tiny --train-iters 29"
     assert resolve(parse_options(words.split()), World(1, "cpu")).schedule.warmup_steps == 2

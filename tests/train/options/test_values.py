@@ -266,3 +266,8 @@ def test_every_number_has_bounds() -> None:
 )
 def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> None:
     assert in_flags(message) == expected
+
+
+def test_a_seed_is_what_generators_take() -> None:
+    assert job_of(f"{RUN} --seed {2**63 - 1}").options.training.seed == 2**63 - 1
+    assert refusal(f"{RUN} --seed {2**63}") == f"--seed {2**63} is not possible: give 0 to {2**63 - 1}"

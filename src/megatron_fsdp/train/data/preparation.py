@@ -10,18 +10,20 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
 from megatron_fsdp.train.data.indexed import open_indexed
 from megatron_fsdp.train.data.prepared import SIDE_FILE, TOKENIZER_FILE, Prepared, read_prepared, write_prepared
-from megatron_fsdp.train.data.sources import SavedDataset, Source, TokenIds, find_source, listing
+from megatron_fsdp.train.data.sources import SavedDataset, Source, TextFiles, TokenIds, find_source, listing
 from megatron_fsdp.train.data.texts import Documents, dataset_bytes
 from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, digest, npy_tokens
 from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
     TokenizerVocabulary,
     load_tokenizer,
+    said_ends,
     tokenizer_file,
     train_bpe,
 )
@@ -32,7 +34,7 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import Split, parse_split
 
-VERSION = 1  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 2  # of the folder of tokens; raise it when the same text gives other tokens
 _FORGOTTEN_S = 3600.0  # after so long without a change, what a preparation left was killed
 
 
@@ -112,7 +114,8 @@ def folder_name(options: Options, source: Source) -> str:
     data = options.data
     model = None
     if data.tokenizer_model is not None:
-        model = hashlib.sha256(tokenizer_file(data.tokenizer_model).read_bytes()).hexdigest()
+        file = tokenizer_file(data.tokenizer_model)
+        model = [hashlib.sha256(file.read_bytes()).hexdigest(), *said_ends(file)]
     facts = [VERSION, listing(source), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
     return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
@@ -159,7 +162,7 @@ def read_data(job: Job, folder: Path) -> TokenData:
     Raises:
         ConfigurationError: It is damaged, or too little for one sample.
     """
-    made, _ = tokens_folder(job.options, folder)
+    made, source = tokens_folder(job.options, folder)
     prepared = read_prepared(made)
     for name, file in (("training", prepared.training), ("held-out", prepared.held_out)):
         if file.count <= job.seq_length:
@@ -174,7 +177,7 @@ def read_data(job: Job, folder: Path) -> TokenData:
         _read_vocabulary(job.options, prepared, made),
         prepared.checksum,
         prepared.training,
-        prepared.notes,
+        (*prepared.notes, *_left_out_notes(source)),
     )
 
 
@@ -194,7 +197,7 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
         vocabulary.save(folder / TOKENIZER_FILE)
     encoded = encode_documents(documents, vocabulary, split, folder)
     if encoded.training.count + encoded.held_out.count == 0:
-        raise ConfigurationError(f"--data-path {source.root} holds no UTF-8 text: give a file or a folder with some")
+        _refuse_nothing(documents, options.data.split)
     if options.is_given("json_key") and not documents.uses_key:
         raise ConfigurationError(
             f"--json-key {options.data.json_key} does nothing, since --data-path {source.root} holds no JSON lines and "
@@ -209,6 +212,20 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
         digest((encoded.training, encoded.held_out), vocabulary.vocab_size),
         _notes(documents, is_cut=encoded.is_cut),
     )
+
+
+def _refuse_nothing(documents: Documents, split: str) -> NoReturn:
+    """Say why there are no tokens at all.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    root = documents.source.root
+    if any(next(document, None) is not None for document in documents):
+        raise ConfigurationError(
+            f"--split {split} leaves all texts of --data-path {root} aside: give a smaller third number, or more texts"
+        )
+    raise ConfigurationError(f"--data-path {root} holds no UTF-8 text: give a file or a folder with some")
 
 
 def _vocabulary_of(options: Options, documents: Documents, split: Split) -> Vocabulary:
@@ -232,6 +249,15 @@ def _notes(documents: Documents, *, is_cut: bool) -> tuple[str, ...]:
     if is_cut:
         notes.append("documents are too few or too unequal to split, so the end of the text is held out")
     return tuple(notes)
+
+
+def _left_out_notes(source: Source) -> tuple[str, ...]:
+    """What is said of folders of earlier runs; not kept with the tokens, which are the same with more such folders."""
+    if not isinstance(source, TextFiles) or not source.left_out:
+        return ()
+    count = len(source.left_out)
+    words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
+    return (f"{words} left out, first {source.left_out[0]}",)
 
 
 def _prepare_ids(options: Options, source: TokenIds, split: Split, folder: Path) -> Prepared:

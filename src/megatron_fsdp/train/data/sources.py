@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.indexed import bin_of, idx_of
 
 LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+_RUN_MARKS = {"applied.json", "metrics.jsonl"}
+_TOKENS_MARKS = {"data.json", "training.bin", "training.idx"}
+_CHECKPOINT = re.compile(r"iter_\d{7,18}", re.ASCII)
 _DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
 
 
@@ -24,10 +29,12 @@ class TextFiles:
     Attributes:
         root: What was named.
         files: Candidates, in an order that depends on names only; some may turn out not to be text.
+        left_out: Folders of results of earlier runs.
     """
 
     root: Path
     files: tuple[Path, ...]
+    left_out: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,22 +95,46 @@ def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
         return TextFiles(path, (path,))
     if any(mark <= {file.name for file in path.iterdir()} for mark in _DATASET_MARKS):
         return SavedDataset(path, tuple(sorted(file for file in path.rglob("*") if file.is_file())))
-    return TextFiles(path, tuple(walk(path, outputs=outputs)))
+    left_out: list[Path] = []
+    return TextFiles(path, tuple(walk(path, outputs=outputs, left_out=left_out)), tuple(left_out))
 
 
-def walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS, outputs: Collection[Path] = ()) -> Iterator[Path]:
+def walk(
+    folder: Path,
+    skipped: frozenset[str] = SKIPPED_FOLDERS,
+    outputs: Collection[Path] = (),
+    left_out: list[Path] | None = None,
+) -> Iterator[Path]:
     """Yield the files below a folder in the order of their names; hidden files and folders are left out.
+
+    Links to folders are followed; a folder that is reached more than once, as by a link in a circle, is entered once.
 
     Args:
         folder: Where to begin.
         skipped: Names of folders that are not entered.
         outputs: Absolute paths of folders that are not entered.
+        left_out: Where given, folders below the first that earlier runs left are not entered, and noted in it.
     """
-    for place, subfolders, names in os.walk(folder):
-        here = Path(place).absolute()
-        entered = (name for name in subfolders if name not in skipped and not name.startswith("."))
-        subfolders[:] = sorted(name for name in entered if here / name not in outputs)
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+    written, seen = {os.path.realpath(path) for path in outputs}, set()
+    for place, subfolders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        if here in seen or (here in written and place != str(folder)):
+            subfolders.clear()
+            continue
+        seen.add(here)
+        if left_out is not None and place != str(folder) and is_of_a_run(Path(place).name, {*subfolders, *names}):
+            left_out.append(Path(place))
+            subfolders.clear()
+            continue
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith(".") and name != POINTER)
+
+
+def is_of_a_run(name: str, contents: Collection[str]) -> bool:
+    """Whether a folder of this name and with these entries holds the results of a run, its tokens, or a checkpoint."""
+    found = set(contents)
+    is_checkpoint = _CHECKPOINT.fullmatch(name) is not None and MARK_OF_WHOLE in found
+    return found >= _RUN_MARKS or (name.startswith("tokens-") and found >= _TOKENS_MARKS) or is_checkpoint
 
 
 def listing(source: Source) -> list[tuple[str, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import SavedDataset, TextFiles
 
 PIECE = 2**20  # characters; a longer document is tokenized in pieces that end with a line where there is one
+_LARGEST_ARRAY = 2**28  # bytes of a JSON array, which is read as a whole
+_BEGINNING = 1024  # bytes of a file in which its first character is looked for
 _ROWS = 256  # of a data set, read in one go
 
 Document = Iterator[str]
@@ -51,6 +54,9 @@ class Documents:
         if is_json_lines(file):
             self.uses_key = True
             yield from map(pieces_of, json_texts(file, self.json_key))
+        elif found := json_array(file):
+            self.uses_key = self.uses_key or isinstance(found[0], dict)
+            yield from map(pieces_of, array_texts(found, self.json_key, file))
         elif is_text(file):
             yield file_pieces(file)
         elif file == self.source.root:
@@ -69,7 +75,7 @@ def is_text(file: Path) -> bool:
 
 def file_pieces(file: Path) -> Document:
     """Yield the text of a file."""
-    with file.open(encoding="utf-8", newline="") as opened:
+    with file.open(encoding="utf-8-sig", newline="") as opened:  # a byte order mark is no text
         while piece := opened.read(PIECE):
             yield piece + opened.readline(PIECE)
 
@@ -86,13 +92,57 @@ def pieces_of(text: str) -> Document:
 
 def is_json_lines(file: Path) -> bool:
     """Whether a file is called .jsonl, or is called .json and begins with an object in one line."""
-    if file.suffix != ".json":
-        return file.suffix == ".jsonl"
+    kind = file.suffix.lower()
+    if kind != ".json":
+        return kind == ".jsonl"
     try:
         with file.open("rb") as opened:
             return isinstance(json.loads(opened.readline()), dict)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
+
+
+def json_array(file: Path) -> list[dict[str, Any]] | list[str]:
+    """Return what lies in a file that is called .json and holds one array of objects or of strings; else nothing.
+
+    Raises:
+        ConfigurationError: It begins as an array and is too large to be read as a whole.
+    """
+    if file.suffix.lower() != ".json" or not _begins_as_array(file):
+        return []
+    size = file.stat().st_size
+    if size > _LARGEST_ARRAY:
+        raise ConfigurationError(
+            f"{file} begins as one JSON array, and its {size:,} bytes would have to be read as a whole: write JSON "
+            "lines, one object a line, which are read one by one"
+        )
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    is_one_kind = isinstance(found, list) and any(all(isinstance(item, kind) for item in found) for kind in (dict, str))
+    return found if is_one_kind else []
+
+
+def _begins_as_array(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    except OSError:
+        return False
+
+
+def array_texts(found: list[dict[str, Any]] | list[str], key: str, file: Path) -> Iterator[str]:
+    """Yield the texts of an array of a file.
+
+    Raises:
+        ConfigurationError: An object has no text in the field; names its number.
+    """
+    for number, item in enumerate(found, 1):
+        if isinstance(item, str):
+            yield whole_characters(item)
+        else:
+            yield _text_of(item, key, f"object {number} of {file}")
 
 
 def json_texts(file: Path, key: str) -> Iterator[str]:
@@ -110,10 +160,14 @@ def json_texts(file: Path, key: str) -> Iterator[str]:
 def _text_in(line: bytes, key: str, place: str) -> str:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
     if not isinstance(found, dict):
         raise ConfigurationError(f"{place} is {type(found).__name__} and no object: give objects with a field {key!r}")
+    return _text_of(found, key, place)
+
+
+def _text_of(found: dict[str, Any], key: str, place: str) -> str:
     text = found.get(key)
     if not isinstance(text, str):
         fields = [name for name, value in found.items() if isinstance(value, str)]

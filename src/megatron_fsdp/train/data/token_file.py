@@ -80,7 +80,7 @@ def npy_tokens(path: Path) -> TokenFile:
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigurationError(f"{path} is no .npy file of numbers ({error}): give token ids") from None
     if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigurationError(

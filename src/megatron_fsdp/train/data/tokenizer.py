@@ -93,8 +93,7 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  # the library raises nothing more special
         raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
-    said = [_said_end(file.with_name(name)) for name in _SETTINGS]
-    for end in (*said, *ENDS):
+    for end in (*said_ends(file), *ENDS):
         if end is not None and tokenizer.token_to_id(end) is not None:
             return TokenizerVocabulary(tokenizer, end)
     raise ConfigurationError(
@@ -113,6 +112,11 @@ def tokenizer_file(path: Path) -> Path:
     if not file.is_file():
         raise ConfigurationError(f"--tokenizer-model {path} has no {_FILE}: give such a file, or a folder with one")
     return file
+
+
+def said_ends(file: Path) -> list[str | None]:
+    """Return what the settings beside a tokenizer.json say ends a text; None where one says nothing."""
+    return [_said_end(file.with_name(name)) for name in _SETTINGS]
 
 
 def _said_end(path: Path) -> str | None:

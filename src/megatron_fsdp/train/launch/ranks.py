@@ -49,7 +49,9 @@ class Rank:
 
 
 @contextmanager
-def join_ranks(device_type: str, timeout: timedelta | None = None) -> Iterator[Rank]:
+def join_ranks(
+    device_type: str, timeout: timedelta | None = None, backend: Literal["auto", "nccl", "gloo"] = "auto"
+) -> Iterator[Rank]:
     """Join the process group of all ranks; leave it in good order when all went well.
 
     Ranks that our launcher started meet by way of a file, others as torchrun says. Where all of them are on
@@ -58,6 +60,7 @@ def join_ranks(device_type: str, timeout: timedelta | None = None) -> Iterator[R
     Args:
         device_type: Such as `cpu` or `cuda`.
         timeout: How long a collective may take; None: as long as the back end allows.
+        backend: Of the process group; auto is the one that PyTorch has for the device.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)
@@ -66,14 +69,14 @@ def join_ranks(device_type: str, timeout: timedelta | None = None) -> Iterator[R
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         for name, interface in loopback_interface().items():
             os.environ.setdefault(name, interface)
-    backend = dist.get_default_backend_for_device(device)
+    chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
     file = os.environ.get(STORE_FILE_VARIABLE)
     if file is None:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(chosen, timeout=timeout)
     else:
         index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # public, and not in its list of names
-        dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
+        dist.init_process_group(chosen, store=store, rank=index, world_size=count, timeout=timeout)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
     dist.barrier()  # nobody leaves while a peer still needs the connection
     dist.destroy_process_group()

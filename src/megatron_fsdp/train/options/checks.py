@@ -39,6 +39,7 @@ _AT_LEAST_ZERO = {
     "data": "num_workers",
     "recovery": "max_restarts max_nan_steps max_failed_saves",
 }
+_SEEDS = 2**63  # below it, generators take a seed as it is
 _BELOW_ONE = {"optimizer": "lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum"}
 
 
@@ -57,6 +58,8 @@ def check_options(options: Options) -> None:
     for name, value in _numbers(options, _AT_LEAST_ZERO):
         if not 0 <= value < float("inf"):
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 0 or more")
+    if options.training.seed >= _SEEDS:
+        raise ConfigurationError(f"--seed {options.training.seed} is not possible: give 0 to {_SEEDS - 1}")
     for name, value in _numbers(options, _BELOW_ONE):
         if not 0 <= value < 1:
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 0 or more, and less than 1")

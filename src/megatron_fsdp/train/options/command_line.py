@@ -69,7 +69,7 @@ def make_parser() -> TrainParser:
     parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE, formatter_class=HelpText)
     start = parser.add_argument_group("where to begin")
     start.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML with options by their names; flags win over it"
+        "--config", type=Path, metavar="FILE", action=_Once, help="YAML with options by their names; flags win over it"
     )
     start.add_argument("--preset", choices=list(PRESETS), help="options that suit a model size; all others win over it")
     for attribute, cls in SECTIONS.items():
@@ -105,6 +105,16 @@ def parse_options(argv: Sequence[str]) -> Options:
     if preset is not None:
         layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
     return assemble(tuple(layers), explained)
+
+
+class _Once(argparse.Action):
+    """Sets a value, and notes that there was one where the flag is given again."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            first = getattr(namespace, self.dest)
+            _note(namespace, _WRONG, f"{option_string} is given twice ({first} and {values}): give one file")
+        setattr(namespace, self.dest, values)
 
 
 class _Explain(argparse.Action):

@@ -15,6 +15,30 @@ WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_p
 """Options that name a place to write to."""
 
 _OPEN = {"ddp", *SECTIONS}
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _TwiceError(Exception):
+    """A key stands twice in one mapping."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """The safe loader, which would let the last of two equal keys win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As the safe loader's.
+
+        Raises:
+            _TwiceError: A key stands twice; with its name and line.
+        """
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise _TwiceError(f"gives {key.value!r} twice, in lines {lines[key.value]} and {line}")
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
 
 
 def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
@@ -30,10 +54,12 @@ def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
             that lies elsewhere.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--config {path} cannot be read ({error}): give a YAML file") from None
-    except yaml.YAMLError as error:
+    except _TwiceError as error:
+        raise ConfigurationError(f"--config {path} {error}: give it once") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(found, Mapping):
         raise ConfigurationError(f"--config {path} is not a mapping of options to values")

@@ -7,6 +7,7 @@ from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import parse_split
 
 _SMALLEST_BPE = 257  # 256 bytes and the end of a text
+_MOST_IDS = 2**31  # of the widest type that token files have, int32
 
 
 def check_data(options: Options) -> None:
@@ -39,6 +40,8 @@ def check_data(options: Options) -> None:
             f"--vocab-size {data.vocab_size} is less than the 256 bytes and the end of a text: give {_SMALLEST_BPE} or "
             "more"
         )
+    if data.vocab_size is not None and data.vocab_size > _MOST_IDS:
+        raise ConfigurationError(f"--vocab-size {data.vocab_size} is not possible: give at most {_MOST_IDS}")
     _check_ids(options)
 
 

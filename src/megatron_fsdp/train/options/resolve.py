@@ -32,6 +32,7 @@ def resolve(options: Options, world: World) -> Job:
     check_options(options)
     check_model(options)
     notices = list(options.explained)
+    _check_backend(options, world)
     engine = _engine(options)
     sizes = _sizes(options, world, engine)
     dtype = _dtype(options, world)
@@ -93,6 +94,14 @@ def _engine(options: Options) -> EngineName:
     return "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
 
 
+def _check_backend(options: Options, world: World) -> None:
+    if options.parallel.distributed_backend == "nccl" and world.device_type == "cpu":
+        raise ConfigurationError(
+            "--distributed-backend nccl does not go with --device cpu, which it cannot reach: give gloo, or leave it "
+            "out"
+        )
+
+
 def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
     parallel = options.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -131,7 +140,7 @@ def _schedule(options: Options, train_iters: int) -> Schedule:
         raise ConfigurationError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}: give less")
     warmup = optimizer.lr_warmup_iters
     if optimizer.lr_warmup_fraction is not None:
-        warmup = int(optimizer.lr_warmup_fraction * decay)
+        warmup = int(round(optimizer.lr_warmup_fraction * decay, 6))  # 0.58 x 100 is a little less than 58
     if warmup >= decay:
         raise ConfigurationError(
             f"--lr-warmup-iters {warmup} does not end within {decay} steps: give fewer, or more --train-iters or "

@@ -33,11 +33,11 @@ def parse_split(text: str) -> Split:
         parts = [float(part) for part in text.split(",")]
     except ValueError:
         parts = []
-    is_possible = len(parts) in (2, 3) and all(0 <= part < math.inf for part in parts) and min(parts[:2]) > 0
-    if not is_possible:
+    total = sum(parts)
+    is_possible = len(parts) in (2, 3) and all(part >= 0 for part in parts) and 0 < total < math.inf
+    if not is_possible or min(part / total for part in parts[:2]) <= 0:
         raise ConfigurationError(
             f"--split {text} is not possible: give two numbers above 0, to train on and to hold out, such as 95,5, and "
             "a third for what is left aside, if you like"
         )
-    total = sum(parts)
     return Split(parts[0] / total, parts[1] / total, (parts[2] if len(parts) == 3 else 0.0) / total)
