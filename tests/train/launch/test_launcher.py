@@ -130,6 +130,28 @@ def test_error_goes_to_the_file_of_torchrun(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "disk"
 
 
+def test_exit_code_survives_where_the_error_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gone" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
+    assert "HungError: rank 2 is away" in capsys.readouterr().err
+    cause = find_cause({0: failed(0, path, exitcode=1), 1: failed(1, path, exitcode=5)})
+    assert (cause.rank, cause.code, cause.text) == (1, 5, "it ended with exit code 5 and without a word")
+
+
+def test_half_an_error_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_disk(_: object, path: Path) -> None:
+        path.write_text('{"mess')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_fsdp.train.launch.failures.write_failure", fill_disk)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
