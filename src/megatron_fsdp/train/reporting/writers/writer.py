@@ -9,7 +9,6 @@ from typing import Protocol
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
-
 _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 
 
