@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.launch.crew import tidy_after_launcher
 from megatron_fsdp.train.launch.failures import EXIT_USAGE, report_failure
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
 from megatron_fsdp.train.launch.ranks import Rank, join_ranks, reduce_values
@@ -58,7 +60,9 @@ def run_rank(argv: Sequence[str]) -> int:
             run_job(resolve_here(options, rank.count, agree_on_restarts(rank)), rank)
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
-        sys.stderr.flush()
+        tidy_after_launcher(os.environ)
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +21,9 @@ GRACE_S = 5.0
 """Between being asked to end and being killed; where a peer is gone there is nothing left to save."""
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
 """Names the file by which ranks of one machine find each other; no port is opened for that."""
+LAUNCHER_VARIABLE = "MEGATRON_FSDP_LAUNCHER_PID"
+"""The process that starts the ranks; it may be gone before a rank can ask the system for its parent."""
+FOLDER_PREFIX = "mfsdp-run-"
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,21 @@ class Start:
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCHELASTIC_RUN_ID": self.run_id,
             ERROR_FILE_VARIABLE: str(self.error_file(rank)),
+            LAUNCHER_VARIABLE: str(os.getpid()),
             STORE_FILE_VARIABLE: str(self.folder / f"store-{self.restart}"),
         }
+
+
+def launcher_of(environment: Mapping[str, str]) -> int:
+    """The process that started this rank: ours by its own word, else the parent."""
+    return int(environment.get(LAUNCHER_VARIABLE, os.getppid()))
+
+
+def tidy_after_launcher(environment: Mapping[str, str]) -> None:
+    """Remove the folder between launcher and ranks, where the launcher was killed and cannot do it itself."""
+    folder = Path(environment.get(STORE_FILE_VARIABLE, "")).parent
+    if os.getppid() != launcher_of(environment) and folder.name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Crew:

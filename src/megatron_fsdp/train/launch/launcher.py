@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.crew import GRACE_S, POLL_S, Crew, Start
+from megatron_fsdp.train.launch.crew import FOLDER_PREFIX, GRACE_S, POLL_S, Crew, Start
 from megatron_fsdp.train.launch.failures import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, Failure, find_cause
 from megatron_fsdp.train.launch.network import loopback_interface
 
@@ -122,7 +122,7 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     environment = {**os.environ, **rank_environment(os.environ, ranks, count_cores())}
     command = (sys.executable, "-m", MODULE, *argv)
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") or datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    with tempfile.TemporaryDirectory(prefix="mfsdp-run-") as folder, _asking() as asked:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder, _asking() as asked:
         restart = 0
         while True:
             crew = Crew(Start(command, ranks, run_id, restart, max_restarts, Path(folder)), environment)
