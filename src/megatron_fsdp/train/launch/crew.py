@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_fsdp.train.launch.failures import ERROR_FILE_VARIABLE
+from megatron_fsdp.train.launch.failures import ERROR_FILE_VARIABLE, INTERRUPTED_FILE_VARIABLE
 
 POLL_S = 0.05
 GRACE_S = 5.0
@@ -50,6 +50,11 @@ class Start:
         """Where a rank writes why it failed."""
         return self.folder / f"error-{self.restart}-{rank}.json"
 
+    @property
+    def interrupted_file(self) -> Path:
+        """What is there once ranks have ended because one of them was asked to."""
+        return self.folder / f"interrupted-{self.restart}"
+
     def environment(self, rank: int) -> dict[str, str]:
         """What a rank is told, by the names that torchrun uses."""
         return {
@@ -62,6 +67,7 @@ class Start:
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCHELASTIC_RUN_ID": self.run_id,
             ERROR_FILE_VARIABLE: str(self.error_file(rank)),
+            INTERRUPTED_FILE_VARIABLE: str(self.interrupted_file),
             LAUNCHER_VARIABLE: str(os.getpid()),
             STORE_FILE_VARIABLE: str(self.folder / f"store-{self.restart}"),
         }
@@ -105,6 +111,11 @@ class Crew:
             codes = [process.poll() for process in self._processes]
             failed = {rank: code for rank, code in enumerate(codes) if code}
         return {rank: self._failure(rank, code) for rank, code in failed.items()}
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether ranks that ended well did so because one of them was asked to."""
+        return self._start.interrupted_file.exists()
 
     def ask_to_end(self) -> None:
         """Tell every rank, and not the workers that it may have, that it should end."""

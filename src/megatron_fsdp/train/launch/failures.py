@@ -37,11 +37,14 @@ ENDS: Mapping[int, str] = {
     EXIT_NOT_SAVED: "more saves in a row than --max-failed-saves failed, or the last one",
     EXIT_KILLED: "a rank was ended by a signal from outside",
     EXIT_INTERRUPTED: "Ctrl-C",
-    EXIT_TERMINATED: "SIGTERM, or the terminal was closed",
+    EXIT_TERMINATED: "SIGTERM, to the launcher or to a rank that could save, or the terminal was closed",
 }
 """Every exit code of the program, where this package started the ranks, and what it means."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
+
+INTERRUPTED_FILE_VARIABLE = "MEGATRON_FSDP_INTERRUPTED_FILE"
+"""Names the file that tells our launcher of ranks that saved and ended with 0 because one was asked to end."""
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 _USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
@@ -156,6 +159,14 @@ def _hand_over(error: BaseException, path: Path) -> bool:
             path.unlink()  # half a file would hide the exit code
         return False
     return True
+
+
+def note_interruption() -> None:
+    """Leave word for our launcher that ranks end well and not all steps are done; torchrun asks for no such word."""
+    file = os.environ.get(INTERRUPTED_FILE_VARIABLE)
+    if file is not None:
+        with suppress(OSError):  # saved is saved
+            Path(file).touch()
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:
