@@ -6,14 +6,17 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.launch.crew import tidy_after_launcher
 from megatron_fsdp.train.launch.failures import EXIT_USAGE, report_failure
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
-from megatron_fsdp.train.launch.ranks import join_ranks
+from megatron_fsdp.train.launch.ranks import Rank, join_ranks, reduce_values
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.environment import with_environment
 from megatron_fsdp.train.options.job import Job, World
@@ -56,21 +59,39 @@ def run_rank(argv: Sequence[str]) -> int:
         parallel = options.parallel
         device_type = find_device_type(parallel.device)
         with join_ranks(device_type, collective_timeout(options), parallel.distributed_backend) as rank:
-            run_job(resolve_here(options, rank.count), rank)
+            run_job(resolve_here(options, rank.count, agree_on_restarts(rank)), rank)
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
-        sys.stderr.flush()
+        tidy_after_launcher(os.environ)
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
     return 0
 
 
-def resolve_here(options: Options, ranks: int) -> Job:
+def count_restarts() -> int:
+    """How often the ranks were started before, as far as whoever started this process knows."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def agree_on_restarts(rank: Rank) -> int:
+    """The most that any rank knows of; collective. An agent of torchrun that comes back on its machine counts anew."""
+    (restarts,) = reduce_values(rank, [float(count_restarts())], "max")
+    return int(restarts)
+
+
+def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
     """The job of these options on this machine, with what its environment adds.
+
+    Args:
+        options: What was asked for.
+        ranks: How many there are.
+        restarts: How often they were started before; the same on all of them.
 
     Raises:
         ConfigurationError: As `resolve` and `check_environment`.
     """
-    world = world_of(options, ranks)
+    world = replace(world_of(options, ranks), restarts=restarts)
     return with_environment(resolve(options, world), world, os.environ)
 
 
@@ -88,8 +109,7 @@ def world_of(options: Options, ranks: int) -> World:
     """
     device_type = find_device_type(options.parallel.device)
     multiplies_bf16 = device_type != "cpu" or cpu_multiplies_bf16()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return World(ranks, device_type, multiplies_bf16, restarts, is_before_blackwell(device_type))
+    return World(ranks, device_type, multiplies_bf16, count_restarts(), is_before_blackwell(device_type))
 
 
 def is_before_blackwell(device_type: str) -> bool:

@@ -21,6 +21,7 @@ from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
+from megatron_fsdp.train.launch.failures import note_interruption
 from megatron_fsdp.train.launch.ranks import Rank, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
@@ -121,6 +122,7 @@ def run_job(job: Job, rank: Rank) -> None:
         if keeper.is_finished:
             return
         if outcome.is_interrupted:
+            note_interruption()
             console.print(
                 f"stopped and saved after {outcome.progress.steps} steps; --load {job.options.checkpoint.save} goes on "
                 "from there"

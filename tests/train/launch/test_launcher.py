@@ -1,4 +1,7 @@
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,9 +11,18 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.crew import Start
-from megatron_fsdp.train.launch.failures import ENDS, Failure, HungError, find_cause, report_failure, write_failure
-from megatron_fsdp.train.launch.launcher import choose_ranks, find_device_type, is_rank, rank_environment
-from tests.support.source_tree import ROOT
+from megatron_fsdp.train.launch.failures import (
+    ENDS,
+    Failure,
+    HungError,
+    find_cause,
+    note_interruption,
+    report_failure,
+    write_failure,
+)
+from megatron_fsdp.train.launch.launcher import _asking, choose_ranks, find_device_type, is_rank, rank_environment
+from tests.support.source_tree import ROOT, SOURCE
+from tests.support.train_program import environment
 
 
 @pytest.mark.parametrize(
@@ -51,7 +63,13 @@ def test_ranks_are_told_what_torchrun_would_tell_them_and_a_new_file_for_each_st
         "LOCAL_WORLD_SIZE": "3",
     }
     changed = {name for name in first if first[name] != second[name]}
-    assert changed == {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "MEGATRON_FSDP_STORE_FILE"}
+    assert changed == {
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_ERROR_FILE",
+        "MEGATRON_FSDP_STORE_FILE",
+        "MEGATRON_FSDP_INTERRUPTED_FILE",
+    }
+    assert first["MEGATRON_FSDP_LAUNCHER_PID"] == str(os.getpid())
     assert "MASTER_PORT" not in first
 
 
@@ -130,6 +148,28 @@ def test_error_goes_to_the_file_of_torchrun(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "disk"
 
 
+def test_exit_code_survives_where_the_error_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gone" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
+    assert "HungError: rank 2 is away" in capsys.readouterr().err
+    cause = find_cause({0: failed(0, path, exitcode=1), 1: failed(1, path, exitcode=5)})
+    assert (cause.rank, cause.code, cause.text) == (1, 5, "it ended with exit code 5 and without a word")
+
+
+def test_half_an_error_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_disk(_: object, path: Path) -> None:
+        path.write_text('{"mess')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_fsdp.train.launch.failures.write_failure", fill_disk)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,3 +178,49 @@ def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
     assert capsys.readouterr().err == ""
     report_failure(raised(ConfigurationError("no text")), rank=0)
     assert capsys.readouterr().err.endswith("ConfigurationError: no text\n")
+
+
+def test_signals_that_are_ignored_at_the_start_stay_ignored() -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        with _asking() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert (asked.number, asked.times) == (0, 0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (asked.number, asked.exit_code) == (signal.SIGTERM, 143)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_word_of_an_interruption_is_left_where_a_launcher_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_FSDP_INTERRUPTED_FILE", raising=False)
+    note_interruption()
+    start = Start(("x",), 1, "r", 0, 0, tmp_path)
+    monkeypatch.setenv("MEGATRON_FSDP_INTERRUPTED_FILE", start.environment(0)["MEGATRON_FSDP_INTERRUPTED_FILE"])
+    note_interruption()
+    assert list(tmp_path.iterdir()) == [start.interrupted_file]
+
+
+@pytest.mark.parametrize("entry", [("-m", "megatron_fsdp.train"), (str(ROOT / "pretrain_gpt.py"),)])
+def test_ctrl_c_while_the_program_is_imported_shows_nothing(entry: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING)
+    env = environment(PYTHONPATH=f"{tmp_path}:{SOURCE}")
+    ended = subprocess.run([sys.executable, *entry, "--help"], env=env, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
+
+
+_INTERRUPTING = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron_fsdp.train.program":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""

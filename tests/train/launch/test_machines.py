@@ -11,6 +11,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch import machines
 from megatron_fsdp.train.launch.machines import is_first_here, require_same, work_on_machines
 from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.program import agree_on_restarts
 from tests.conftest import RunRanks
 
 
@@ -81,3 +82,17 @@ def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.Monke
     assert [is_first_here(Rank(index, 2, torch.device("cpu"), 1)) for index in (0, 1)] == [True, False]
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert is_first_here(Rank(8, 16, torch.device("cpu"), 1))
+
+
+def agreed(counts: list[str]) -> int:
+    rank = this_rank()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[rank.index]
+    try:
+        return agree_on_restarts(rank)
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, agreed, ["1", "0"]) == [1, 1]
+    assert run_ranks(2, agreed, ["0", "0"]) == [0, 0]

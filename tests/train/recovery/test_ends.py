@@ -108,6 +108,25 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'",
+    ],
+)
+def test_what_drivers_and_libraries_say_counts_as_out_of_memory(words: str) -> None:
+    assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(ValueError(words))
+
+
+def test_other_errors_of_a_device_are_none_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(RuntimeError("NCCL error: remote process exited or there was a network error"))
+
+
 def told_before_the_first_step() -> str:
     return memory_told(MemoryError("no room"), job_of("--micro-batch-size", "1"), this_rank(), 0)
 

@@ -114,3 +114,11 @@ def test_a_writer_that_cannot_even_begin_is_left_out() -> None:
         [1],
         Evaluation(1, 1.0),
     ]
+
+
+def test_passwords_in_what_a_tracker_says_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> JsonLines:
+        raise ConnectionError("no answer from 'https://me:zq7@secret@host:5000/api', nor from http://host/a@b")
+
+    Careful(fail, "MLflow", print).start(Progress())
+    assert "(no answer from 'https://host:5000/api', nor from http://host/a@b)" in capsys.readouterr().out

@@ -81,6 +81,22 @@ def test_tensorboard_holds_every_step_once_after_a_restart(tmp_path: Path) -> No
     assert [(event.step, event.value) for event in found.Scalars("lm loss validation")] == [(5, 2.0)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_holds_every_step_once_where_nothing_was_saved_before_the_restart(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = job_of("--tensorboard-dir", str(tmp_path / "events"))
+    for steps in ((1, 2, 3), (1, 2)):
+        for writer in writers_of(job, tmp_path):
+            writer.start(Progress())
+            writer.on_steps([record(step) for step in steps])
+            writer.close()
+    found = EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("lm loss")] == [1, 2]
+
+
 def stand_in_for_wandb(calls: list[tuple[str, Any]]) -> types.ModuleType:
     """What the writer uses of wandb, with a note of every call."""
 

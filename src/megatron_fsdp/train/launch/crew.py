@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,13 +14,16 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_fsdp.train.launch.failures import ERROR_FILE_VARIABLE
+from megatron_fsdp.train.launch.failures import ERROR_FILE_VARIABLE, INTERRUPTED_FILE_VARIABLE
 
 POLL_S = 0.05
 GRACE_S = 5.0
 """Between being asked to end and being killed; where a peer is gone there is nothing left to save."""
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
 """Names the file by which ranks of one machine find each other; no port is opened for that."""
+LAUNCHER_VARIABLE = "MEGATRON_FSDP_LAUNCHER_PID"
+"""The process that starts the ranks; it may be gone before a rank can ask the system for its parent."""
+FOLDER_PREFIX = "mfsdp-run-"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Start:
         """Where a rank writes why it failed."""
         return self.folder / f"error-{self.restart}-{rank}.json"
 
+    @property
+    def interrupted_file(self) -> Path:
+        """What is there once ranks have ended because one of them was asked to."""
+        return self.folder / f"interrupted-{self.restart}"
+
     def environment(self, rank: int) -> dict[str, str]:
         """What a rank is told, by the names that torchrun uses."""
         return {
@@ -58,8 +67,22 @@ class Start:
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCHELASTIC_RUN_ID": self.run_id,
             ERROR_FILE_VARIABLE: str(self.error_file(rank)),
+            INTERRUPTED_FILE_VARIABLE: str(self.interrupted_file),
+            LAUNCHER_VARIABLE: str(os.getpid()),
             STORE_FILE_VARIABLE: str(self.folder / f"store-{self.restart}"),
         }
+
+
+def launcher_of(environment: Mapping[str, str]) -> int:
+    """The process that started this rank: ours by its own word, else the parent."""
+    return int(environment.get(LAUNCHER_VARIABLE, os.getppid()))
+
+
+def tidy_after_launcher(environment: Mapping[str, str]) -> None:
+    """Remove the folder between launcher and ranks, where the launcher was killed and cannot do it itself."""
+    folder = Path(environment.get(STORE_FILE_VARIABLE, "")).parent
+    if os.getppid() != launcher_of(environment) and folder.name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Crew:
@@ -88,6 +111,11 @@ class Crew:
             codes = [process.poll() for process in self._processes]
             failed = {rank: code for rank, code in enumerate(codes) if code}
         return {rank: self._failure(rank, code) for rank, code in failed.items()}
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether ranks that ended well did so because one of them was asked to."""
+        return self._start.interrupted_file.exists()
 
     def ask_to_end(self) -> None:
         """Tell every rank, and not the workers that it may have, that it should end."""

@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +37,19 @@ ENDS: Mapping[int, str] = {
     EXIT_NOT_SAVED: "more saves in a row than --max-failed-saves failed, or the last one",
     EXIT_KILLED: "a rank was ended by a signal from outside",
     EXIT_INTERRUPTED: "Ctrl-C",
-    EXIT_TERMINATED: "SIGTERM, or the terminal was closed",
+    EXIT_TERMINATED: "SIGTERM, to the launcher or to a rank that could save, or the terminal was closed",
 }
 """Every exit code of the program, where this package started the ranks, and what it means."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
 
+INTERRUPTED_FILE_VARIABLE = "MEGATRON_FSDP_INTERRUPTED_FILE"
+"""Names the file that tells our launcher of ranks that saved and ended with 0 because one was asked to end."""
+
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 _USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
+_TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_HUNG, EXIT_NOT_SAVED)
+"""Codes that nothing but this package ends a rank with, as good as certain: they hold without an error file."""
 _ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank may end because a peer did."""
 
@@ -130,14 +136,37 @@ def write_failure(error: BaseException, path: Path) -> None:
 
 
 def report_failure(error: BaseException, rank: int) -> int:
-    """Hand an error to torchrun, or show it where there is no torchrun; return the exit code."""
+    """Hand an error to torchrun, or show it where there is no torchrun or its file cannot be written.
+
+    Returns:
+        The exit code, whatever goes wrong with the report.
+    """
     code = exit_code_of(error)
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
-    if error_file is not None:
-        write_failure(error, Path(error_file))
-    elif rank == 0 or code != EXIT_USAGE:
-        traceback.print_exception(error)
+    with suppress(OSError, ValueError):  # standard error may be closed, too
+        is_told = error_file is not None and _hand_over(error, Path(error_file))
+        if not is_told and (error_file is not None or rank == 0 or code != EXIT_USAGE):
+            traceback.print_exception(error)
     return code
+
+
+def _hand_over(error: BaseException, path: Path) -> bool:
+    """Write the file that the launcher reads; whether it could be written, as not on a full disk."""
+    try:
+        write_failure(error, path)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()  # half a file would hide the exit code
+        return False
+    return True
+
+
+def note_interruption() -> None:
+    """Leave word for our launcher that ranks end well and not all steps are done; torchrun asks for no such word."""
+    file = os.environ.get(INTERRUPTED_FILE_VARIABLE)
+    if file is not None:
+        with suppress(OSError):  # saved is saved
+            Path(file).touch()
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:
@@ -147,7 +176,8 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
         noticed_ns = failure.timestamp * 10**9 + 10**9
         if failure.exitcode >= 0:
             text = f"it ended with exit code {failure.exitcode} and without a word"
-            return Failure(rank, text, EXIT_FAILED, noticed_ns, is_echo=True)
+            code = failure.exitcode if failure.exitcode in _TOLD_BY_CODE else EXIT_FAILED
+            return Failure(rank, text, code, noticed_ns, is_echo=code == EXIT_FAILED)
         name = signal.Signals(-failure.exitcode).name
         hint = ", as after kill -9 or when the machine's memory runs out" if name == "SIGKILL" else ""
         is_echo = -failure.exitcode in _ECHOES

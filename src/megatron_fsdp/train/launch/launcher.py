@@ -21,8 +21,8 @@ from types import FrameType
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.crew import GRACE_S, POLL_S, Crew, Start
-from megatron_fsdp.train.launch.failures import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, Failure, find_cause
+from megatron_fsdp.train.launch.crew import FOLDER_PREFIX, GRACE_S, POLL_S, Crew, Start
+from megatron_fsdp.train.launch.failures import EXIT_DONE, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, find_cause
 from megatron_fsdp.train.launch.network import loopback_interface
 
 CPU_RANKS = 2
@@ -122,7 +122,7 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     environment = {**os.environ, **rank_environment(os.environ, ranks, count_cores())}
     command = (sys.executable, "-m", MODULE, *argv)
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") or datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    with tempfile.TemporaryDirectory(prefix="mfsdp-run-") as folder, _asking() as asked:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder, _asking() as asked:
         restart = 0
         while True:
             crew = Crew(Start(command, ranks, run_id, restart, max_restarts, Path(folder)), environment)
@@ -133,7 +133,7 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
             if asked.number:
                 return _report_asked(cause, asked)
             if cause is None:
-                return EXIT_DONE
+                return _end_of(crew)
             if restart == max_restarts or not cause.is_worth_repeating:
                 return _report(cause)
             restart += 1
@@ -156,19 +156,28 @@ def _watch(crew: Crew, asked: Asked) -> Failure | None:
 
 @contextmanager
 def _asking() -> Iterator[Asked]:
-    """While the block runs, signals are noted."""
+    """While the block runs, signals are noted, but for those that whoever started us wants ignored, as nohup does."""
     asked = Asked()
 
     def note(number: int, _: FrameType | None) -> None:
         asked.number = asked.number or number
         asked.times += number == signal.SIGINT
 
-    before = {number: signal.signal(number, note) for number in _ASKING}
+    heard = [number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_of(crew: Crew) -> int:
+    """The exit code of ranks that ended well."""
+    if not crew.is_interrupted:
+        return EXIT_DONE
+    _say("stopped, since a rank was asked to end; what was written so far is kept")
+    return EXIT_TERMINATED
 
 
 def _report_asked(cause: Failure | None, asked: Asked) -> int:

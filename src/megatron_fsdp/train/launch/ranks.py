@@ -1,6 +1,7 @@
 """What a rank knows of the others: set-up, agreement, small sums. Every function here is called by all ranks."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE
+from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE, launcher_of, tidy_after_launcher
+from megatron_fsdp.train.launch.failures import EXIT_FAILED
 from megatron_fsdp.train.launch.network import loopback_interface
 
 T = TypeVar("T")
+
+_WATCH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,42 @@ def join_ranks(
         for name, interface in loopback_interface().items():
             os.environ.setdefault(name, interface)
     chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
+    launcher = launcher_of(os.environ)
+    with _ending_with(launcher):
+        _meet(chosen, timeout)
+    yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
+    dist.barrier()  # nobody leaves while a peer still needs the connection
+    dist.destroy_process_group()
+
+
+def _meet(backend: str, timeout: timedelta | None) -> None:
+    """Join the process group."""
     file = os.environ.get(STORE_FILE_VARIABLE)
     if file is None:
-        dist.init_process_group(chosen, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # public, and not in its list of names
-        dist.init_process_group(chosen, store=store, rank=index, world_size=count, timeout=timeout)
-    yield Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
-    dist.barrier()  # nobody leaves while a peer still needs the connection
-    dist.destroy_process_group()
+        dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
+
+
+@contextmanager
+def _ending_with(launcher: int) -> Iterator[None]:
+    """While the block runs, end this process when its launcher is gone: nobody would end a wait for missing peers."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            if is_over.wait(_WATCH_S):
+                return
+        tidy_after_launcher(os.environ)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def agree(rank: Rank, work: Callable[[], T]) -> T:

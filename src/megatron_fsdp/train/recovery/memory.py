@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recovery.pulse import Pulse
 
 _OF_CPU = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+_OF_DEVICES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_OF_NCCL = re.compile("nccl.*out of memory", re.IGNORECASE | re.DOTALL)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -21,10 +24,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(seen, RuntimeError | OSError) and any(words in str(seen) for words in _OF_CPU):
+        if isinstance(seen, RuntimeError | OSError) and _says_so(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _says_so(text: str) -> bool:
+    """Whether an error that has no type of its own is about memory: of drivers and libraries, by their words."""
+    return any(words in text for words in (*_OF_CPU, *_OF_DEVICES)) or _OF_NCCL.search(text) is not None
 
 
 @contextmanager

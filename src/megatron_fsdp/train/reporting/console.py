@@ -1,8 +1,9 @@
 """The console, the header and the tables of a run. Only the first rank has a console that writes."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.panel import Panel
@@ -25,11 +26,19 @@ def format_bytes(count: float) -> str:
 
 
 class _Console(Console):
-    """Never hides the cursor: a rank that is killed could not show it again."""
+    """Never ends the program, and never hides the cursor: a rank that is killed could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002  # as the base class
         """Leave the cursor as it is."""
         return False
+
+    def on_broken_pipe(self) -> None:
+        """Show nothing from now on, where nobody reads any more (`| head`): the files of the run have everything."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):  # a file of no descriptor
+            os.dup2(nowhere, self.file.fileno())  # what is buffered goes there, too
+        os.close(nowhere)
 
 
 def printable(text: str) -> str:

@@ -24,8 +24,7 @@ class TensorBoardWriter:
 
     def start(self, progress: Progress) -> None:
         """See `Writer`; TensorBoard itself hides what an earlier run wrote of later steps."""
-        purge_step = progress.steps + 1 if progress.steps else None
-        self._writer = self._open(log_dir=str(self._folder), purge_step=purge_step)
+        self._writer = self._open(log_dir=str(self._folder), purge_step=progress.steps + 1)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """See `Writer`."""

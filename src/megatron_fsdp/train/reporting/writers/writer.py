@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
+
+_WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 
 
 class Writer(Protocol):
@@ -66,6 +69,10 @@ class Careful:
         except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
             if not self._has_warned:
                 self._has_warned = True
-                self._say(
-                    f"{self._target} cannot be written ({error}): training goes on, with gaps in it or without it"
-                )
+                told = without_passwords(str(error))
+                self._say(f"{self._target} cannot be written ({told}): training goes on, with gaps in it or without it")
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the users and passwords of the addresses that it quotes."""
+    return _WHO.sub("", text)
