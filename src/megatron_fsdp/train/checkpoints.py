@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.run_folder import iteration_of
@@ -223,7 +225,7 @@ class RunCheckpoints:
         finetunes = options.finetune and not is_own
         without_optimizer = finetunes or (options.no_save_optim if is_own else options.no_load_optim)
         without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
-        with in_options():
+        with in_options(), own_group_options(run.trained.optimizer):
             report: LoadReport = load_checkpoint(
                 run.trained.model,
                 None if without_optimizer else run.trained.optimizer,
@@ -262,6 +264,21 @@ _OPTION_OF = {
     "pass overwrite=True to replace it, or save another iteration": "it was not there when this run began, so another "
     "one may be saving here: move it away, or give another folder to --save",
 }
+
+
+@contextmanager
+def own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep what this run says of each parameter group over the block, whatever is loaded in it.
+
+    An optimizer's `load_state_dict` brings back weight decay, betas and so on as they were saved, and what was given to
+    this run would be lost without a word. State is not touched.
+    """
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, options in zip(optimizer.param_groups, own, strict=True):
+            group.update(options)
 
 
 @contextmanager

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.training import OptimizerOptions
 
 
 @dataclass(frozen=True)
@@ -71,18 +74,55 @@ class TrainingState:
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:
     """What decides the losses of a run, as text, by option; the number of ranks only rounds them differently."""
     options, schedule = job.options, job.schedule
+    wsd = {"--lr-wsd-decay-iters": str(schedule.wsd_steps)} if schedule.style == "WSD" else {}
     return {
         "--lr": str(schedule.peak),
         "--min-lr": str(schedule.final),
         "--lr-decay-style": schedule.style,
         "--lr-decay-iters": str(schedule.decay_steps),
         "--lr-warmup-iters": str(schedule.warmup_steps),
+        **wsd,
+        **_optimizer_facts(options.optimizer),
         "--global-batch-size": str(job.batch.total),
         "--seq-length": str(job.seq_length),
         "--weight-decay": str(options.optimizer.weight_decay),
         "--clip-grad": str(options.optimizer.clip_grad),
         "--calculate-per-token-loss": str(options.training.calculate_per_token_loss),
         "--seed": str(options.training.seed),
-        "the dtype of compute": str(job.dtype).removeprefix("torch."),
+        "--eod-mask-loss": str(options.data.eod_mask_loss),
+        **_dtype_facts(job),
         "--data-path": f"text with checksum {data.checksum[:16]}",
     }
+
+
+def _optimizer_facts(options: OptimizerOptions) -> dict[str, str]:
+    """What the optimizer makes of a gradient; only the options that it has."""
+    if options.optimizer == "sgd":
+        own: dict[str, float] = {"--sgd-momentum": options.sgd_momentum}
+    else:
+        own = {
+            "--adam-beta1": options.adam_beta1,
+            "--adam-beta2": options.adam_beta2,
+            "--adam-eps": options.adam_eps,
+        }
+    return {"--optimizer": options.optimizer, **{name: str(value) for name, value in own.items()}}
+
+
+def _dtype_facts(job: Job) -> dict[str, str]:
+    """What numbers are rounded to, whichever engine does it."""
+    ddp = job.ddp
+    if job.engine == "torch_fsdp2":
+        main_weights, main_gradients, sent = torch.float32, torch.float32, job.fsdp2_reduce_dtype
+    else:
+        main_weights = ddp.megatron_fsdp_main_params_dtype or job.dtype
+        main_gradients = ddp.megatron_fsdp_main_grads_dtype or job.dtype
+        sent = ddp.megatron_fsdp_grad_comm_dtype or main_gradients
+        if ddp.grad_reduce_in_fp32:
+            main_gradients = sent = torch.float32
+    found = {
+        "the dtype of compute": job.dtype,
+        "the dtype of main weights": main_weights,
+        "the dtype of main gradients": main_gradients,
+        "the dtype that gradients travel in": sent,
+    }
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}

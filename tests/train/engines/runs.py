@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -193,8 +193,15 @@ def plain_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return found if isinstance(found, Tensor) else found.logits
 
 
-def train_plainly(values: Mapping[str, Any]) -> Results:
-    """The same training in this process: no engine, no ranks, the whole batch at once."""
+def train_plainly(
+    values: Mapping[str, Any], before_step: Callable[[int, torch.optim.Optimizer], None] = lambda *_: None
+) -> Results:
+    """The same training in this process: no engine, no ranks, the whole batch at once.
+
+    Args:
+        values: Options.
+        before_step: Called before each step of the optimizer with the number of steps done.
+    """
     job = job_of({**values, "micro_batch_size": values["global_batch_size"]}, 1)
     model = plain_model(job)
     optimizer = build_optimizer(model, job.options.optimizer)
@@ -214,6 +221,7 @@ def train_plainly(values: Mapping[str, Any]) -> Results:
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         for group in optimizer.param_groups:
             group["lr"] = job.schedule.rate(step)
+        before_step(step, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

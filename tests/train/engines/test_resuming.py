@@ -8,9 +8,18 @@ import torch
 
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.recovery.resuming import find_origin
+from megatron_fsdp.train.recovery.resuming import Origin
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, Results, Silent, prepare, results_of
+from tests.train.engines.runs import (
+    DECODER,
+    LLAMA,
+    MIXTRAL,
+    Results,
+    Silent,
+    prepare,
+    results_of,
+    train_plainly,
+)
 
 FSDP2 = {"use_torch_fsdp2": True}
 UNITS = {"use_megatron_fsdp": True}
@@ -18,7 +27,7 @@ UNITS = {"use_megatron_fsdp": True}
 
 def train_with_checkpoints(values: dict[str, Any]) -> Results:
     run, watcher = prepare(values), Silent()
-    with RunCheckpoints(run, find_origin(run.job, watcher.say), watcher.say) as keeper:
+    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
         train(run, watcher, keeper)
     return results_of(run, watcher)
 
@@ -47,3 +56,42 @@ def test_third_step_is_the_same_from_a_checkpoint(run_ranks: RunRanks, values: d
         assert resumed.norms == whole.norms[2:]
         assert resumed.held_out == whole.held_out
         assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "adam": {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_eps": 0.1},
+    "sgd": {"weight_decay": 0.5, "sgd_momentum": 0.1},
+}
+
+
+def train_twice_and_change(values: dict[str, Any], folder: str) -> Results:
+    """Two steps, and the third with other options of the optimizer."""
+    train_with_checkpoints({**values, "save": folder, "train_iters": 2})
+    return train_with_checkpoints({**values, "load": folder, **CHANGES[values["optimizer"]]})
+
+
+def change_third_step(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """The same changes by hand, with weight decay in the group that has it only."""
+    if step != 2:
+        return
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5 if group["weight_decay"] else 0.0
+        if "betas" in group:
+            group.update(betas=(0.5, 0.5), eps=0.1)
+        else:
+            group["momentum"] = 0.1
+
+
+@pytest.mark.parametrize(("engine", "optimizer"), [(UNITS, "adam"), (FSDP2, "sgd")])
+def test_optimizer_options_that_changed_hold_from_the_next_step_on(
+    run_ranks: RunRanks, engine: dict[str, Any], optimizer: str, tmp_path: Path
+) -> None:
+    values = {name: value for name, value in DECODER.items() if optimizer == "adam" or name != "adam_eps"}
+    values |= {"optimizer": optimizer, "lr_decay_style": "constant"}
+    plain = train_plainly(values, change_third_step)
+    unchanged = train_plainly(values)
+    for found in run_ranks(2, train_twice_and_change, {**values, **engine}, str(tmp_path / "saved")):
+        for name, value in plain.weights.items():
+            torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5)
+        apart = max((found.weights[name] - value).abs().max().item() for name, value in unchanged.weights.items())
+        assert apart > 5e-4  # the changes can be told

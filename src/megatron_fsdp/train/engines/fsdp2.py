@@ -61,10 +61,7 @@ class Fsdp2Model(MicrobatchModel):
 
 def policy_of(job: Job) -> MixedPrecisionPolicy:
     """Dtypes: weights and optimizer in float32, compute as the job says, gradients travel in float32 or bfloat16."""
-    training = job.options.training
-    is_spared = training.auto_bf16 and job.dtype == torch.float32  # hardware that does not multiply it need not send it
-    travels = torch.bfloat16 if training.grad_reduce_in_bf16 and not is_spared else torch.float32
-    return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=travels, output_dtype=None)
+    return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.fsdp2_reduce_dtype, output_dtype=None)
 
 
 def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:

@@ -31,6 +31,17 @@ class BatchPlan:
         """Samples that only fill up, over all ranks."""
         return self.microbatches * self.micro * self.ranks - self.total
 
+    def notices(self) -> tuple[str, ...]:
+        """What to tell the user of the plan, in words."""
+        if not self.filled:
+            return ()
+        told = (
+            f"{self.filled} of {self.total + self.filled} samples of a step only fill up, and do not count: "
+            f"--global-batch-size {self.total} is no multiple of --micro-batch-size {self.micro} x {self.ranks} "
+            "data-parallel ranks"
+        )
+        return (told,)
+
     def positions(self, rank: int, microbatch: int) -> tuple[int | None, ...]:
         """The places, within the step's samples, of a rank's microbatch; None fills up."""
         start = (microbatch * self.ranks + rank) * self.micro

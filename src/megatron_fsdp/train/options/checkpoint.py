@@ -21,7 +21,7 @@ class CheckpointOptions:
         no_save_rng: Save no random states.
         load: Go on from the latest checkpoint in this folder, or from this checkpoint. May be the folder of `--save`,
             which then need not hold one yet.
-        finetune: Load weights only, and begin at step 0.
+        finetune: Load weights only, and begin at step 0; --save is another folder.
         no_load_optim: Load no optimizer state: the optimizer begins anew.
         no_load_rng: Load no random states.
         strict_fsdp_dtensor_load: Refuse a checkpoint that does not fit, in place of loading what fits.
@@ -45,3 +45,8 @@ class CheckpointOptions:
     verify_integrity: bool = False
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "fsdp_dtensor"
     dump_param_to_param_group_map: Path | None = None
+
+    @property
+    def is_same_folder(self) -> bool:
+        """Whether there is one folder to load from and to save to, as of a job that is started again and again."""
+        return self.save is not None and self.load is not None and self.save.resolve() == self.load.resolve()

@@ -110,10 +110,15 @@ def _is_on(options: Options, name: str) -> bool:
 
 def _check_together(options: Options) -> None:
     """Values of several options that cannot stand together."""
-    training = options.training
-    if options.checkpoint.ckpt_format != "fsdp_dtensor":
+    training, checkpoint = options.training, options.checkpoint
+    if checkpoint.finetune and checkpoint.is_same_folder:
         raise ConfigurationError(
-            f"--ckpt-format {options.checkpoint.ckpt_format} is not written or read in training: leave it at "
+            f"--finetune with one folder for --load and --save ({checkpoint.save}) would tune again from what it has "
+            "saved itself, every time it is started: give another folder to --save"
+        )
+    if checkpoint.ckpt_format != "fsdp_dtensor":
+        raise ConfigurationError(
+            f"--ckpt-format {checkpoint.ckpt_format} is not written or read in training: leave it at "
             "fsdp_dtensor, and convert a torch_dist checkpoint first with tools/checkpoint/checkpoint_inspector.py"
         )
     if training.gradient_accumulation_fusion:

@@ -101,3 +101,10 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one optimizer step, without those that only fill up."""
         return self.batch.total * self.seq_length
+
+    @property
+    def fsdp2_reduce_dtype(self) -> torch.dtype:
+        """What gradients travel in with FSDP2; hardware that does not multiply bfloat16 need not send it."""
+        training = self.options.training
+        is_spared = training.auto_bf16 and self.dtype == torch.float32
+        return torch.bfloat16 if training.grad_reduce_in_bf16 and not is_spared else torch.float32

@@ -47,12 +47,7 @@ def resolve(options: Options, world: World) -> Job:
         notices.append("--no-gradient-accumulation-fusion: it is off in any case in this version")
     notices += [*idle_notices(options), *_rank_notices(options, world)]
     batch = plan_batch(micro, options.training.global_batch_size, sizes.data)
-    if batch.filled:
-        notices.append(
-            f"{batch.filled} of {batch.total + batch.filled} samples of a step only fill up, and do not count: "
-            f"--global-batch-size {batch.total} is no multiple of --micro-batch-size {micro} x {sizes.data} "
-            "data-parallel ranks"
-        )
+    notices += batch.notices()
     return Job(
         options=_with_uniform_recompute(options),
         engine=engine,
@@ -158,6 +153,5 @@ def _schedule(options: Options, train_iters: int) -> Schedule:
 
 def _load_is_optional(options: Options, world: World) -> bool:
     """Whether this job may be its own first run: restarted ranks, or the same folder to load and to save."""
-    save, load = options.checkpoint.save, options.checkpoint.load
-    is_same = save is not None and load is not None and save.resolve() == load.resolve()
-    return is_same or (save is not None and world.restarts > 0)
+    checkpoint = options.checkpoint
+    return checkpoint.is_same_folder or (checkpoint.save is not None and world.restarts > 0)

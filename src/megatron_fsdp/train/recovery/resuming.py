@@ -155,4 +155,6 @@ def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
         f"--global-batch-size {total}, as in the run that saved {path}; {job.batch.total} would follow from "
         f"{job.batch.ranks} data-parallel ranks, and be another run"
     )
-    return replace(job, batch=plan_batch(job.batch.micro, total, job.batch.ranks))
+    batch = plan_batch(job.batch.micro, total, job.batch.ranks)
+    others = tuple(notice for notice in job.notices if notice not in job.batch.notices())
+    return replace(job, batch=batch, notices=(*others, *batch.notices()))
