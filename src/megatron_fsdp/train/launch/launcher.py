@@ -200,7 +200,8 @@ def _report(cause: Failure) -> int:
 
 
 def _say(text: str) -> None:
-    """Write to standard error; show the cursor again in case a progress bar hid it."""
-    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    sys.stderr.write(f"{show_cursor}{text.rstrip()}\n")
+    """Write to standard error; on a terminal on a line of its own, with the cursor shown."""
+    # On a terminal the picture of a run that was ended leaves the cursor at the end of a line.
+    new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
+    sys.stderr.write(f"{new_line}{text.rstrip()}\n")
     sys.stderr.flush()
