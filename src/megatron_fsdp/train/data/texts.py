@@ -102,7 +102,7 @@ def is_json_lines(file: Path) -> bool:
         return False
 
 
-def json_array(file: Path) -> list[dict[str, Any]] | list[str]:
+def json_array(file: Path) -> list[dict[str, Any] | str]:
     """Return what lies in a file that is called .json and holds one array of objects or of strings; else nothing.
 
     Raises:
@@ -132,7 +132,7 @@ def _begins_as_array(file: Path) -> bool:
         return False
 
 
-def array_texts(found: list[dict[str, Any]] | list[str], key: str, file: Path) -> Iterator[str]:
+def array_texts(found: list[dict[str, Any] | str], key: str, file: Path) -> Iterator[str]:
     """Yield the texts of an array of a file.
 
     Raises:

@@ -22,7 +22,7 @@ class _TwiceError(Exception):
     """A key stands twice in one mapping."""
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library has no types
     """The safe loader, which would let the last of two equal keys win without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
