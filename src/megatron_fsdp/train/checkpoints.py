@@ -95,11 +95,12 @@ class RunCheckpoints:
         if load is not None:
             self._load(load)
         steps = self._state.progress.steps
-        if steps == total and self._is_restarted:
+        is_measured_only = run.job.options.training.skip_train
+        if steps == total and self._is_restarted and not is_measured_only:
             self.is_finished = True
-            self._say(f"{load} has all {total} steps: the training is done, and there is nothing left to do")
+            self._say(f"{load} has all {total} steps: the training is done")
             return self._state.progress
-        if steps >= total:
+        if steps >= total and not is_measured_only:
             raise ConfigurationError(f"--load {load} has {steps} steps already: give --train-iters above {steps}")
         if newest is not None and newest > steps:
             self._meet_later_ones(newest, steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from megatron_fsdp.train.data.batches import Batch, Feed, factors_per_sample, fa
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.evaluation import evaluate
-from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.launch.ranks import Rank, agree
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.recovery.nan_guard import NanGuard
@@ -136,13 +136,21 @@ class _Pace:
         return self.progress.elapsed_s + time.perf_counter() - self.started
 
 
-def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
-    """Train for as many steps as the job allows, from where the keeper starts; tell the watcher."""
+def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], bool] = lambda _: False) -> Outcome:
+    """Train for as many steps as the job allows, from where the keeper starts; tell the watcher.
+
+    Args:
+        run: What is trained.
+        watcher: Shows progress.
+        keeper: Keeps checkpoints.
+        lacks: Asked on the first rank: whether the run's files have this step, and no held-out loss after it.
+    """
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, watcher.say)
     with run.pulse.resting():
         pace = _Pace(keeper.start())
     watcher.start(pace.progress)
+    pace = make_up(run, watcher, pace, lacks)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
     limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
     counters, is_interrupted = None, False
@@ -176,6 +184,19 @@ def train(run: Run, watcher: Watcher, keeper: Keeper) -> Outcome:
         if is_last:
             break
     return Outcome(pace.progress, counters, is_interrupted)
+
+
+def make_up(run: Run, watcher: Watcher, pace: _Pace, lacks: Callable[[int], bool]) -> _Pace:
+    """Evaluate first where it was due after the last step and the run was ended in between; the clock begins after."""
+    steps, training = pace.progress.steps, run.job.options.training
+    is_due = training.eval_interval is not None and steps % training.eval_interval == 0
+    if training.skip_train or not steps or not (is_due or steps == run.job.train_iters):
+        return pace
+    if not agree(run.rank, lambda: lacks(steps)):
+        return pace
+    with run.pulse.resting():
+        watcher.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
+    return _Pace(pace.progress)
 
 
 def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:

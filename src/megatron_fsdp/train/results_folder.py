@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from megatron_fsdp.train.launch.ranks import Rank, agree
 from megatron_fsdp.train.options.job import Job
 
 MARK_FILE = "metrics.jsonl"
+CLAIM_FILE = ".claim"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _NO_NAMES = ("", "none")
 
@@ -20,30 +24,81 @@ def name_folder(out: Path | None, environment: Mapping[str, str], now: datetime)
     """Return the absolute path: what the user said, or `runs/` and the name of the job, or the date."""
     if out is not None:
         return out.absolute()
+    return Path("runs", _run_id(environment) or now.strftime("%Y%m%d-%H%M%S")).absolute()
+
+
+def _run_id(environment: Mapping[str, str]) -> str | None:
+    """The name of the job, where it has one that can be a folder's."""
     run_id = environment.get(_RUN_ID, "")
     is_name = run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum()
-    return Path("runs", run_id if is_name else now.strftime("%Y%m%d-%H%M%S")).absolute()
+    return run_id if is_name else None
 
 
-def results_folder(job: Job, rank: Rank) -> Path:
-    """Make the folder, or find that of the run that this one goes on from; collective.
+def new_folder(path: Path) -> Path:
+    """Make a folder that was not there: of this name, or with -2, -3 and so on where another run was faster.
 
     Raises:
-        ConfigurationError: It holds an earlier run that this one does not go on from, or cannot be made.
+        OSError: It cannot be made.
     """
-
-    def work() -> Path:
-        folder = name_folder(job.options.reporting.out, os.environ, datetime.now().astimezone())
-        is_own = job.load_is_optional or job.restarts > 0
-        if (folder / MARK_FILE).exists() and not is_own:
-            raise ConfigurationError(
-                f"--out {folder} holds an earlier run: give a new folder, or remove that one; or let this run go on "
-                "from it, with one folder for --load and --save"
-            )
+    for number in itertools.count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
         return folder
+    raise AssertionError("numbers do not end")
 
-    return agree(rank, work)
+
+@contextmanager
+def results_folder(job: Job, rank: Rank, *, goes_on: bool) -> Iterator[Path]:
+    """Make the folder, or find that of the run that this one goes on from, for this run alone; collective.
+
+    Args:
+        job: The run.
+        rank: This process.
+        goes_on: Whether it goes on from a run of its own, and with its files.
+
+    Raises:
+        ConfigurationError: It holds an earlier run that this one does not go on from, another run writes into it now,
+            or it cannot be made.
+    """
+    with ExitStack() as held:
+        yield agree(rank, lambda: _take(job, held, goes_on=goes_on))
+
+
+def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
+    out = job.options.reporting.out
+    folder = name_folder(out, os.environ, datetime.now().astimezone())
+    try:
+        if out is None and _run_id(os.environ) is None:
+            folder = new_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
+    if not _claim(folder, held) and job.restarts == 0:  # a rank before a restart may still be about to end
+        raise ConfigurationError(f"--out {folder}: another run writes into it now; give another folder")
+    if (folder / MARK_FILE).exists() and not goes_on:
+        checkpoint = job.options.checkpoint
+        none_yet = f", and {checkpoint.save} holds no checkpoint to go on from" if checkpoint.is_same_folder else ""
+        raise ConfigurationError(
+            f"--out {folder} holds an earlier run{none_yet}: give a new folder, or remove that one; or let this run go "
+            "on from it, with one folder for --load and --save"
+        )
+    return folder
+
+
+def _claim(folder: Path, held: ExitStack) -> bool:
+    """Claim a folder until `held` ends, or the process, however that ends; false where another run has it.
+
+    Where the file system knows no locks, or nothing can be written, nobody is refused.
+    """
+    try:
+        file = held.enter_context((folder / CLAIM_FILE).open("a"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # also where a forked child still has the file open
+    return True

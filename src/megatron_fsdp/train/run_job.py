@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -22,14 +23,14 @@ from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
 from megatron_fsdp.train.launch.failures import note_interruption
-from megatron_fsdp.train.launch.ranks import Rank, gather_values
+from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recovery.hangs import HangWatch
 from megatron_fsdp.train.recovery.memory import telling_of_memory
 from megatron_fsdp.train.recovery.pulse import Pulse
-from megatron_fsdp.train.recovery.resuming import find_origin, with_saved_batch
+from megatron_fsdp.train.recovery.resuming import Origin, find_origin, with_saved_batch
 from megatron_fsdp.train.reporting.applied import (
     APPLIED_FILE,
     applied,
@@ -97,11 +98,26 @@ def run_job(job: Job, rank: Rank) -> None:
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
     seed_generators(job.options.training.seed)
-    with console.status("reading text ..."):
-        folder = results_folder(job, rank)
-        data = prepare_data(job, folder, rank)
-    origin = find_origin(job, console.print)
-    job = with_saved_batch(job, origin, console.print)
+    origin = find_origin(job, teller(console))
+    goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
+    with results_folder(job, rank, goes_on=goes_on) as folder:
+        with console.status("reading text ..."):
+            data = prepare_data(job, folder, rank)
+        run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
+
+
+def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> None:
+    """Train and show the results; see `run_job`.
+
+    Args:
+        folder: Of results.
+        job: The run, with the batch that it goes on with.
+        rank: This process.
+        data: The tokens.
+        origin: Where it begins.
+        console: Of this rank.
+    """
+    say = teller(console)
     peak = find_peak(job, rank)
     speed = speed_of(job, rank, data, peak)
     pulse = Pulse()
@@ -115,25 +131,45 @@ def run_job(job: Job, rank: Rank) -> None:
         with display_of(console, job) as display, RunCheckpoints(run, origin, display.say) as keeper:
             recorder = make_recorder(run, display, folder)
             try:
-                outcome = train(run, recorder, keeper)
+                outcome = train(run, recorder, keeper, recorder.lacks_evaluation)
             finally:
                 recorder.close()
         feed.close()
-        if keeper.is_finished:
-            return
         if outcome.is_interrupted:
             note_interruption()
-            console.print(
-                f"stopped and saved after {outcome.progress.steps} steps; --load {job.options.checkpoint.save} goes on "
-                "from there"
-            )
+            say(stopped_words(job, outcome.progress.steps))
+            return
+        if keeper.is_finished and agree(rank, lambda: has_results(folder, outcome.progress.steps)):
+            say(f"its results are there: {folder}")
             return
         with pulse.resting(), console.status("measuring held-out loss and writing a sample ..."):
             results = conclude(run, outcome)
     recorder.conclude(Evaluation(outcome.progress.steps, results.held_out_loss))
     if rank.is_first:
-        save(folder, job, recorder, outcome, results, console.print)
+        save(folder, job, recorder, outcome, results, say)
     show(console, folder, outcome, results)
+
+
+def teller(console: Console) -> Callable[[str], None]:
+    """What prints lines as they are: a path may have what would be markup."""
+    return lambda text: console.print(Text(text))
+
+
+def stopped_words(job: Job, steps: int) -> str:
+    """What to tell of a run that was asked to end."""
+    saved = job.options.checkpoint.save
+    if steps < job.train_iters:
+        return f"stopped and saved after {steps} steps; --load {saved} goes on from there"
+    return f"stopped and saved after all {steps} steps; --load {saved} --skip-train measures and shows the results"
+
+
+def has_results(folder: Path, steps: int) -> bool:
+    """Whether a folder has the results of a run of so many steps."""
+    try:
+        found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return bool(found["progress"]["steps"] == steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def speed_of(job: Job, rank: Rank, data: TokenData, peak: Peak) -> Speed:
@@ -237,14 +273,15 @@ def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -
 
 def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> None:
     """Print the results."""
-    done = outcome.progress
-    console.print(
-        f"held-out loss {results.held_out_loss:.3f} nats per token, perplexity {math.exp(results.held_out_loss):.2f}, "
+    done, say = outcome.progress, teller(console)
+    perplexity = Evaluation(done.steps, results.held_out_loss).perplexity
+    say(
+        f"held-out loss {results.held_out_loss:.3f} nats per token, perplexity {perplexity:.2f}, "
         f"{results.bits_per_byte:.3f} bits per byte, after {done.steps} steps in {done.elapsed_s:.0f} s"
     )
     if results.sample:
         console.print(Panel(Text(printable(results.sample)), title="the model writes", expand=False))
     if results.rows:
         show_comparison(console, results.rows)
-    console.print(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
-    console.print(f"curves, metrics, log, sample and summary: {folder}", soft_wrap=True)
+    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
+    console.print(Text(f"curves, metrics, log, sample and summary: {folder}"), soft_wrap=True)

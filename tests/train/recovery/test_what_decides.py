@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import TrainingState, facts_of
@@ -71,7 +72,7 @@ def test_an_adopted_batch_is_told_of_with_its_own_filling(monkeypatch: pytest.Mo
     assert not [notice for notice in job.notices if "only fill up" in notice]
     monkeypatch.setattr(resuming, "saved_batch", lambda _: 5)
     monkeypatch.setattr(resuming, "together", lambda _, work: work())
-    monkeypatch.setattr(resuming.CheckpointStore, "resolve_or_itself", lambda _: tmp_path)
+    monkeypatch.setattr(CheckpointStore, "resolve_or_itself", lambda _: tmp_path)
     found = with_saved_batch(job, Origin(tmp_path), lambda _: None)
     told = [notice for notice in found.notices if "only fill up" in notice]
     assert [notice.partition(",")[0] for notice in told] == ["3 of 8 samples of a step only fill up"]

@@ -121,7 +121,8 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     """
     environment = {**os.environ, **rank_environment(os.environ, ranks, count_cores())}
     command = (sys.executable, "-m", MODULE, *argv)
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    now = datetime.now().astimezone()
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"  # two may start in a second
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder, _asking() as asked:
         restart = 0
         while True:

@@ -57,6 +57,10 @@ class Recorder:
         """Keep the last held-out loss, of more samples than those on the way, in place of one after the same step."""
         self.evaluations = [*(e for e in self.evaluations if e.step != evaluation.step), evaluation]
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether this step is known and no held-out loss after it, as where the run was ended in between."""
+        return any(r.step == step for r in self.records) and all(e.step != step for e in self.evaluations)
+
     def say(self, text: str) -> None:
         """Show a line or several."""
         self._display.say(text)
