@@ -8,6 +8,7 @@ Usage: python tools/precision_parity.py [--steps 50] [--docs docs]
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def measure(steps: int, folder: Path) -> dict[str, list[float]]:
     Returns:
         The loss of each step over all ranks, in nats per token, by the name of the policy.
     """
-    rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), launcher_pid=0)
+    rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), launcher_pid=os.getppid())
     tokens = prepare_data(job_of(POLICIES[0], steps, rank), folder, rank)
     return {policy.name: losses_of(policy, steps, rank, tokens) for policy in POLICIES}
 

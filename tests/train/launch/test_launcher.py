@@ -217,6 +217,8 @@ def test_ctrl_c_while_the_program_is_imported_shows_nothing(entry: tuple[str, ..
 _INTERRUPTING = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
+
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "megatron_fsdp.train.program":

@@ -138,7 +138,7 @@ def test_skipping_training_leaves_the_initial_weights(run: Callable[[str], dict[
 def test_tokens_count_alike_where_it_is_said(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
     changed = run("--calculate-per-token-loss")
     assert losses(changed) == pytest.approx(losses(base), rel=1e-5)  # samples of one length count the same anyway
-    assert changed["options"]["training"]["calculate_per_token_loss"] is True
+    assert changed["options"]["calculate_per_token_loss"] is True
 
 
 def test_half_precision_is_coarser_but_learns_the_same(
