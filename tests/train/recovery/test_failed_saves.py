@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fsdp.checkpoint import checkpointer
 from tests.conftest import RunRanks
@@ -119,10 +120,13 @@ def test_a_disk_that_is_full_ends_the_run_with_its_own_code(
     assert shown.count("training goes on") == 1
 
 
-def flip(file: Path) -> None:
-    """Change one bit in the middle of a file."""
+def flip(folder: Path) -> None:
+    """Change one bit in the values of a checkpoint's largest tensor; between its tensors it would change nothing."""
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    largest = max(stored.values(), key=lambda item: item.length)
+    file = folder / largest.relative_path
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[largest.offset + largest.length // 2] ^= 1
     file.write_bytes(bytes(content))
 
 
@@ -133,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     options = (*data, "--save", str(folder), "--save-interval", "2", "--out", str(tmp_path / "out"))
     run_ranks(2, train, *data, "--save", str(tmp_path / "all"), "--out", str(tmp_path / "whole"))
     run_ranks(2, output_after_restart, *options, "--exit-interval", "6")
-    flip(max((folder / "iter_0000006").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    flip(folder / "iter_0000006")
     next((folder / "iter_0000004").glob("*.distcp")).unlink()
     told = run_ranks(2, output_after_restart, *options)[0]
     for step in (6, 4):

@@ -98,13 +98,17 @@ def _ending_with(launcher: int) -> Iterator[None]:
     """While the block runs, end this process when its launcher is gone: nobody would end a wait for missing peers."""
     is_over = threading.Event()
 
-    def watch() -> None:
-        while os.getppid() == launcher:
-            if is_over.wait(_WATCH_S):
-                return
-        tidy_after_launcher(os.environ)
-        os._exit(EXIT_FAILED)
+    def end_where_it_is_gone() -> None:
+        if os.getppid() != launcher:
+            tidy_after_launcher(os.environ)
+            os._exit(EXIT_FAILED)
 
+    def watch() -> None:
+        while not is_over.wait(_WATCH_S):
+            end_where_it_is_gone()
+
+    # A peer may have removed the folder of the store; torch then waits for it without letting other threads run.
+    end_where_it_is_gone()
     threading.Thread(target=watch, name="launcher watch", daemon=True).start()
     try:
         yield
