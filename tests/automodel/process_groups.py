@@ -1,9 +1,10 @@
 """Process groups that a test makes in a worker that lives on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @contextmanager
@@ -14,5 +15,15 @@ def groups_destroyed() -> Iterator[None]:
     try:
         yield
     finally:
-        for group in [group for group in world.pg_map if group not in before]:
-            dist.destroy_process_group(group)
+        destroy([group for group in world.pg_map if group not in before])
+
+
+def destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy groups of meshes.
+
+    DTensor remembers what an operation gives, mesh included, and takes a later mesh of the same ranks and names for the
+    same; its results would then have a mesh whose groups are gone.
+    """
+    for group in groups:
+        dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline
+from tests.automodel.process_groups import destroy
 from tests.automodel.small_models import batch_of, build, label_count
 from tests.support.op_counts import OpCounts
 
@@ -123,8 +124,7 @@ def run_sharded(cases: list[Case], counted_rows: tuple[int, ...]) -> tuple[list[
         activation_dtype=torch.bfloat16,
     )
     counted = [count(pipeline, rows) for rows in counted_rows]
-    for name in ("pp", "dp"):
-        dist.destroy_process_group(mesh[name].get_group())
+    destroy(mesh[name].get_group() for name in ("pp", "dp"))
     return runs, counted
 
 
