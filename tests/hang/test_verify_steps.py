@@ -18,6 +18,7 @@ from megatron_fsdp.runtime.verify_ranks import (
 )
 from tests.conftest import RunRanks
 from tests.support.hanging import misbehaving, step, until_said
+from tests.support.settling import settled
 from tests.support.usage_models import FEATURES, Layer, Ordered
 
 _TIMEOUT_S = 60.0
@@ -125,21 +126,26 @@ def test_buckets_are_compared_too(run_ranks: RunRanks) -> None:
 
 def open_descriptors(verify: str | bool) -> list[int]:
     """After each of six models that trained a step and were deleted."""
-    counts = []
-    for _ in range(6):
+    counts: list[int] = []
+    for number in range(6):
         model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=verify)
         step(model)
         del model
         gc.collect()
         dist.barrier()  # ends of connections that the other rank closes
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        most = counts[1] if number > 1 else None
+        counts.append(settled(open_files, lambda found, most=most: most is None or found <= most))
     return counts
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("verify", ["step:20", True])
 def test_nothing_is_left_of_the_verifier_of_a_deleted_model(run_ranks: RunRanks, verify: str | bool) -> None:
     for counts in run_ranks(2, open_descriptors, verify, timeout_s=_TIMEOUT_S):
-        assert counts[1:] == [counts[1]] * 5
+        assert max(counts[2:]) <= counts[1], counts
 
 
 def test_the_switch_is_read_from_argument_and_environment() -> None:

@@ -1,0 +1,28 @@
+"""What becomes true a moment later, when a thread or another process has got that far."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LIMIT_S = 60.0  # a guard against waiting for ever: no test asserts how long anything took
+_PAUSE_S = 0.02
+
+
+def settled(measure: Callable[[], T], is_settled: Callable[[T], bool]) -> T:
+    """Measure until the value is the one to wait for.
+
+    gloo's thread, for one, holds what it sent until a moment after the wait for it has ended.
+
+    Args:
+        measure: Called again and again.
+        is_settled: Whether a value is final.
+
+    Returns:
+        The first final value, or the last of a minute, which the test then asserts.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while not is_settled(value := measure()) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    return value
