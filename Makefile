@@ -1,7 +1,7 @@
 # `make run` and `make test` need nothing but Python >= 3.11 and make; everything else goes into $(VENV).
 #
 #   make run ARGS="--preset tiny"         train a small model (--help lists the options)
-#   make test ARGS="-k layout"            run the tests; on all cores, file by file (ARGS="-n 0": in one process)
+#   make test ARGS="-k layout"            run the tests; two files at a time (ARGS="-n 0": one after another)
 #   make PYTHON=/usr/bin/python3.12 venv  choose the interpreter of the environment
 #   make test NO_VENV=1 PYTHON=python3    use an interpreter that already has torch and pytest; installs nothing
 
@@ -51,9 +51,11 @@ check-python:
 run: $(READY)
 	$(PY) -m megatron_fsdp.train --preset cpu-small $(ARGS)
 
-# ARGS="--numprocesses 2 --dist loadfile" takes half the time; a few tests mind what ran before them in one process.
+# Two files at a time where there are two cores and pytest-xdist, each with ranks of its own; ARGS come last and win.
+SIDE_BY_SIDE = $$($(PY) -c 'import os, xdist; print("-n 2 --dist loadfile" * (os.cpu_count() > 1))' 2>/dev/null)
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 # Random models, meshes, strategies and options against one process; ARGS="--cases 1000 --first-seed 0".
 fuzz: $(READY)

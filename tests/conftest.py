@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support import failures_at_once
 from tests.support.worker_pool import WorkerPool, preloaded_modules
 
 
@@ -68,8 +69,9 @@ def run_ranks(pytestconfig: pytest.Config) -> Iterator[RunRanks]:
     pools.stop()
 
 
-def pytest_configure() -> None:
-    """Make property tests repeatable, and free of hypothesis' own timing checks (machines differ)."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Make property tests repeatable, and free of hypothesis' own timing checks; show failures at once."""
+    failures_at_once.pytest_configure(config)
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     hypothesis.settings.load_profile("suite")
