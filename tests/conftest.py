@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import failures_at_once
-from tests.support.worker_pool import WorkerPool, preloaded_modules
+from tests.support.worker_pool import DEFAULT_TIMEOUT_S, WorkerPool, preloaded_modules
 
 
 class RunRanks(Protocol):
@@ -25,7 +25,7 @@ class RunRanks(Protocol):
         world_size: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 120.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         device_type: str = "cpu",
     ) -> list[Any]: ...
 
@@ -42,7 +42,7 @@ class _Pools:
         world_size: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 120.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         device_type: str = "cpu",
     ) -> list[Any]:
         if device_type == "cuda" and torch.cuda.device_count() < world_size:

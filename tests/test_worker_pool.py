@@ -18,7 +18,7 @@ from tests.support.worker_pool import WorkerError, WorkerPool, preloaded_modules
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2, failure_grace_s=3.0)
+    pool = WorkerPool(2, failure_grace_s=6.0)
     yield pool
     pool.stop()
 
@@ -71,11 +71,13 @@ def _random_value_then_spoil_the_state() -> float:
     value = torch.rand(()).item()
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    os.environ["LEFT_BEHIND"] = "1"
+    del os.environ["LOCAL_RANK"]
     return value
 
 
-def _state() -> tuple[torch.dtype, bool]:
-    return torch.get_default_dtype(), torch.is_grad_enabled()
+def _state() -> tuple[torch.dtype, bool, str | None, str | None]:
+    return torch.get_default_dtype(), torch.is_grad_enabled(), os.getenv("LEFT_BEHIND"), os.getenv("LOCAL_RANK")
 
 
 def _print_pids_then_hang() -> None:
@@ -160,7 +162,7 @@ def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool)
 def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     hung_pids = pool.run(_worker_pid)
     with pytest.raises(WorkerError) as caught:
-        pool.run(_hang_on_rank_one, timeout_s=3.0)
+        pool.run(_hang_on_rank_one, timeout_s=6.0)
     assert list(caught.value.by_rank) == [1]
     assert "in _sleep_for_long" in caught.value.by_rank[1]
     assert pool.process_ids() == []
@@ -188,7 +190,7 @@ def test_named_warning_is_ignored_in_a_worker() -> None:
 
 def test_call_starts_from_a_known_state(pool: WorkerPool) -> None:
     first = pool.run(_random_value_then_spoil_the_state)
-    assert pool.run(_state) == [(torch.float32, True)] * 2
+    assert pool.run(_state) == [(torch.float32, True, None, str(rank)) for rank in range(2)]
     assert pool.run(_random_value_then_spoil_the_state) == first
 
 

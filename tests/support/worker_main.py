@@ -57,10 +57,11 @@ def worker_main(spec: WorkerSpec, connection: Connection) -> None:
     _prepare_process(spec)
     _join_process_group(spec)
     gc.freeze()  # what is alive now stays; collecting after each call need not look at it
+    environment = dict(os.environ)
     try:
         connection.send_bytes(pickle.dumps(Reply(None, None, 1)))  # ready
         while True:
-            connection.send_bytes(pickle.dumps(_answer(connection.recv_bytes(), spec)))
+            connection.send_bytes(pickle.dumps(_answer(connection.recv_bytes(), spec, environment)))
     except (EOFError, OSError):
         pass
     # Skip destructors: taking gloo down while a peer is already gone can abort the process.
@@ -92,7 +93,8 @@ def _join_process_group(spec: WorkerSpec) -> None:
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     os.environ.update(RANK=str(spec.rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(spec.rank))
-    store = TCPStore("127.0.0.1", spec.store_port, is_master=False, timeout=timedelta(seconds=60))
+    # Ranks meet through it, and one may start much later than another: how long they may take is the pool's to say.
+    store = TCPStore("127.0.0.1", spec.store_port, is_master=False, timeout=_PROCESS_GROUP_TIMEOUT)
     backend = "gloo"
     if spec.device_type == "cuda":
         torch.cuda.set_device(spec.rank)
@@ -103,7 +105,7 @@ def _join_process_group(spec: WorkerSpec) -> None:
     dist.barrier()
 
 
-def _answer(request: bytes, spec: WorkerSpec) -> Reply:
+def _answer(request: bytes, spec: WorkerSpec, environment: dict[str, str]) -> Reply:
     """Run one pickled `(fn, args)` from a known state of all random generators, and catch whatever it raises."""
     value, error = None, None
     try:
@@ -114,12 +116,15 @@ def _answer(request: bytes, spec: WorkerSpec) -> Reply:
         value = pickle.dumps(fn(*args))
     except BaseException as raised:  # noqa: BLE001 - SystemExit and pytest outcomes must reach the parent too
         error = _short_traceback(raised)
-    _restore_process(spec)
+    _restore_process(spec, environment)
     return Reply(value, error, len(dist.distributed_c10d._world.pg_map))
 
 
-def _restore_process(spec: WorkerSpec) -> None:
+def _restore_process(spec: WorkerSpec, environment: dict[str, str]) -> None:
     """Undo what a call may have left behind, so that the next one does not depend on it."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     apply_warning_filters(spec.warning_filters)

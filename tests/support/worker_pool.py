@@ -28,8 +28,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from tests.support.worker_main import STACK_SIGNAL, Reply, WorkerSpec, worker_main
 
-_START_TIMEOUT_S = 120.0
-_STACK_DUMP_TIMEOUT_S = 3.0
+# Guards against waiting for ever, far above what anything takes: the machine may be busy with other things.
+DEFAULT_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 600.0
+_STACK_DUMP_TIMEOUT_S = 30.0
 _MAX_CALLS = 40  # long-lived gloo processes leak threads
 _MAX_PROCESS_GROUPS = 48  # each group of a worker holds threads until the worker ends
 _SHOWN_CHARACTERS = 6000
@@ -96,13 +98,13 @@ class WorkerPool:
     world_size: int
     warning_filters: tuple[str, ...] = ("error",)
     device_type: str = "cpu"
-    failure_grace_s: float = 5.0
+    failure_grace_s: float = 20.0
     _workers: list[_Worker] = field(default_factory=list, init=False)
     _store: TCPStore | None = field(default=None, init=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
     _call_count: int = field(default=0, init=False)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
         """Run `fn(*args)` on every rank and return the results in rank order.
 
         Args:
