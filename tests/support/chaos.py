@@ -43,15 +43,23 @@ class Chaos:
                 time.sleep(_POLL_S)
             if not want:
                 time.sleep(choose.uniform(0.0, 0.3))
-            while want and not _is_saving(saved) and program.poll() is None:
-                time.sleep(_POLL_S / 5)
-            is_saving = _is_saving(saved)
-            ranks = children_of(program.pid) if program.poll() is None else []
-            if not ranks:
+            if not self._kill_one(program, saved, choose, want):
                 return
+
+    def _kill_one(self, program: Program, saved: Path, choose: random.Random, in_save: bool) -> bool:
+        """Kill a rank. In a save it is stopped before the last look, so that the save cannot end meanwhile."""
+        while ranks := children_of(program.pid):
+            chosen = choose.choice(ranks)
+            while in_save and not _is_saving(saved) and program.poll() is None:
+                time.sleep(_POLL_S / 5)
             with suppress(ProcessLookupError):
-                os.kill(choose.choice(ranks), signal.SIGKILL)
-                self.killed.append(is_saving)
+                os.kill(chosen, signal.SIGSTOP)
+                is_saving = _is_saving(saved)
+                os.kill(chosen, signal.SIGKILL if is_saving or not in_save else signal.SIGCONT)
+                if is_saving or not in_save:
+                    self.killed.append(is_saving)
+                    return True
+        return False
 
 
 def _lines(out: Path) -> int:

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,14 @@ def _end_tree(process: Any) -> None:
     """End a program that a test has left behind, and its ranks."""
     if process.exitcode is None:
         for pid in children_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.kill()
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes whose parent this is, as Linux lists them."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Processes whose parent this is, as Linux lists them; none of a process that has ended."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []

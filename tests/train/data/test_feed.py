@@ -3,7 +3,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megatron_fsdp.train.options.batch import BatchPlan
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
+from tests.support.settling import settled
 
 TOKENS = np.arange(200, dtype=np.uint8)
 LENGTH = 7
@@ -154,10 +154,8 @@ def test_closing_ends_workers_and_threads(token_file: TokenFile, workers: Callab
     assert first & workers() == set()
     feed.close()
     assert workers() == set()
-    deadline = time.monotonic() + 10.0
-    while threading.active_count() > before and time.monotonic() < deadline:  # they end a moment after their workers
-        time.sleep(0.05)
-    assert threading.active_count() <= before
+    # Threads end a moment after their workers.
+    assert settled(threading.active_count, lambda count: count <= before) <= before
     feed.close()
 
 

@@ -22,7 +22,7 @@ from megatron_fsdp.train.launch.failures import (
 )
 from megatron_fsdp.train.launch.launcher import _asking, choose_ranks, find_device_type, is_rank, rank_environment
 from tests.support.source_tree import ROOT, SOURCE
-from tests.support.train_program import environment
+from tests.support.train_program import LIMIT_S, environment
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,9 @@ def test_word_of_an_interruption_is_left_where_a_launcher_asks_for_it(
 def test_ctrl_c_while_the_program_is_imported_shows_nothing(entry: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING)
     env = environment(PYTHONPATH=f"{tmp_path}:{SOURCE}")
-    ended = subprocess.run([sys.executable, *entry, "--help"], env=env, capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, *entry, "--help"], env=env, capture_output=True, timeout=LIMIT_S, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
 
 

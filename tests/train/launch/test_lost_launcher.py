@@ -15,6 +15,7 @@ import pytest
 from megatron_fsdp.train import program
 from megatron_fsdp.train.launch.crew import Crew, tidy_after_launcher
 from tests.support.forked_programs import Program, trainer
+from tests.support.settling import settled
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, write_text
 
 _PIDS = "pids"
@@ -61,9 +62,7 @@ def test_ranks_end_whose_launcher_was_killed_while_they_started(tmp_path: Path) 
     assert started.returncode == -signal.SIGKILL
     ranks = [Path("/proc", pid) for pid in (place / _PIDS).read_text().split()]
     try:
-        until = time.monotonic() + 30.0
-        while (alive := [rank for rank in ranks if lives(rank)]) and time.monotonic() < until:
-            time.sleep(0.05)
+        alive = settled(lambda: [rank for rank in ranks if lives(rank)], lambda found: not found)
     finally:
         for rank in ranks:
             with suppress(ProcessLookupError):
