@@ -1,35 +1,74 @@
 """The example of the guide runs as printed, with each strategy by one line."""
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 import yaml
 
+from tests.automodel.process_groups import groups_destroyed
+from tests.conftest import RunRanks
 from tests.support.source_tree import ROOT
 
+EXAMPLE = ROOT / "examples" / "finetune_hf.py"
 
-@pytest.mark.parametrize("name", ["fsdp2", "megatron_fsdp", "ddp"])
-def test_one_line_of_yaml_is_another_strategy(tmp_path: Path, name: str) -> None:
+
+def write_settings(folder: Path, name: str, **training: str) -> Path:
+    """The settings as they are shipped, but for that one line, a short training, the folders and what else is given."""
     settings = yaml.safe_load((ROOT / "examples" / "finetune_hf.yaml").read_text(encoding="utf-8"))
     assert settings["distributed"]["strategy"] == "fsdp2"
     settings["distributed"]["strategy"] = name
-    settings["training"] |= {"steps": 10, "sequence": 32, "text": str(ROOT / "docs"), "output": str(tmp_path / "out")}
-    path = tmp_path / "settings.yaml"
+    short = {"steps": 10, "sequence": 32, "text": str(ROOT / "docs"), "output": str(folder / "out")}
+    settings["training"] |= short | training
+    path = folder / "settings.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def assert_trained(shown: str, folder: Path) -> None:
+    told = re.search(r"step 10: loss (\d+\.\d+), gradient norm (\d+\.\d+)", shown)
+    assert told is not None, shown
+    assert float(told[1]) < 5.0  # ln 256 = 5.5 at the start
+    assert "plain transformers reads 791,680 parameters" in shown
+    assert (folder / "out" / "model.safetensors").is_file()
+
+
+def run_as_a_rank(settings: str) -> str:
+    """The example in ranks that are joined already and are needed afterwards; what it shows."""
+    with (
+        groups_destroyed(),
+        mock.patch.object(sys, "argv", [str(EXAMPLE), settings]),
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+    ):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return shown.getvalue()
+
+
+def test_the_example_runs_under_torchrun_as_it_is_shipped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / "finetune_hf.py"), str(path)],
+        [*command, str(EXAMPLE), str(write_settings(tmp_path, "fsdp2"))],
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    told = re.search(r"step 10: loss (\d+\.\d+), gradient norm (\d+\.\d+)", done.stdout)
-    assert told is not None, done.stdout
-    assert float(told[1]) < 5.0  # ln 256 = 5.5 at the start
-    assert "plain transformers reads 791,680 parameters" in done.stdout
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert_trained(done.stdout, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["megatron_fsdp", "ddp"])
+def test_one_line_of_yaml_is_another_strategy(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+    # In ranks that are joined already only the first would save the small model.
+    model = runpy.run_path(str(EXAMPLE))["make_small_model"](tmp_path / "small")
+    first, second = run_ranks(2, run_as_a_rank, str(write_settings(tmp_path, name, model=model)))
+    assert_trained(first, tmp_path)
+    assert second == ""
