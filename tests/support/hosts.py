@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,6 @@ from tests.support.forked_programs import Program
 from tests.support.train_program import OPTIONS, environment
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_PORT = 29617
 _numbers = itertools.count()
 
 
@@ -29,18 +29,23 @@ class Host:
         name: Of its network namespace; empty where there is none.
         address: Its own.
         interface: With this address.
+        port: Free there, to meet at.
     """
 
     name: str
     address: str
     interface: str
+    port: int
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts that can reach each other, and nobody else where the kernel allows namespaces."""
     mark = f"{os.getpid()}n{next(_numbers)}"
-    hosts = tuple(Host(f"mfsdp{side}{mark}", f"10.231.7.{i + 1}", f"v{side}{mark}") for i, side in enumerate("ab"))
+    port = _free_port()
+    hosts = tuple(
+        Host(f"mfsdp{side}{mark}", f"10.231.7.{i + 1}", f"v{side}{mark}", port) for i, side in enumerate("ab")
+    )
     if sys.platform == "linux" and _call("ip", "netns", "add", hosts[0].name):
         try:
             _call("ip", "netns", "add", hosts[1].name)
@@ -55,7 +60,12 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             for host in hosts:
                 _call("ip", "netns", "del", host.name)
     else:
-        yield Host("", "127.0.0.1", "lo"), Host("", "127.0.0.2", "lo")
+        yield Host("", "127.0.0.1", "lo", port), Host("", "127.0.0.2", "lo", port)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _call(*command: str) -> bool:
@@ -67,7 +77,7 @@ def _call(*command: str) -> bool:
 
 def start_agent(host: Host, store: Host, nodes: str, restarts: int, *options: str) -> Program:
     """Start torchrun's agent, with two ranks of the trainer, on a host; ranks meet at the address of another."""
-    described = (host.name, host.address, store.address, nodes, str(restarts))
+    described = (host.name, host.address, f"{store.address}:{store.port}", nodes, str(restarts))
     # Without it an agent that comes back waits for an address that the agent which stayed has told only once.
     env = environment(GLOO_SOCKET_IFNAME=host.interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     return Program(_agent, [*described, *OPTIONS, *options], env)
@@ -86,8 +96,8 @@ def _agent(argv: Sequence[str]) -> int:
         nproc_per_node=2,
         run_id="two-hosts",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{store}:{_PORT}",
-        rdzv_configs={"is_host": address == store, "keep_alive_interval": 1, "last_call_timeout": 1},
+        rdzv_endpoint=store,
+        rdzv_configs={"is_host": address == store.partition(":")[0], "keep_alive_interval": 1, "last_call_timeout": 1},
         local_addr=address,
         max_restarts=int(restarts),
         monitor_interval=0.1,
