@@ -141,8 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     next((folder / "iter_0000004").glob("*.distcp")).unlink()
     told = run_ranks(2, output_after_restart, *options)[0]
     for step in (6, 4):
-        words = f"WARNING: {folder}/iter_000000{step} cannot be used, going back to the one before"
-        assert "".join(words.split()) in "".join(told.split())  # long lines are folded
+        assert f"WARNING: {folder}/iter_000000{step} cannot be used, going back to the one before" in told
     assert f"loaded {folder}/iter_0000002" in told
     assert [record["step"] for record in metrics(tmp_path / "out")][-6:] == [3, 4, 5, 6, 7, 8]
     assert by_step(tmp_path / "out", *NUMBERS) == by_step(tmp_path / "whole", *NUMBERS)

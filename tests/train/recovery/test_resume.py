@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -94,7 +95,9 @@ def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, data: tuple[
 
 
 def output_of(*options: str, restarts: int = 0) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    """What a run shows, on lines so wide that no path in them is folded, however long it is."""
+    wide = mock.patch.dict(os.environ, COLUMNS="1000")
+    with wide, contextlib.redirect_stdout(io.StringIO()) as shown:
         train(*options, restarts=restarts)
     return " ".join(shown.getvalue().split())
 
