@@ -23,6 +23,7 @@ from tests.support.train_program import (
     OPTIONS,
     by_step,
     differences,
+    environment,
     metrics,
     refusal,
     run,
@@ -224,7 +225,9 @@ def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tupl
     folder, first = tmp_path / "saved", tmp_path / "first"
     same = (*data, "--lr-decay-iters", "4000", "--log-interval", "100000")
     process = start(
-        *same, "--save", str(folder), "--train-iters", "1000000", "--out", str(first), "--save-interval", "9"
+        *same,
+        *("--save", str(folder), "--train-iters", "1000000", "--out", str(first), "--save-interval", "9"),
+        env=environment(COLUMNS="1000"),
     )
     wait_for(lambda: steps_done(first) >= 9, process)
     process.send_signal(signal.SIGTERM)
