@@ -15,6 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+from megatron_fsdp.interruption import EXIT_INTERRUPTED
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -24,7 +25,6 @@ EXIT_NOT_FINITE = 4
 EXIT_HUNG = 5
 EXIT_NOT_SAVED = 6
 EXIT_KILLED = 7
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 ENDS: Mapping[int, str] = {
