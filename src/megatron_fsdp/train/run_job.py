@@ -98,12 +98,13 @@ def run_job(job: Job, rank: Rank) -> None:
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
     seed_generators(job.options.training.seed)
-    origin = find_origin(job, teller(console))
-    goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
-    with results_folder(job, rank, goes_on=goes_on) as folder:
-        with console.status("reading text ..."):
-            data = prepare_data(job, folder, rank)
-        run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
+    with telling_of_memory(job, rank, Pulse()):
+        origin = find_origin(job, teller(console))
+        goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
+        with results_folder(job, rank, goes_on=goes_on) as folder:
+            with console.status("reading text ..."):
+                data = prepare_data(job, folder, rank)
+            run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
 
 
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch import machines
+from megatron_fsdp.train.launch.failures import OutOfMemoryError
 from megatron_fsdp.train.launch.machines import is_first_here, require_same, work_on_machines
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.program import agree_on_restarts
@@ -28,12 +29,14 @@ def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tupl
         time.sleep(seconds)
         done.append(rank.index)
         if rank.index in failing:
-            raise {"usage": ConfigurationError, "bug": KeyError}[failing[rank.index]]("no text")
+            raise {"usage": ConfigurationError, "memory": OutOfMemoryError, "bug": KeyError}[failing[rank.index]](
+                "no text"
+            )
 
     beat, machines.BEAT_S = machines.BEAT_S, 0.05
     try:
         work_on_machines(rank, work)
-    except (ConfigurationError, RuntimeError) as error:
+    except (ConfigurationError, OutOfMemoryError, RuntimeError) as error:
         return bool(done), f"{type(error).__name__} {error}"
     finally:
         machines.BEAT_S = beat
@@ -59,7 +62,12 @@ def test_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("usage", "ConfigurationError no text"), ("bug", "RuntimeError rank 2: KeyError('no text')")]
+    ("kind", "said"),
+    [
+        ("usage", "ConfigurationError no text"),
+        ("memory", "OutOfMemoryError no text"),
+        ("bug", "RuntimeError rank 2: KeyError('no text')"),
+    ],
 )
 def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, kind: str, said: str) -> None:
     found = run_ranks(3, on_two_machines, "0,1,0", 0.0, {2: kind})

@@ -33,6 +33,7 @@ from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import Split, parse_split
+from megatron_fsdp.train.recovery.memory import telling_of_memory_for_data
 
 VERSION = 2  # of the folder of tokens; raise it when the same text gives other tokens
 _FORGOTTEN_S = 3600.0  # after so long without a change, what a preparation left was killed
@@ -74,8 +75,14 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
 
     Raises:
         ConfigurationError: On every rank, for what is wrong with the data.
+        OutOfMemoryError: On every rank, where one had too little memory to make the tokens.
     """
-    work_on_machines(rank, lambda: write_data(job.options, folder))
+
+    def write() -> None:
+        with telling_of_memory_for_data(rank):
+            write_data(job.options, folder)
+
+    work_on_machines(rank, write)
     found: TokenData | ConfigurationError
     try:
         found = read_data(job, folder)
