@@ -88,6 +88,12 @@ class NotSavedError(RunError):
     exit_code = EXIT_NOT_SAVED
 
 
+class MachineLeftError(RunError):
+    """Another machine was asked to end; what was done is saved, and the ranks of this one should start again."""
+
+    exit_code = EXIT_TERMINATED
+
+
 @dataclass(frozen=True)
 class Failure:
     """What ended a rank.

@@ -75,6 +75,26 @@ def require_same(rank: Rank, value: str | None, error: str | None, what: str) ->
         raise ConfigurationError(what.format(groups))
 
 
+def goes_on_without_others(rank: Rank, *, is_asked: bool) -> bool:
+    """Whether ranks that saved and end do so only since another machine leaves; collective.
+
+    torchrun takes ranks that end with 0 for done. So those of a machine whose agent was not asked to end must not, or
+    the run would be over; started again, they go on without the machine that leaves.
+
+    Args:
+        rank: This process.
+        is_asked: Whether this process was asked to end.
+
+    Returns:
+        The same on all ranks of a machine; False where its agent would not start them again.
+    """
+    agent = os.environ.get("GROUP_RANK", "0")
+    found: list[tuple[str, bool]] = [("", False)] * rank.count
+    dist.all_gather_object(found, (agent, is_asked))
+    starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)
+
+
 class _Task(threading.Thread):
     """A thread that keeps what was raised; it does not outlive the process."""
 
