@@ -222,8 +222,9 @@ def state():
     }
 
 before = state()
-import megatron_fsdp
+from megatron_fsdp import *
 after = state()
+import megatron_fsdp
 import megatron_fsdp.fully_shard
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 unexpected = [name for name in ("transformers", "rich", "matplotlib", "tokenizers", "pytest") if name in sys.modules]

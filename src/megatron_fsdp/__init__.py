@@ -4,15 +4,15 @@
     fsdp_unit_modules=[Block])
 
 An independent implementation of the interface of the `megatron_fsdp` package, not affiliated with NVIDIA.
+
+The names are imported when they are first asked for.
 """
 
-from megatron_fsdp.buffer.fp32_accumulation import reduce_scatter_with_fp32_accumulation
-from megatron_fsdp.ddp import DistributedDataParallel
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.distributed_index import FSDPDistributedIndex
-from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from megatron_fsdp.package_info import (
     __contact_emails__,
     __contact_names__,
@@ -26,6 +26,15 @@ from megatron_fsdp.package_info import (
     __shortversion__,
     __version__,
 )
+
+if TYPE_CHECKING:
+    from megatron_fsdp.buffer.fp32_accumulation import reduce_scatter_with_fp32_accumulation
+    from megatron_fsdp.ddp import DistributedDataParallel
+    from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron_fsdp.distributed_index import FSDPDistributedIndex
+    from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 
 __all__ = [
     "DistributedDataParallel",
@@ -49,3 +58,48 @@ __all__ = [
     "fully_shard_optimizer",
     "reduce_scatter_with_fp32_accumulation",
 ]
+
+_HOMES = {
+    "DistributedDataParallel": "ddp",
+    "DistributedDataParallelConfig": "distributed_data_parallel_config",
+    "FSDPDistributedIndex": "distributed_index",
+    "MegatronFSDP": "megatron_fsdp",
+    "MixedPrecisionPolicy": "mixed_precision",
+    "fully_shard": "fully_shard",
+    "fully_shard_model": "fully_shard",
+    "fully_shard_optimizer": "fully_shard",
+    "reduce_scatter_with_fp32_accumulation": "buffer.fp32_accumulation",
+}
+"""Public name -> the module that has it."""
+
+
+class _Package(ModuleType):
+    """This package. `megatron_fsdp.fully_shard` is the function, also once the module of that name is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):  # the import of a submodule sets it here
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a submodule."""
+    home = _HOMES.get(name)
+    if home is not None:
+        found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+        return found
+    submodule = f"{__name__}.{name}"
+    if not name.startswith("_"):
+        try:
+            return import_module(submodule)
+        except ModuleNotFoundError as error:
+            if error.name != submodule:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

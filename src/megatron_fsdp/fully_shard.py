@@ -1,9 +1,13 @@
-"""The public functions: shard a model, an optimizer, or both, in one call."""
+"""The public functions: shard a model, an optimizer, or both, in one call.
+
+The engine is imported when one of them is called: its DTensors take torch most of a second, which a program that only
+imports this package, such as a help text or the worker of a data loader, need not wait for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +19,11 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_arguments
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.mesh_arguments import index_of
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
-from megatron_fsdp.runtime.agreement import agree
-from megatron_fsdp.runtime.compiled import compiled_in_place
-from megatron_fsdp.runtime.optimizer import (
-    check_kind,
-    check_parameters,
-    check_reads_decoupled,
-    integrate,
-    move_to_sharded,
-)
+
+if TYPE_CHECKING:
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 __all__ = [
     "DistributedDataParallelConfig",
@@ -168,6 +164,9 @@ def fully_shard_model(
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
     arguments = dict(locals())
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron_fsdp.mesh_arguments import index_of
+
     _check_arguments(arguments)
     current = resolve_legacy_arguments(
         LegacyArguments(
@@ -240,6 +239,8 @@ def fully_shard_optimizer(
     Raises:
         ConfigurationError: It has no parameters, or holds one that is not a sharded parameter of one model.
     """
+    from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, check_reads_decoupled, integrate
+
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
         raise ConfigurationError(
@@ -327,9 +328,14 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
-    module = compiled_in_place(module)
     arguments = dict(locals())
     del arguments["optimizer"]
+    from megatron_fsdp.mesh_arguments import index_of
+    from megatron_fsdp.runtime.agreement import agree
+    from megatron_fsdp.runtime.compiled import compiled_in_place
+    from megatron_fsdp.runtime.optimizer import check_parameters, move_to_sharded
+
+    arguments["module"] = module = compiled_in_place(module)
     _check_arguments(arguments)
     index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
@@ -352,6 +358,8 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse what can be judged without the mesh and the model; every rank comes to the same verdict."""
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
+
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
     _check_hybrid(arguments["dp_outer_dim"], arguments["hybrid_fsdp_group"])
@@ -372,3 +380,12 @@ def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup
         raise ConfigurationError(
             f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither"
         )
+
+
+def __getattr__(name: str) -> Any:
+    """The class that the functions return, which is named here as well."""
+    if name == "MegatronFSDP":
+        from megatron_fsdp.megatron_fsdp import MegatronFSDP
+
+        return MegatronFSDP
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,11 @@ class ForkedRank:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            end_with(lambda: _as_rank(command[3:], env))
+            end_with(lambda: self.work(command, env))
+
+    def work(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        """What the process does: our launcher's command is one for a rank of the trainer."""
+        return _as_rank(command[3:], env)
 
     def poll(self) -> int | None:
         """As Popen's."""

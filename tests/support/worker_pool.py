@@ -40,7 +40,10 @@ _PRELOADED_MODULES = [
     "torch.distributed.tensor",
     "torch.distributed.device_mesh",
     "torch._dynamo",  # which the first optimizer of a process imports
-    "megatron_fsdp",
+    "megatron_fsdp.ddp",
+    "megatron_fsdp.mesh_arguments",
+    "megatron_fsdp.megatron_fsdp",
+    "megatron_fsdp.fully_shard",
     "tests.support.worker_main",
 ]
 _PRELOADED_WHERE_USED = {"accelerate", "hypothesis", "peft", "pytest", "transformers"}

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from megatron_fsdp.cli.output import write_error
 from megatron_fsdp.command_parser import EXIT_ERROR, Parser
 from megatron_fsdp.errors import MegatronFSDPError
-
-_INTERRUPTED = 130
+from megatron_fsdp.interruption import EXIT_INTERRUPTED, raising
 
 
 def run_guarded(parser: Parser, argv: Sequence[str]) -> int:
     """Parse, run the command, and return its exit status; 2 where it could not do its work."""
     args = parser.parse_args(argv)
     try:
-        status: int = args.run(args)
-        sys.stdout.flush()
+        with raising():
+            status: int = args.run(args)
+            sys.stdout.flush()
     except MegatronFSDPError as error:
         write_error(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +23,6 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends it without a traceback
-    try:
-        from megatron_fsdp.train.program import main  # torch's elastic launcher, which other commands do not need
+    from megatron_fsdp.train.program import main  # torch's elastic launcher, which other commands do not need
 
-        return main(argv)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return main(argv)

@@ -1,11 +1,11 @@
 """Entry point of `python -m megatron_fsdp.train`, the same as `mfsdp train`."""
 
-import signal
 import sys
 
+from megatron_fsdp.interruption import end_quietly
+
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends it without a traceback
-    from megatron_fsdp.train.program import main
+    end_quietly()
+    from megatron_fsdp.train.program import main  # torch, which is slow to import
 
     sys.exit(main(sys.argv[1:]))

@@ -14,14 +14,14 @@ import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.crew import tidy_after_launcher
-from megatron_fsdp.train.launch.failures import EXIT_USAGE, report_failure
+from megatron_fsdp.train.launch.failures import EXIT_USAGE, MachineLeftError, report_failure
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
 from megatron_fsdp.train.launch.ranks import Rank, join_ranks, reduce_values
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.environment import with_environment
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.resolve import check_backend, resolve
 from megatron_fsdp.train.reporting.writers.build import require_writers
 
 _AFTER_HANG_MINUTES = 1.0
@@ -58,8 +58,11 @@ def run_rank(argv: Sequence[str]) -> int:
         options = parse_options(argv)
         parallel = options.parallel
         device_type = find_device_type(parallel.device)
+        check_backend(options, device_type)
         with join_ranks(device_type, collective_timeout(options), parallel.distributed_backend) as rank:
-            run_job(resolve_here(options, rank.count, agree_on_restarts(rank)), rank)
+            is_left = run_job(resolve_here(options, rank.count, agree_on_restarts(rank)), rank)
+        if is_left:
+            raise MachineLeftError("another machine was asked to end: saved, and to be started again without it")
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
         tidy_after_launcher(os.environ)

@@ -23,6 +23,7 @@ from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
 from megatron_fsdp.train.launch.failures import note_interruption
+from megatron_fsdp.train.launch.machines import goes_on_without_others
 from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
@@ -85,8 +86,11 @@ class Results:
     peak_meaning: str
 
 
-def run_job(job: Job, rank: Rank) -> None:
+def run_job(job: Job, rank: Rank) -> bool:
     """Prepare, train, and show the results; a run that was interrupted saves and shows none.
+
+    Returns:
+        Whether this rank should be started again, since it ended for no other reason than that another machine leaves.
 
     Raises:
         CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
@@ -98,15 +102,16 @@ def run_job(job: Job, rank: Rank) -> None:
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
     seed_generators(job.options.training.seed)
-    origin = find_origin(job, teller(console))
-    goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
-    with results_folder(job, rank, goes_on=goes_on) as folder:
-        with console.status("reading text ..."):
-            data = prepare_data(job, folder, rank)
-        run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
+    with telling_of_memory(job, rank, Pulse()):
+        origin = find_origin(job, teller(console))
+        goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
+        with results_folder(job, rank, goes_on=goes_on) as folder:
+            with console.status("reading text ..."):
+                data = prepare_data(job, folder, rank)
+            return run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
 
 
-def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> None:
+def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> bool:
     """Train and show the results; see `run_job`.
 
     Args:
@@ -138,16 +143,17 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         if outcome.is_interrupted:
             note_interruption()
             say(stopped_words(job, outcome.progress.steps))
-            return
+            return goes_on_without_others(rank, is_asked=keeper.is_interrupted)
         if keeper.is_finished and agree(rank, lambda: has_results(folder, outcome.progress.steps)):
             say(f"its results are there: {folder}")
-            return
+            return False
         with pulse.resting(), console.status("measuring held-out loss and writing a sample ..."):
             results = conclude(run, outcome)
     recorder.conclude(Evaluation(outcome.progress.steps, results.held_out_loss))
     if rank.is_first:
         save(folder, job, recorder, outcome, results, say)
     show(console, folder, outcome, results)
+    return False
 
 
 def teller(console: Console) -> Callable[[str], None]:

@@ -1,5 +1,7 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -207,16 +209,32 @@ def test_a_preparation_that_ends_early_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed_later(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
     job, out = job_of(folder), tmp_path / "out"
     name = folder_name(job.options, find_source(folder))
-    for left, age_s in ((f".{name}.old", 7200.0), (f".{name}.new", 0.0)):
+    for left, age_s in ((f".{name}.old", 7200.0), (f".{name}.new", 0.0), (f".{name}.under-way", 0.0)):
         (out / left).mkdir(parents=True)
         (out / left / "training.bin").write_bytes(b"half")
         for path in (out / left / "training.bin", out / left):
             os.utime(path, (time.time() - age_s,) * 2)
-    assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
-    assert sorted(path.name for path in out.iterdir()) == [f".{name}.new", name]
+    claim = os.open(out / f".{name}.under-way", os.O_RDONLY)
+    fcntl.flock(claim, fcntl.LOCK_EX)
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", without_locks)
+    try:
+        for _ in range(2):  # also where the tokens are there already
+            assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
+            young = [] if has_locks else [f".{name}.new"]
+            assert sorted(path.name for path in out.iterdir()) == [*young, f".{name}.under-way", name]
+    finally:
+        os.close(claim)
+
+
+def without_locks(*_: object) -> None:
+    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
 def test_when_another_machine_is_faster_its_tokens_are_used(

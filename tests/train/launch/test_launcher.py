@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,8 +20,7 @@ from megatron_fsdp.train.launch.failures import (
     write_failure,
 )
 from megatron_fsdp.train.launch.launcher import _asking, choose_ranks, find_device_type, is_rank, rank_environment
-from tests.support.source_tree import ROOT, SOURCE
-from tests.support.train_program import LIMIT_S, environment
+from tests.support.source_tree import ROOT
 
 
 @pytest.mark.parametrize(
@@ -204,27 +202,3 @@ def test_word_of_an_interruption_is_left_where_a_launcher_asks_for_it(
     monkeypatch.setenv("MEGATRON_FSDP_INTERRUPTED_FILE", start.environment(0)["MEGATRON_FSDP_INTERRUPTED_FILE"])
     note_interruption()
     assert list(tmp_path.iterdir()) == [start.interrupted_file]
-
-
-@pytest.mark.parametrize("entry", [("-m", "megatron_fsdp.train"), (str(ROOT / "pretrain_gpt.py"),)])
-def test_ctrl_c_while_the_program_is_imported_shows_nothing(entry: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING)
-    env = environment(PYTHONPATH=f"{tmp_path}:{SOURCE}")
-    ended = subprocess.run(
-        [sys.executable, *entry, "--help"], env=env, capture_output=True, timeout=LIMIT_S, check=False
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
-
-
-_INTERRUPTING = """
-import os, signal, sys
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megatron_fsdp.train.program":
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Finder())
-"""

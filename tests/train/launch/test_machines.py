@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch import machines
-from megatron_fsdp.train.launch.machines import is_first_here, require_same, work_on_machines
+from megatron_fsdp.train.launch.failures import OutOfMemoryError
+from megatron_fsdp.train.launch.machines import goes_on_without_others, is_first_here, require_same, work_on_machines
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.program import agree_on_restarts
 from tests.conftest import RunRanks
@@ -28,12 +29,14 @@ def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tupl
         time.sleep(seconds)
         done.append(rank.index)
         if rank.index in failing:
-            raise {"usage": ConfigurationError, "bug": KeyError}[failing[rank.index]]("no text")
+            raise {"usage": ConfigurationError, "memory": OutOfMemoryError, "bug": KeyError}[failing[rank.index]](
+                "no text"
+            )
 
     beat, machines.BEAT_S = machines.BEAT_S, 0.05
     try:
         work_on_machines(rank, work)
-    except (ConfigurationError, RuntimeError) as error:
+    except (ConfigurationError, OutOfMemoryError, RuntimeError) as error:
         return bool(done), f"{type(error).__name__} {error}"
     finally:
         machines.BEAT_S = beat
@@ -59,7 +62,12 @@ def test_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("usage", "ConfigurationError no text"), ("bug", "RuntimeError rank 2: KeyError('no text')")]
+    ("kind", "said"),
+    [
+        ("usage", "ConfigurationError no text"),
+        ("memory", "OutOfMemoryError no text"),
+        ("bug", "RuntimeError rank 2: KeyError('no text')"),
+    ],
 )
 def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, kind: str, said: str) -> None:
     found = run_ranks(3, on_two_machines, "0,1,0", 0.0, {2: kind})
@@ -96,3 +104,29 @@ def agreed(counts: list[str]) -> int:
 def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew(run_ranks: RunRanks) -> None:
     assert run_ranks(2, agreed, ["1", "0"]) == [1, 1]
     assert run_ranks(2, agreed, ["0", "0"]) == [0, 0]
+
+
+def goes_on(agents: list[str], asked: list[bool], starts: str) -> bool:
+    rank = this_rank()
+    told = {"GROUP_RANK": agents[rank.index], "TORCHELASTIC_RESTART_COUNT": starts, "TORCHELASTIC_MAX_RESTARTS": "1"}
+    os.environ.update(told)
+    try:
+        return goes_on_without_others(rank, is_asked=asked[rank.index])
+    finally:
+        for name in told:
+            del os.environ[name]
+
+
+@pytest.mark.parametrize(
+    ("agents", "asked", "starts", "expected"),
+    [
+        (["0", "0", "1"], [False, False, True], "0", [True, True, False]),  # the second machine leaves
+        (["0", "0", "1"], [False, False, True], "1", [False, False, False]),  # and no start is left
+        (["0", "0", "1"], [True, False, True], "0", [False, False, False]),  # the whole job is asked to end
+        (["0", "0", "0"], [False, True, False], "0", [False, False, False]),  # one rank of a single machine is
+    ],
+)
+def test_ranks_are_to_start_again_where_another_machine_leaves(
+    run_ranks: RunRanks, agents: list[str], asked: list[bool], starts: str, expected: list[bool]
+) -> None:
+    assert run_ranks(3, goes_on, agents, asked, starts) == expected

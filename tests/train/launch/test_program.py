@@ -42,13 +42,22 @@ def test_run_ends_well_and_shows_everything(text: str, tmp_path: Path) -> None:
     assert (errors, [record["step"] for record in metrics(tmp_path)]) == ("", list(range(1, 9)))
 
 
-def listening(pids: list[int]) -> set[str]:
-    """Addresses, in the kernel's hexadecimal, of the TCP sockets on which these processes listen."""
+def sockets(pids: list[int]) -> set[str]:
+    """Inodes of the files that these processes have open, sockets among them."""
     inodes = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
                 inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    return inodes
+
+
+def listening(pids: list[int], *, inherited_from: int | None = None) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, of the TCP sockets on which these processes listen.
+
+    Forked ranks have the sockets of `inherited_from`, too; those do not count.
+    """
+    inodes = sockets(pids) - (set() if inherited_from is None else sockets([inherited_from]))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

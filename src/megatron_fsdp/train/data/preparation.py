@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import time
 import uuid
@@ -33,9 +35,10 @@ from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import Split, parse_split
+from megatron_fsdp.train.recovery.memory import telling_of_memory_for_data
 
 VERSION = 2  # of the folder of tokens; raise it when the same text gives other tokens
-_FORGOTTEN_S = 3600.0  # after so long without a change, what a preparation left was killed
+_FORGOTTEN_S = 3600.0  # after so long without a change a preparation was killed, where locks cannot tell
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,14 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
 
     Raises:
         ConfigurationError: On every rank, for what is wrong with the data.
+        OutOfMemoryError: On every rank, where one had too little memory to make the tokens.
     """
-    work_on_machines(rank, lambda: write_data(job.options, folder))
+
+    def write() -> None:
+        with telling_of_memory_for_data(rank):
+            write_data(job.options, folder)
+
+    work_on_machines(rank, write)
     found: TokenData | ConfigurationError
     try:
         found = read_data(job, folder)
@@ -132,12 +141,12 @@ def write_data(options: Options, folder: Path) -> None:
     """
     made, source = tokens_folder(options, folder)
     place = made.parent
+    _remove_forgotten(place, made.name)
     if (made / SIDE_FILE).exists():
         return
-    temporary = place / f".{made.name}.{uuid.uuid4().hex[:8]}"
+    temporary, claim = place, -1
     try:
-        _remove_forgotten(place, made.name)
-        temporary.mkdir(parents=True)
+        temporary, claim = _new_temporary(place, made.name)
         write_prepared(_prepare(options, source, temporary), temporary)
         if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
             raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
@@ -149,7 +158,9 @@ def write_data(options: Options, folder: Path) -> None:
                 "--data-cache-path or --out"
             ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if claim != -1:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.close(claim)
 
 
 def read_data(job: Job, folder: Path) -> TokenData:
@@ -310,10 +321,46 @@ def _read_vocabulary(options: Options, prepared: Prepared, made: Path) -> Vocabu
     return IdVocabulary(prepared.vocab_size)
 
 
+def _new_temporary(place: Path, name: str) -> tuple[Path, int]:
+    """A folder for tokens that are being made, and a descriptor that claims it until it is closed, or its process ends.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    while True:
+        temporary = place / f".{name}.{uuid.uuid4().hex[:8]}"
+        temporary.mkdir(parents=True)
+        claim = os.open(temporary, os.O_RDONLY)
+        with suppress(OSError):  # the file system knows no locks of folders
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if temporary.exists():  # else another machine took it for forgotten before it was claimed
+            return temporary, claim
+        os.close(claim)
+
+
 def _remove_forgotten(place: Path, name: str) -> None:
-    """Remove what a killed preparation of the same tokens left; what another machine is writing has just changed."""
+    """Remove what killed preparations of the same tokens left."""
     for left in place.glob(f".{name}.*"):
         with suppress(OSError):  # another one removes it
-            changes = [file.stat().st_mtime for file in (left, *left.iterdir())]
-            if time.time() - max(changes) > _FORGOTTEN_S:
+            if _is_forgotten(left):
                 shutil.rmtree(left)
+
+
+def _is_forgotten(left: Path) -> bool:
+    """Whether nobody claims a folder; where the file system knows no locks, whether it has not changed for long.
+
+    Raises:
+        OSError: It is gone.
+    """
+    descriptor = os.open(left, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        changes = [file.stat().st_mtime for file in (left, *left.iterdir())]
+        return time.time() - max(changes) > _FORGOTTEN_S
+    else:
+        return True
+    finally:
+        os.close(descriptor)

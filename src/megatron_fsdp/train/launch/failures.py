@@ -15,6 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+from megatron_fsdp.interruption import EXIT_INTERRUPTED
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -24,7 +25,6 @@ EXIT_NOT_FINITE = 4
 EXIT_HUNG = 5
 EXIT_NOT_SAVED = 6
 EXIT_KILLED = 7
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 ENDS: Mapping[int, str] = {
@@ -86,6 +86,12 @@ class NotSavedError(RunError):
     """Too many saves in a row failed, or the last one."""
 
     exit_code = EXIT_NOT_SAVED
+
+
+class MachineLeftError(RunError):
+    """Another machine was asked to end; what was done is saved, and the ranks of this one should start again."""
+
+    exit_code = EXIT_TERMINATED
 
 
 @dataclass(frozen=True)

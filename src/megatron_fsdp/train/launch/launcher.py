@@ -123,7 +123,7 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     command = (sys.executable, "-m", MODULE, *argv)
     now = datetime.now().astimezone()
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"  # two may start in a second
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder, _asking() as asked:
+    with _asking() as asked, tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         restart = 0
         while True:
             crew = Crew(Start(command, ranks, run_id, restart, max_restarts, Path(folder)), environment)

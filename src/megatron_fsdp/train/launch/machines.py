@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.launch.failures import OutOfMemoryError
 from megatron_fsdp.train.launch.ranks import Rank, reduce_values
 
+_TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
+"""Errors whose words are for the user."""
 BEAT_S = 5.0  # well below the time limit of a collective, which the work may exceed by far
 
 
@@ -26,6 +29,7 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
 
     Raises:
         ConfigurationError: Some machine's work raised it; every rank raises the same.
+        OutOfMemoryError: Likewise.
         RuntimeError: Some machine's work raised something else, named with its rank; or the launcher is gone.
     """
     task = _Task(work) if is_first_here(rank) else None
@@ -37,13 +41,12 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
         if reduce_values(rank, [float(is_pending)], "max") == [0.0]:
             break
     error = None if task is None else task.error
-    is_usage = isinstance(error, ConfigurationError)
-    said = None if error is None else (is_usage, str(error) if is_usage else f"rank {rank.index}: {error!r}")
-    answers: list[tuple[bool, str] | None] = [None] * rank.count
+    kind = next((name for name, each in _TOLD.items() if isinstance(error, each)), "")
+    said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
+    answers: list[tuple[str, str] | None] = [None] * rank.count
     dist.all_gather_object(answers, said)
-    for answer in filter(None, answers):
-        kind = ConfigurationError if answer[0] else RuntimeError
-        raise kind(answer[1]) from error
+    for name, words in filter(None, answers):
+        raise _TOLD.get(name, RuntimeError)(words) from error
 
 
 def require_same(rank: Rank, value: str | None, error: str | None, what: str) -> None:
@@ -70,6 +73,26 @@ def require_same(rank: Rank, value: str | None, error: str | None, what: str) ->
     if len(ranks_of) > 1:
         groups = "; ".join(f"{theirs} on ranks {', '.join(ranks)}" for theirs, ranks in ranks_of.items())
         raise ConfigurationError(what.format(groups))
+
+
+def goes_on_without_others(rank: Rank, *, is_asked: bool) -> bool:
+    """Whether ranks that saved and end do so only since another machine leaves; collective.
+
+    torchrun takes ranks that end with 0 for done. So those of a machine whose agent was not asked to end must not, or
+    the run would be over; started again, they go on without the machine that leaves.
+
+    Args:
+        rank: This process.
+        is_asked: Whether this process was asked to end.
+
+    Returns:
+        The same on all ranks of a machine; False where its agent would not start them again.
+    """
+    agent = os.environ.get("GROUP_RANK", "0")
+    found: list[tuple[str, bool]] = [("", False)] * rank.count
+    dist.all_gather_object(found, (agent, is_asked))
+    starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)
 
 
 class _Task(threading.Thread):

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE, launcher_of, tidy_after_launcher
 from megatron_fsdp.train.launch.failures import EXIT_FAILED
+from megatron_fsdp.train.launch.meeting import store_of_this_start
 from megatron_fsdp.train.launch.network import loopback_interface
 
 T = TypeVar("T")
 
 _WATCH_S = 0.5
+_STORE_TIMEOUT = timedelta(minutes=30)
+_AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun where its agent keeps the store of the ranks
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,20 @@ def join_ranks(
 
 def _meet(backend: str, timeout: timedelta | None) -> None:
     """Join the process group."""
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     file = os.environ.get(STORE_FILE_VARIABLE)
-    if file is None:
-        dist.init_process_group(backend, timeout=timeout)
+    store: dist.Store  # type: ignore[name-defined]  # public, and not in torch's list of names
+    if file is not None:
+        store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # likewise
+    elif os.environ.get(_AGENT_STORE_VARIABLE) == str(True):
+        longest = _STORE_TIMEOUT if timeout is None else timeout
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        shared = dist.TCPStore(*address, is_master=False, timeout=longest)  # type: ignore[attr-defined]  # likewise
+        store = store_of_this_start(shared, index, count, longest.total_seconds())
     else:
-        index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # public, and not in its list of names
-        dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
 
 
 @contextmanager

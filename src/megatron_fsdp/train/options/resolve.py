@@ -32,7 +32,7 @@ def resolve(options: Options, world: World) -> Job:
     check_options(options)
     check_model(options)
     notices = list(options.explained)
-    _check_backend(options, world)
+    check_backend(options, world.device_type)
     engine = _engine(options)
     sizes = _sizes(options, world, engine)
     dtype = _dtype(options, world)
@@ -89,8 +89,13 @@ def _engine(options: Options) -> EngineName:
     return "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
 
 
-def _check_backend(options: Options, world: World) -> None:
-    if options.parallel.distributed_backend == "nccl" and world.device_type == "cpu":
+def check_backend(options: Options, device_type: str) -> None:
+    """Check that the back end that was asked for reaches the devices; ranks of torchrun do before they meet by it.
+
+    Raises:
+        ConfigurationError: It does not.
+    """
+    if options.parallel.distributed_backend == "nccl" and device_type == "cpu":
         raise ConfigurationError(
             "--distributed-backend nccl does not go with --device cpu, which it cannot reach: give gloo, or leave it "
             "out"

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_fsdp.train.launch.failures import OutOfMemoryError
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.train.launch.failures import OutOfMemoryError, RunError
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recovery.pulse import Pulse
 
 _OF_CPU = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _OF_DEVICES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # what ranks tell each other of an error is its type and its words
 _OF_NCCL = re.compile("nccl.*out of memory", re.IGNORECASE | re.DOTALL)
 
 
@@ -25,6 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(seen, RuntimeError | OSError) and _says_so(str(seen)):
+            return True
+        if isinstance(seen, CheckpointError) and (_says_so(str(seen)) or any(map(str(seen).__contains__, _OF_PEERS))):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -40,6 +44,23 @@ def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
     """Tell rank, step, peak and ways out where the block runs out of memory.
 
     Raises:
+        OutOfMemoryError: In place of what the block raised, unless that says how the run ends by itself.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(memory_told(error, job, rank, pulse.step)) from error
+
+
+@contextmanager
+def telling_of_memory_for_data(rank: Rank) -> Iterator[None]:
+    """The same where the block makes tokens, for which the options of the run make no difference.
+
+    Raises:
         OutOfMemoryError: In place of what the block raised.
     """
     try:
@@ -47,7 +68,12 @@ def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(memory_told(error, job, rank, pulse.step)) from error
+        raise OutOfMemoryError(
+            f"out of memory on rank {rank.index} while it made the tokens of --data-path: {_reason(error)}\n"
+            f"  peak so far: {peak_told(torch.device('cpu'))}\n"
+            "  try: text in shorter lines; token files (.bin and .idx, or .npy), which are mapped; or make the "
+            "tokens on a machine with more memory, in a --data-cache-path that this one sees"
+        ) from error
 
 
 def memory_told(error: BaseException, job: Job, rank: Rank, step: int) -> str:
@@ -59,15 +85,20 @@ def memory_told(error: BaseException, job: Job, rank: Rank, step: int) -> str:
         rank: This process.
         step: The step under way; 0 before the first.
     """
+    where = "" if isinstance(error, CheckpointError) else f" on rank {rank.index}"  # which names the ranks itself
     when = f"in step {step}" if step else "before the first step"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lines = [
-        f"out of memory on rank {rank.index} {when} on {rank.device}: {reason}",
+        f"out of memory{where} {when} on {rank.device}: {_reason(error)}",
         f"  peak so far: {peak_told(rank.device)}",
         f"  try: {'; '.join(ways_out(job, step))}",
         f"  {plan_command(job, rank.count)}   says what would fit",
     ]
     return "\n".join(lines)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def ways_out(job: Job, step: int) -> list[str]:

@@ -15,6 +15,7 @@ from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.options.batch import plan_batch
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.recovery.memory import is_out_of_memory
 
 _FACTS = "trainer.facts"
 _BATCH = "--global-batch-size"
@@ -79,6 +80,8 @@ def newest_sound(root: Path, say: Say) -> Path | None:
         try:
             together(f"verifying {path}", lambda path=path: _require_sound(path))  # type: ignore[misc]
         except CheckpointError as error:
+            if is_out_of_memory(error):  # which says nothing of the checkpoint
+                raise
             problems.append(str(error))
             say(f"WARNING: {path} cannot be used, going back to the one before: {error}")
         else:

@@ -1,0 +1,133 @@
+"""Ends at bad moments: while a checkpoint is written, while tokens are made, once too often. Nothing is left behind."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.checkpoint import checkpointer
+from megatron_fsdp.train.data import preparation
+from tests.support.forked_programs import Program, children_of
+from tests.support.remains import remains, trainer_with_its_own_temporaries
+from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, steps_done, wait_for, write_text
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
+KILLED = "rank 1: it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out\n"
+AGAIN = "starting all ranks again, 1 of at most 1 times\n"
+
+
+class Started:
+    """A run that would not end, with a folder to save to and one for temporary files."""
+
+    def __init__(self, program: Callable[[Sequence[str]], int], place: Path, *options: str) -> None:
+        self.temporary, self.saved, self.out = (place / name for name in ("temporary", "saved", "out"))
+        self.temporary.mkdir()
+        text = str(write_text(place / "text.txt"))
+        given = ("--data-path", text, "--save", str(self.saved), "--out", str(self.out), "--train-iters", "1000000")
+        self.program = Program(program, [*OPTIONS, *given, *options], environment(TMPDIR=str(self.temporary)))
+        self.ranks: set[int] = set()
+
+    def wait_for_ranks(self, is_so: Callable[[], bool]) -> list[int]:
+        """Wait until something is so; the ranks of now."""
+        wait_for(is_so, self.program)
+        ranks = children_of(self.program.pid)
+        self.ranks |= set(ranks)
+        return ranks
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Wait for the end; the code, and what was shown."""
+        shown, errors = self.program.communicate(timeout=LIMIT_S)
+        assert remains(self.temporary, self.ranks) == []
+        return self.program.returncode, shown, errors
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written, and not the first."""
+        names = [path.name for path in self.saved.iterdir()] if self.saved.exists() else []
+        return any(name.startswith("iter_") for name in names) and any(name.startswith(".iter_") for name in names)
+
+
+def saving_slowly(argv: Sequence[str]) -> int:
+    """The trainer, to which every save but the first takes a second."""
+
+    def change() -> None:
+        module: Any = checkpointer
+        write_state, before = module.write_state, [0]
+
+        def write(*args: Any) -> None:
+            time.sleep(min(before[0], 1.0))
+            before[0] += 1
+            write_state(*args)
+
+        module.write_state = write
+
+    return trainer_with_its_own_temporaries(argv, change)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "saving"),
+    [((signal.SIGTERM, signal.SIGTERM), ()), ((signal.SIGHUP,), ("--async-save", "--num-workers", "1"))],
+)
+def test_asked_to_end_while_it_saves(numbers: tuple[int, ...], saving: tuple[str, ...], tmp_path: Path) -> None:
+    run = Started(saving_slowly, tmp_path, "--save-interval", "3", *saving)
+    run.wait_for_ranks(lambda: run.is_saving)
+    for number in numbers:
+        run.program.send_signal(number)
+        time.sleep(0.2)
+    code, shown, errors = run.end()
+    done = len(metrics(run.out))
+    assert (code, errors) == (143, "stopped; what was written so far is kept\n")
+    assert f"stopped and saved after {done} steps" in " ".join(shown.split())
+    assert (run.saved / "latest_checkpointed_iteration.txt").read_text().strip() == str(done)
+    assert [path.name for path in run.saved.iterdir() if path.name.startswith(".")] == []
+
+
+def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) -> None:
+    options = ("--save-interval", "3", "--async-save", "--max-restarts", "1", "--keep-last", "2")
+    run = Started(saving_slowly, tmp_path, *options)
+    first = run.wait_for_ranks(lambda: run.is_saving)
+    os.kill(first[1], signal.SIGKILL)
+    run.wait_for_ranks(lambda: AGAIN in run.program.shown("err"))
+    kept = {path.name for path in run.saved.glob("iter_*")}
+    before = steps_done(run.out)
+    ranks = run.wait_for_ranks(lambda: steps_done(run.out) > before and run.is_saving)
+    os.kill(ranks[1], signal.SIGKILL)
+    code, _, errors = run.end()
+    assert (code, errors) == (7, f"{KILLED}{AGAIN}{KILLED}")
+    whole = sorted(path.name for path in run.saved.glob("iter_*"))
+    assert kept
+    assert int((run.saved / "latest_checkpointed_iteration.txt").read_text()) in [int(name[-7:]) for name in whole]
+
+
+def making_tokens_for_ever(argv: Sequence[str]) -> int:
+    """The trainer, whose first start does not get beyond making tokens."""
+
+    def change() -> None:
+        module: Any = preparation
+        encode = module.encode_documents
+
+        def stop(*args: Any) -> Any:
+            found = encode(*args)
+            while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                time.sleep(0.05)
+            return found
+
+        module.encode_documents = stop
+
+    return trainer_with_its_own_temporaries(argv, change)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_while_tokens_are_made(victim: int, tmp_path: Path) -> None:
+    run = Started(making_tokens_for_ever, tmp_path, "--max-restarts", "1", "--exit-interval", "1")
+    ranks = run.wait_for_ranks(lambda: any(run.out.glob(".tokens-*/*")))
+    os.kill(ranks[victim], signal.SIGKILL)
+    code, _, errors = run.end()
+    assert (code, errors) == (0, f"{KILLED.replace('1', str(victim), 1)}{AGAIN}")
+    assert [path.name[:7] for path in run.out.iterdir() if "tokens-" in path.name] == ["tokens-"]
+    assert len(metrics(run.out)) == 1
