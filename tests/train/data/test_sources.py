@@ -45,6 +45,17 @@ def test_what_a_run_writes_is_not_what_it_reads(tmp_path: Path) -> None:
     assert names(find_source(tmp_path, [tmp_path / "runs" / "now"])) == ["a.txt", "runs/old/note"]
 
 
+def test_a_link_to_nothing_has_no_size_and_no_time(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("nowhere")
+    assert listing(find_source(tmp_path)) == [(str(tmp_path / "a"), -1, -1)]
+
+
+def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match="pipe is a device, pipe or socket: give a file or a folder"):
+        find_source(tmp_path / "pipe")
+
+
 def test_default_is_the_standard_library_without_tests() -> None:
     source = find_source(None)
     assert source.root == Path(sysconfig.get_paths()["stdlib"])

@@ -34,7 +34,7 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import Split, parse_split
 
-VERSION = 2  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
 _FORGOTTEN_S = 3600.0  # after so long without a change, what a preparation left was killed
 
 

@@ -93,6 +93,8 @@ def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
         return TokenIds(path, (path,), is_indexed=False)
     if path.is_file():
         return TextFiles(path, (path,))
+    if not path.is_dir():
+        raise ConfigurationError(f"--data-path {path} is a device, pipe or socket: give a file or a folder")
     if any(mark <= {file.name for file in path.iterdir()} for mark in _DATASET_MARKS):
         return SavedDataset(path, tuple(sorted(file for file in path.rglob("*") if file.is_file())))
     left_out: list[Path] = []
@@ -138,15 +140,25 @@ def is_of_a_run(name: str, contents: Collection[str]) -> bool:
 
 
 def listing(source: Source) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and time of the last change (ns) of every file.
+    """Path, size in bytes and time of the last change (ns) of every file; -1 for a link to nothing.
 
     Raises:
         ConfigurationError: A file went away.
     """
     try:
-        return [(str(file.absolute()), (s := file.stat()).st_size, s.st_mtime_ns) for file in source.files]
+        return [(str(file.absolute()), *_state_of(file)) for file in source.files]
     except OSError as error:
         raise ConfigurationError(f"--data-path: {error.filename} cannot be read ({error.strerror})") from None
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        if not file.is_symlink():
+            raise
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def _library() -> TextFiles:
