@@ -56,11 +56,10 @@ from megatron_fsdp.train.reporting.readings import describe_peak, exchanges_pair
 from megatron_fsdp.train.reporting.recorder import Recorder
 from megatron_fsdp.train.reporting.speed import Speed
 from megatron_fsdp.train.reporting.writers.build import build_writers, require_writers
-from megatron_fsdp.train.results_folder import results_folder
+from megatron_fsdp.train.results_folder import SUMMARY_FILE, results_folder
 
 TEMPERATURE = 0.7
 FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
-SUMMARY_FILE = "summary.json"
 SAMPLE_FILE = "sample.txt"
 
 

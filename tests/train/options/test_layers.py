@@ -150,6 +150,13 @@ def test_what_looks_like_a_number_means_what_it_means_on_the_command_line(write:
     assert (training.train_iters, training.seed, options.optimizer.lr) == (100, 1000, 0.001)
 
 
+def test_text_is_whole_in_every_locale() -> None:
+    in_ascii = "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode().decode("ascii", "surrogateescape")
+    assert parse_options(["--prompt", in_ascii]).reporting.prompt == "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+    with pytest.raises(ConfigurationError, match=r"--prompt .* is not possible: give a text"):
+        parse_options(["--prompt", "\ud800"])
+
+
 def test_a_flag_that_is_given_twice_is_told_and_the_last_holds() -> None:
     options = parse_options(["--lr", "0.1", "--swiglu", "--seed", "3", "--lr", "0.2", "--no-swiglu", "--seed", "3"])
     assert (options.optimizer.lr, options.model.swiglu, options.training.seed) == (0.2, False, 3)

@@ -14,7 +14,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.loop import Outcome
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.results_folder import MARK_FILE, _take, new_folder
+from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE, _take, new_folder
 from megatron_fsdp.train.run_job import Results, show, stopped_words
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
@@ -82,6 +82,9 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
         take(job)
     assert take(job, goes_on=True) == folder
+    (folder / MARK_FILE).rename(folder / SUMMARY_FILE)  # as after a run that took no step
+    with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
+        take(job)
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(

@@ -132,7 +132,13 @@ def _real(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str | None:
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        # Where the locale knows ASCII only, Python keeps the bytes of an argument as lone surrogates.
+        return str(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:  # half of a pair of surrogates, which YAML can say
+        return None
 
 
 def _path(value: Any) -> Path | None:
