@@ -126,6 +126,8 @@ def library_messages(console: Console) -> Iterator[None]:
 def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequence[tuple[str, str]] = ()) -> None:
     """Print a panel of names and values; asides stand below, dimly."""
     grid = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        grid.add_column(overflow="fold")  # on a narrow terminal nothing is left out
     for name, value in facts:
         grid.add_row(Text(name, style="bold"), Text(value))
     for name, value in asides:
@@ -136,9 +138,9 @@ def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequ
 def show_comparison(console: Console, rows: Sequence[Row]) -> None:
     """Print measured values beside computed ones."""
     table = Table(title="One rank: measured and computed")
-    table.add_column("what")
+    table.add_column("what", overflow="fold")
     for name in ("measured", "formula", "ratio"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(row.what, _format(row.measured, row.unit), _format(row.formula, row.unit), f"{row.ratio:.3f}")
     console.print(table)

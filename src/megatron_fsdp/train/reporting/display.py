@@ -96,6 +96,8 @@ class ConsoleWatcher:
         bar.add_row(f"step {done:,}/{total:,}", ProgressBar(total, done), f"{100 * done // total}%  {left}")
         if self._facts is None:
             return Group(bar)
+        if self._console.width < _NAME_WIDTH + _VALUE_WIDTH:
+            return Group(bar, *(Text(f"{name} {value}", overflow="fold") for name, value in cells(self._facts)))
         return Group(bar, Columns([_cell(*cell) for cell in cells(self._facts)], padding=(0, 2)))
 
     def _left_s(self, last: StepRecord) -> float:
