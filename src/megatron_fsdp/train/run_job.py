@@ -27,6 +27,7 @@ from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import flag_for
 from megatron_fsdp.train.recovery.hangs import HangWatch
 from megatron_fsdp.train.recovery.memory import telling_of_memory
 from megatron_fsdp.train.recovery.pulse import Pulse
@@ -138,6 +139,8 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             note_interruption()
             say(stopped_words(job, outcome.progress.steps))
             return
+        if reason := early_words(job, outcome.progress.steps):
+            say(reason)
         if keeper.is_finished and agree(rank, lambda: has_results(folder, outcome.progress.steps)):
             say(f"its results are there: {folder}")
             return
@@ -160,6 +163,20 @@ def stopped_words(job: Job, steps: int) -> str:
     if steps < job.train_iters:
         return f"stopped and saved after {steps} steps; --load {saved} goes on from there"
     return f"stopped and saved after all {steps} steps; --load {saved} --skip-train measures and shows the results"
+
+
+def early_words(job: Job, steps: int) -> str:
+    """Why a run that nobody asked to end has not done all steps; empty where it has."""
+    training, origins = job.options.training, job.options.origins
+    if steps >= job.train_iters or training.skip_train:
+        return ""
+    is_interval = training.exit_interval is not None and steps % training.exit_interval == 0
+    name = "exit_interval" if is_interval else "exit_duration_in_mins"
+    value = getattr(training, name)
+    if value is None:
+        return ""
+    said = f"{flag_for(name)} {value:g} says (from the {origins[name]})"
+    return f"ended after {steps} of {job.train_iters} steps, as {said}"
 
 
 def has_results(folder: Path, steps: int) -> bool:

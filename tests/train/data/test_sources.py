@@ -17,7 +17,7 @@ from megatron_fsdp.train.data.sources import (
     walk,
 )
 from megatron_fsdp.train.reporting.applied import APPLIED_FILE
-from megatron_fsdp.train.results_folder import MARK_FILE
+from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -158,4 +158,5 @@ def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
 def test_the_marks_of_results_are_what_a_run_writes() -> None:
     assert is_of_a_run("x", [APPLIED_FILE, MARK_FILE])
     assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin", "training.idx"])
+    assert is_of_a_run("x", [APPLIED_FILE, SUMMARY_FILE])  # of a run that took no step
     assert not is_of_a_run("x", [MARK_FILE])

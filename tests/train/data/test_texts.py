@@ -199,6 +199,12 @@ def test_without_the_package_a_data_set_is_refused_in_words(tmp_path: Path, monk
         read(tmp_path)
 
 
+def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "none", {"text": []})
+    with pytest.raises(ConfigurationError, match=r"cannot be read by `datasets` .*, as where it has no rows"):
+        read(tmp_path / "none")
+
+
 def test_a_damaged_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "dataset_info.json").write_text("{}")

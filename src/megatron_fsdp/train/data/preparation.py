@@ -103,7 +103,9 @@ def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
     Raises:
         ConfigurationError: There is nothing to make them from.
     """
-    written = (folder, options.data.data_cache_path, options.checkpoint.save, options.reporting.tensorboard_dir)
+    checkpoint, events = options.checkpoint, options.reporting.tensorboard_dir
+    maps = checkpoint.dump_param_to_param_group_map
+    written = (folder, options.data.data_cache_path, checkpoint.save, events, maps)
     outputs = {path.absolute() for path in written if path is not None}
     source = find_source(options.data.data_path, outputs)
     return (options.data.data_cache_path or folder) / folder_name(options, source), source

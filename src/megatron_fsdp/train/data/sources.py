@@ -16,7 +16,7 @@ from megatron_fsdp.train.data.indexed import bin_of, idx_of
 LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-_RUN_MARKS = {"applied.json", "metrics.jsonl"}
+_RUN_MARKS = ({"applied.json", "metrics.jsonl"}, {"applied.json", "summary.json"})
 _TOKENS_MARKS = {"data.json", "training.bin", "training.idx"}
 _CHECKPOINT = re.compile(r"iter_\d{7,18}", re.ASCII)
 _DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
@@ -136,7 +136,8 @@ def is_of_a_run(name: str, contents: Collection[str]) -> bool:
     """Whether a folder of this name and with these entries holds the results of a run, its tokens, or a checkpoint."""
     found = set(contents)
     is_checkpoint = _CHECKPOINT.fullmatch(name) is not None and MARK_OF_WHOLE in found
-    return found >= _RUN_MARKS or (name.startswith("tokens-") and found >= _TOKENS_MARKS) or is_checkpoint
+    is_tokens = name.startswith("tokens-") and found >= _TOKENS_MARKS
+    return any(found >= marks for marks in _RUN_MARKS) or is_tokens or is_checkpoint
 
 
 def listing(source: Source) -> list[tuple[str, int, int]]:

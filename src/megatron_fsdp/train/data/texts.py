@@ -220,9 +220,9 @@ def _dataset_column(folder: Path, key: str) -> Any:
         ) from None
     try:
         found: Any = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"--data-path {folder} cannot be read by `datasets` ({error!r}): save it anew"
+            f"--data-path {folder} cannot be read by `datasets` ({error!r}), as where it has no rows: save it anew"
         ) from None
     if isinstance(found, datasets.DatasetDict):
         part = "train" if "train" in found else next(iter(found)) if len(found) == 1 else None
