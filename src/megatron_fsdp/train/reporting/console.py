@@ -69,7 +69,7 @@ class _Lenient:
         except BrokenPipeError:
             raise
         except UnicodeEncodeError:
-            encoding = self._inner.encoding or "ascii"
+            encoding = getattr(self._inner, "encoding", None) or "ascii"
             return self.write(text.encode(encoding, "replace").decode(encoding))
         except OSError:
             return len(text)
