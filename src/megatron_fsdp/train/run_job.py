@@ -154,7 +154,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
 
 def teller(console: Console) -> Callable[[str], None]:
     """What prints lines as they are: a path may have what would be markup."""
-    return lambda text: console.print(Text(text))
+    return lambda text: console.print(Text(printable(text)))
 
 
 def stopped_words(job: Job, steps: int) -> str:

@@ -138,6 +138,15 @@ def test_header_leaves_nothing_out_where_it_is_narrow() -> None:
     assert "".join(cells) == path
 
 
+def test_names_that_would_steer_a_terminal_do_not() -> None:
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    with console.capture() as captured:
+        show_header(console, [("text", "a\x1b[2Jb")], [("config \x1b[2J", "--prompt \x1b]0;x\x07")])
+        ConsoleWatcher(console, 3).say("first \x1b[31m")
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb" in captured.get()
+    assert not {"\x1b", "\x07"} & set(captured.get())
+
+
 def test_header_shows_facts_and_asides() -> None:
     console = Console(file=io.StringIO(), width=40, color_system=None)
     with console.capture() as captured:

@@ -85,7 +85,7 @@ class _Lenient:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would steer a terminal; a model may write anything."""
+    """Return a text without what would steer a terminal; a model, or the name of a file, may be anything."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -129,9 +129,9 @@ def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequ
     for _ in range(2):
         grid.add_column(overflow="fold")  # on a narrow terminal nothing is left out
     for name, value in facts:
-        grid.add_row(Text(name, style="bold"), Text(value))
+        grid.add_row(Text(name, style="bold"), Text(printable(value)))
     for name, value in asides:
-        grid.add_row(Text(name, style="dim"), Text(value, style="dim"))
+        grid.add_row(Text(printable(name), style="dim"), Text(printable(value), style="dim"))
     console.print(Panel(grid, title="megatron_fsdp training", expand=False))
 
 
