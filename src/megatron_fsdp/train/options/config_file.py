@@ -89,7 +89,7 @@ def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
     for name in WRITTEN:
         if values.get(name) is not None:
             root = Path.cwd() if out is None or name == "out" else out
-            values[name] = require_inside(name, converter_of(OPTIONS[name])(values[name]), root, path)
+            values[name] = str(require_inside(name, converter_of(OPTIONS[name])(values[name]), root, path))
     require_no_file_uri(values.get("mlflow_tracking_uri"), path)
     return {name: value for name, value in values.items() if value is not None}
 
