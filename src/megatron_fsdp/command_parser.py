@@ -28,6 +28,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, with a suggestion, and end with status 2."""
+        value = re.search(r"ignored explicit argument (.*)", message)
+        if value is not None:
+            message = f"{message[: value.start()]}takes no value, and {value[1]} was given"
         super().error(message + self._suggestion(message))
 
     def _suggestion(self, message: str) -> str:

@@ -25,8 +25,7 @@ class ForkedRank:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
         self._code: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         self.pid = os.fork()
         if self.pid == 0:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -65,9 +64,14 @@ def end_with(work: Callable[[], int]) -> None:
         code = int(asked.code or 0)
     except BaseException:  # noqa: BLE001  nothing may go back into the code that forked
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: closed
+            stream.flush()
 
 
 def _as_rank(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,18 @@ def test_sampling_repeats_with_the_seed_and_sees_only_the_context() -> None:
     ]
     assert runs[0] == runs[1] == runs[2]
     assert runs[0] != runs[3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_end_the_text(value: float, temperature: float) -> None:
+    def overflowing(tokens: Tensor) -> Tensor:
+        return successor(tokens) * (value if int(tokens[0, -1]) == 6 else 1.0)
+
+    ids = generate(
+        trained(overflowing), [4, 5], num_tokens=4, context_length=3, temperature=temperature, seed=0, vocab_size=7
+    )
+    assert ids == [4, 5, 6]
 
 
 def test_an_engine_without_logits_writes_the_prompt_only() -> None:

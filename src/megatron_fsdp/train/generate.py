@@ -31,7 +31,7 @@ def generate(
         vocab_size: Token ids that stand for text; the model may know more.
 
     Returns:
-        Token ids; only the prompt with an engine that gives no logits.
+        Token ids; only the prompt with an engine that gives no logits, and no more from where logits are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -40,6 +40,8 @@ def generate(
         if found is None:
             return ids
         logits = found[0, -1, :vocab_size].float().cpu()
+        if not bool(torch.isfinite(logits).all()):  # weights that have run away; nothing can be drawn
+            return ids
         if temperature == 0.0:
             ids.append(int(logits.argmax()))
         else:

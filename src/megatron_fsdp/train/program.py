@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,6 +15,7 @@ from megatron_fsdp.train.launch.crew import tidy_after_launcher
 from megatron_fsdp.train.launch.failures import EXIT_USAGE, MachineLeftError, report_failure
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
 from megatron_fsdp.train.launch.ranks import Rank, join_ranks, reduce_values
+from megatron_fsdp.train.launch.streams import let_go, tell
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.environment import with_environment
 from megatron_fsdp.train.options.job import Job, World
@@ -42,7 +41,8 @@ def start_ranks(argv: Sequence[str]) -> int:
         resolve_here(options, ranks)
         require_writers(options.reporting)
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        tell(f"error: {error}")
+        let_go()
         return EXIT_USAGE
     return launch(argv, ranks, options.recovery.max_restarts)
 
@@ -66,9 +66,9 @@ def run_rank(argv: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
         code = report_failure(error, index)
         tidy_after_launcher(os.environ)
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
+        let_go()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
+    let_go()
     return 0
 
 

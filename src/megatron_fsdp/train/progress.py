@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +11,10 @@ import torch
 
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.model import ModelOptions
 from megatron_fsdp.train.options.training import OptimizerOptions
+
+_NO_ARITHMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--calculate-per-token-loss": str(options.training.calculate_per_token_loss),
         "--seed": str(options.training.seed),
         "--eod-mask-loss": str(options.data.eod_mask_loss),
+        **_model_facts(options.model),
         **_dtype_facts(job),
         "--data-path": f"text with checksum {data.checksum[:16]}",
     }
@@ -106,6 +112,26 @@ def _optimizer_facts(options: OptimizerOptions) -> dict[str, str]:
             "--adam-eps": options.adam_eps,
         }
     return {"--optimizer": options.optimizer, **{name: str(value) for name, value in own.items()}}
+
+
+def _model_facts(options: ModelOptions) -> dict[str, str]:
+    """What the model computes that the shapes of its weights do not tell."""
+    source = options.hf_config or options.hf_model
+    if source is not None:
+        file = source / "config.json" if source.is_dir() else source
+        found = json.loads(file.read_bytes())
+        said = {name: value for name, value in found.items() if name not in _NO_ARITHMETIC}
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return {"the configuration of the model": f"one with checksum {digest[:16]}"}
+    rotary = {"--rotary-base": str(options.rotary_base)} if options.position_embedding_type == "rope" else {}
+    experts = {"--moe-router-topk": str(options.moe_router_topk)} if options.num_experts is not None else {}
+    return {
+        "--num-attention-heads": str(options.num_attention_heads),
+        "--normalization": options.normalization,
+        "--norm-epsilon": str(options.norm_epsilon),
+        **rotary,
+        **experts,
+    }
 
 
 def _dtype_facts(job: Job) -> dict[str, str]:

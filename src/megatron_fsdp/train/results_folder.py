@@ -15,6 +15,7 @@ from megatron_fsdp.train.launch.ranks import Rank, agree
 from megatron_fsdp.train.options.job import Job
 
 MARK_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
 CLAIM_FILE = ".claim"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _NO_NAMES = ("", "none")
@@ -78,7 +79,7 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
         raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
     if not _claim(folder, held) and job.restarts == 0:  # a rank before a restart may still be about to end
         raise ConfigurationError(f"--out {folder}: another run writes into it now; give another folder")
-    if (folder / MARK_FILE).exists() and not goes_on:
+    if not goes_on and any((folder / name).exists() for name in (MARK_FILE, SUMMARY_FILE)):
         checkpoint = job.options.checkpoint
         none_yet = f", and {checkpoint.save} holds no checkpoint to go on from" if checkpoint.is_same_folder else ""
         raise ConfigurationError(

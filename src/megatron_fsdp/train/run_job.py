@@ -28,6 +28,7 @@ from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import flag_for
 from megatron_fsdp.train.recovery.hangs import HangWatch
 from megatron_fsdp.train.recovery.memory import telling_of_memory
 from megatron_fsdp.train.recovery.pulse import Pulse
@@ -57,11 +58,10 @@ from megatron_fsdp.train.reporting.readings import describe_peak, exchanges_pair
 from megatron_fsdp.train.reporting.recorder import Recorder
 from megatron_fsdp.train.reporting.speed import Speed
 from megatron_fsdp.train.reporting.writers.build import build_writers, require_writers
-from megatron_fsdp.train.results_folder import results_folder
+from megatron_fsdp.train.results_folder import SUMMARY_FILE, results_folder
 
 TEMPERATURE = 0.7
 FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
-SUMMARY_FILE = "summary.json"
 SAMPLE_FILE = "sample.txt"
 
 
@@ -144,6 +144,8 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             note_interruption()
             say(stopped_words(job, outcome.progress.steps))
             return goes_on_without_others(rank, is_asked=keeper.is_interrupted)
+        if reason := early_words(job, outcome.progress.steps):
+            say(reason)
         if keeper.is_finished and agree(rank, lambda: has_results(folder, outcome.progress.steps)):
             say(f"its results are there: {folder}")
             return False
@@ -158,7 +160,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
 
 def teller(console: Console) -> Callable[[str], None]:
     """What prints lines as they are: a path may have what would be markup."""
-    return lambda text: console.print(Text(text))
+    return lambda text: console.print(Text(printable(text)))
 
 
 def stopped_words(job: Job, steps: int) -> str:
@@ -167,6 +169,20 @@ def stopped_words(job: Job, steps: int) -> str:
     if steps < job.train_iters:
         return f"stopped and saved after {steps} steps; --load {saved} goes on from there"
     return f"stopped and saved after all {steps} steps; --load {saved} --skip-train measures and shows the results"
+
+
+def early_words(job: Job, steps: int) -> str:
+    """Why a run that nobody asked to end has not done all steps; empty where it has."""
+    training, origins = job.options.training, job.options.origins
+    if steps >= job.train_iters or training.skip_train:
+        return ""
+    is_interval = training.exit_interval is not None and steps % training.exit_interval == 0
+    name = "exit_interval" if is_interval else "exit_duration_in_mins"
+    value = getattr(training, name)
+    if value is None:
+        return ""
+    said = f"{flag_for(name)} {value:g} says (from the {origins[name]})"
+    return f"ended after {steps} of {job.train_iters} steps, as {said}"
 
 
 def has_results(folder: Path, steps: int) -> bool:

@@ -131,6 +131,17 @@ def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Pa
     assert [path.name for path in made.iterdir()] == [SIDE_FILE]
 
 
+def test_what_the_run_writes_beside_its_texts_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    written = ["--data-cache-path", "--save", "--tensorboard-dir", "--dump-param-to-param-group-map"]
+    words = [word for flag in written for word in (flag, str(tmp_path / flag.strip("-")))]
+    for folder in (tmp_path / "out", *(tmp_path / flag.strip("-") for flag in written)):
+        folder.mkdir()
+        (folder / "file").write_text("no text to learn")
+    source = tokens_folder(job_of(tmp_path, *words).options, tmp_path / "out")[1]
+    assert [path.name for path in source.files] == ["a.txt"]
+
+
 def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.int64))
     with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:

@@ -17,7 +17,7 @@ from megatron_fsdp.train.data.sources import (
     walk,
 )
 from megatron_fsdp.train.reporting.applied import APPLIED_FILE
-from megatron_fsdp.train.results_folder import MARK_FILE
+from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -43,6 +43,17 @@ def test_files_come_in_sorted_order_without_hidden_and_skipped_folders(tmp_path:
 def test_what_a_run_writes_is_not_what_it_reads(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": b"a", "runs/now/metrics.jsonl": b"{}", "runs/old/note": b"n"})
     assert names(find_source(tmp_path, [tmp_path / "runs" / "now"])) == ["a.txt", "runs/old/note"]
+
+
+def test_a_link_to_nothing_has_no_size_and_no_time(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("nowhere")
+    assert listing(find_source(tmp_path)) == [(str(tmp_path / "a"), -1, -1)]
+
+
+def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match="pipe is a device, pipe or socket: give a file or a folder"):
+        find_source(tmp_path / "pipe")
 
 
 def test_default_is_the_standard_library_without_tests() -> None:
@@ -147,4 +158,5 @@ def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
 def test_the_marks_of_results_are_what_a_run_writes() -> None:
     assert is_of_a_run("x", [APPLIED_FILE, MARK_FILE])
     assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin", "training.idx"])
+    assert is_of_a_run("x", [APPLIED_FILE, SUMMARY_FILE])  # of a run that took no step
     assert not is_of_a_run("x", [MARK_FILE])

@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -40,6 +41,27 @@ def test_every_text_file_is_a_document_and_others_are_counted(tmp_path: Path) ->
     assert not documents.uses_key
     assert len(list(documents)) == 2
     assert len(documents.skipped) == 2  # of the last time, not of both
+
+
+def test_pipes_and_links_to_nothing_are_counted_and_never_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("good")
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.json").symlink_to("nowhere")
+    source = find_source(tmp_path)
+    assert not hasattr(source, "is_indexed")
+    documents = Documents(source, "text")
+    assert ["".join(document) for document in documents] == ["good"]
+    assert [path.name for path in documents.skipped] == ["b.jsonl", "c.json"]
+
+
+def test_a_nul_of_json_does_not_end_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one\\u0000two"}\n')
+    assert read(tmp_path / "a.jsonl") == ["one\N{REPLACEMENT CHARACTER}two"]
+
+
+def test_json_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"{tmp_path} cannot be read .Is a directory.: mend it"):
+        list(texts.json_texts(tmp_path, "text"))
 
 
 def test_a_single_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -175,6 +197,12 @@ def test_without_the_package_a_data_set_is_refused_in_words(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigurationError, match="saved by the package `datasets`, which is not installed: pip"):
         read(tmp_path)
+
+
+def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "none", {"text": []})
+    with pytest.raises(ConfigurationError, match=r"cannot be read by `datasets` .*, as where it has no rows"):
+        read(tmp_path / "none")
 
 
 def test_a_damaged_data_set_is_refused(tmp_path: Path) -> None:

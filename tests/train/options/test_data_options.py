@@ -48,7 +48,7 @@ GOOD = [
     "--tokenizer-type bpe --vocab-size 257",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder",
     "--tokenizer-type NullTokenizer --vocab-size 10 --data-path ids",
-    "--tokenizer-type NullTokenizer --vocab-size 10 --data-path ids --prompt 12",
+    "--tokenizer-type NullTokenizer --vocab-size 10 --data-path ids --prompt 9",
 ]
 
 BAD = [
@@ -75,6 +75,10 @@ BAD = [
     (
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --prompt def",
         "--prompt 'def' is no token ids",
+    ),
+    (
+        "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --prompt 9",
+        "--prompt '9' has ids that --vocab-size 9 does not: give 0 to 8",
     ),
 ]
 

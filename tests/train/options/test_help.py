@@ -100,6 +100,8 @@ def test_help_ends_well_and_a_wrong_flag_does_not(capsys: pytest.CaptureFixture[
         ("--data-parallel-sharding-strategy zero9", "invalid choice: 'zero9'"),
         ("--preset huge", "invalid choice: 'huge'"),
         ("--zero-stage 3", "there is no flag --zero-stage"),
+        ("--swiglu=true", "argument --swiglu/--no-swiglu: takes no value, and 'true' was given"),
+        ("--data-path 0.3 a 0.7 b", "'a' belongs to no flag: leave it out, since --data-path takes one place"),
     ],
 )
 def test_unreadable_words_end_with_code_two(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,10 +126,49 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
         ("vocab_file: a.json\n", "is not possible here: give --tokenizer-type HuggingFaceTokenizer"),
         ("preset: huge\n", "preset 'huge' does not exist: choose one of tiny"),
         ("lr: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+        ("training: [seed]\n", "'training' is a section, and ['seed'] is no mapping"),
+        ("training: &t\n  model: *t\n", "has a section that holds itself"),
+        ("train_iters: 1:30\n", "--train-iters 1:30 is not possible: give a whole number"),
+        ("out: ''\n", "--out '' is not possible: give a path"),
+        ("save: true\n", "--save True is not possible: give a path"),
+        ("save: [a]\n", "--save ['a'] is not possible: give a path"),
+        ("out: ~nobody-of-this-name/x\n", "--out ~nobody-of-this-name/x is not possible: give a path"),
+        ('load: "a\\0b"\n', "is not possible: give a path"),
     ],
 )
 def test_what_a_file_must_not_say(text: str, words: str, write: Write) -> None:
     assert words in refusal(write(text))
+
+
+def test_what_looks_like_a_number_means_what_it_means_on_the_command_line(write: Write) -> None:
+    options = read(
+        write("prompt: 010\nwandb_exp_name: 1.10\nout: 2026-11-22\ntrain_iters: 0100\nseed: 1_000\nlr: 1e-3\n")
+    )
+    reporting, training = options.reporting, options.training
+    assert (reporting.prompt, reporting.wandb_exp_name) == ("010", "1.10")
+    assert reporting.out == Path.cwd() / "2026-11-22"
+    assert (training.train_iters, training.seed, options.optimizer.lr) == (100, 1000, 0.001)
+
+
+def test_text_is_whole_in_every_locale() -> None:
+    in_ascii = "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode().decode("ascii", "surrogateescape")
+    assert parse_options(["--prompt", in_ascii]).reporting.prompt == "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+    with pytest.raises(ConfigurationError, match=r"--prompt .* is not possible: give a text"):
+        parse_options(["--prompt", "\ud800"])
+
+
+def test_a_flag_that_is_given_twice_is_told_and_the_last_holds() -> None:
+    options = parse_options(["--lr", "0.1", "--swiglu", "--seed", "3", "--lr", "0.2", "--no-swiglu", "--seed", "3"])
+    assert (options.optimizer.lr, options.model.swiglu, options.training.seed) == (0.2, False, 3)
+    assert options.explained == (
+        "--lr is given more than once: 0.2 comes last and holds, 0.1 does not",
+        "--swiglu is given more than once: off comes last and holds, on does not",
+    )
+
+
+def test_a_file_in_the_folder_of_a_user_is_found(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(write("seed: 7\n").parent))
+    assert parse_options(["--config=~/run.yaml"]).training.seed == 7
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.loop import Outcome
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.results_folder import MARK_FILE, _take, new_folder
-from megatron_fsdp.train.run_job import Results, show, stopped_words
+from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE, _take, new_folder
+from megatron_fsdp.train.run_job import Results, early_words, show, stopped_words
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
 
@@ -82,6 +82,9 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
         take(job)
     assert take(job, goes_on=True) == folder
+    (folder / MARK_FILE).rename(folder / SUMMARY_FILE)  # as after a run that took no step
+    with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
+        take(job)
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
@@ -102,6 +105,14 @@ def test_a_loss_beyond_all_floats_is_shown() -> None:
     assert "held-out loss 1000.000 nats per token, perplexity inf" in shown
     assert "peak memory per rank (peak [/x])" in shown
     assert "summary: [/y]" in shown
+
+
+def test_a_run_that_ends_early_says_why() -> None:
+    job = job_of("--exit-interval", "5")
+    assert early_words(job, 5) == "ended after 5 of 8 steps, as --exit-interval 5 says (from the command line)"
+    assert early_words(job, 4) == "ended after 4 of 8 steps, as --exit-duration-in-mins 5 says (from the preset tiny)"
+    assert early_words(job, 8) == ""
+    assert early_words(job_of("--skip-train"), 0) == ""
 
 
 def test_a_run_that_is_asked_to_end_in_its_last_step_says_how_to_get_results() -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint remembers of the options that decide losses, and which options no run can go on with."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.progress import TrainingState, facts_of
+from megatron_fsdp.train.options.model import ModelOptions
+from megatron_fsdp.train.progress import TrainingState, _model_facts, facts_of
 from megatron_fsdp.train.recovery import resuming
 from megatron_fsdp.train.recovery.resuming import Origin, with_saved_batch
 from tests.support.array_tokens import token_data
@@ -51,6 +53,15 @@ def facts(*options: str) -> dict[str, str]:
             ["the dtype of main weights was float32 and is bfloat16"],
         ),
         ("--bf16 --use-torch-fsdp2", "", []),
+        ("", "--rotary-base 500", ["--rotary-base was 10000.0 and is 500.0"]),
+        ("", "--norm-epsilon 0.1", ["--norm-epsilon was 1e-05 and is 0.1"]),
+        ("--no-qk-layernorm", "--num-attention-heads 1", ["--num-attention-heads was 2 and is 1"]),
+        ("", "--normalization LayerNorm", ["--normalization was RMSNorm and is LayerNorm"]),
+        (
+            "--transformer-impl transformers --num-experts 4 --no-qk-layernorm",
+            "--moe-router-topk 1",
+            ["--moe-router-topk was 2 and is 1"],
+        ),
     ],
 )
 def test_every_option_that_decides_losses_is_told_when_it_changes(options: str, more: str, changes: list[str]) -> None:
@@ -59,6 +70,18 @@ def test_every_option_that_decides_losses_is_told_when_it_changes(options: str, 
     here.load_state_dict(saved.state_dict())
     beta2 = saved.facts.get("--adam-beta2")
     assert here.changes() == [change.format(beta2) for change in changes]
+
+
+def test_another_configuration_of_transformers_is_told(tmp_path: Path) -> None:
+    found = []
+    for more in ({}, {"transformers_version": "9"}, {"rope_theta": 5.0}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **more}))
+        found.append(_model_facts(ModelOptions(hf_config=tmp_path)))
+    assert found[0] == found[1]
+    assert found[2] == _model_facts(ModelOptions(hf_model=tmp_path))
+    assert found[2] == _model_facts(ModelOptions(hf_config=tmp_path / "config.json"))
+    assert found[0].keys() == found[2].keys()
+    assert found[0] != found[2]
 
 
 def test_the_fall_of_a_learning_rate_that_is_level_before_is_told() -> None:

@@ -1,8 +1,24 @@
-"""The console when nobody reads any more."""
+"""The console when nobody reads any more, or where what it prints cannot be written."""
 
+import io
 import os
 
-from megatron_fsdp.train.reporting.console import make_console
+from megatron_fsdp.train.reporting.console import make_console, show_header
+
+
+class FullDisk(io.StringIO):
+    """A file that is full until there is room."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
 
 
 def test_a_reader_that_has_gone_ends_nothing() -> None:
@@ -18,3 +34,22 @@ def test_a_reader_that_has_gone_ends_nothing() -> None:
         pipe.write("what others print")
         pipe.flush()
     assert console.quiet
+
+
+def test_a_full_disk_ends_nothing_and_what_comes_later_is_written() -> None:
+    console, file = make_console(is_first=True), FullDisk()
+    console.file = file
+    console.print("first")
+    file.is_full = False
+    console.print("second")
+    assert file.getvalue() == "second\n"
+
+
+def test_letters_that_the_output_has_not_are_replaced_and_frames_are_of_ascii() -> None:
+    console, written = make_console(is_first=True), io.BytesIO()
+    console.file = io.TextIOWrapper(written, encoding="ascii")
+    show_header(console, [("text", "caf\N{LATIN SMALL LETTER E WITH ACUTE}")])
+    lines = written.getvalue().decode("ascii").splitlines()
+    assert lines[0].startswith("+-")
+    assert "megatron_fsdp training" in lines[0]
+    assert lines[1] == "| text  caf?".ljust(len(lines[0]) - 1) + "|"

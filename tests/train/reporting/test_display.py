@@ -80,6 +80,12 @@ def test_any_width_shows_every_figure(width: int) -> None:
         assert name in text
 
 
+def test_a_very_narrow_terminal_shows_every_value() -> None:
+    lines = picture(20)
+    assert all(len(line) <= 20 for line in lines)
+    assert lines[1:6] == ["loss 0.500", "held-out loss 1.750", "grad norm 1.50", "tokens/s 64", "TFLOP/s/rank 1.25"]
+
+
 def test_a_limit_of_time_ends_the_run_before_its_steps() -> None:
     assert picture(80, limit_s=65.0)[0].endswith("1:00 left")
     assert picture(80, limit_s=1.0)[0].endswith("0:00 left")
@@ -121,6 +127,24 @@ def test_no_console_hides_the_cursor_and_other_ranks_print_nothing(capsys: pytes
     assert make_console(is_first=True).show_cursor(False) is False
     make_console(is_first=False).print("nothing")
     assert capsys.readouterr().out == ""
+
+
+def test_header_leaves_nothing_out_where_it_is_narrow() -> None:
+    console = Console(file=io.StringIO(), width=24, color_system=None)
+    path = "/a/folder/with/a/name/that/is/long"
+    with console.capture() as captured:
+        show_header(console, [("results", path)])
+    cells = [line[11:-2].rstrip() for line in captured.get().splitlines()[1:-1]]
+    assert "".join(cells) == path
+
+
+def test_names_that_would_steer_a_terminal_do_not() -> None:
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    with console.capture() as captured:
+        show_header(console, [("text", "a\x1b[2Jb")], [("config \x1b[2J", "--prompt \x1b]0;x\x07")])
+        ConsoleWatcher(console, 3).say("first \x1b[31m")
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb" in captured.get()
+    assert not {"\x1b", "\x07"} & set(captured.get())
 
 
 def test_header_shows_facts_and_asides() -> None:

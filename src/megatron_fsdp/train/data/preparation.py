@@ -37,7 +37,7 @@ from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.split import Split, parse_split
 from megatron_fsdp.train.recovery.memory import telling_of_memory_for_data
 
-VERSION = 2  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
 _FORGOTTEN_S = 3600.0  # after so long without a change a preparation was killed, where locks cannot tell
 
 
@@ -112,7 +112,9 @@ def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
     Raises:
         ConfigurationError: There is nothing to make them from.
     """
-    written = (folder, options.data.data_cache_path, options.checkpoint.save, options.reporting.tensorboard_dir)
+    checkpoint, events = options.checkpoint, options.reporting.tensorboard_dir
+    maps = checkpoint.dump_param_to_param_group_map
+    written = (folder, options.data.data_cache_path, checkpoint.save, events, maps)
     outputs = {path.absolute() for path in written if path is not None}
     source = find_source(options.data.data_path, outputs)
     return (options.data.data_cache_path or folder) / folder_name(options, source), source

@@ -16,7 +16,7 @@ from megatron_fsdp.train.data.indexed import bin_of, idx_of
 LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-_RUN_MARKS = {"applied.json", "metrics.jsonl"}
+_RUN_MARKS = ({"applied.json", "metrics.jsonl"}, {"applied.json", "summary.json"})
 _TOKENS_MARKS = {"data.json", "training.bin", "training.idx"}
 _CHECKPOINT = re.compile(r"iter_\d{7,18}", re.ASCII)
 _DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
@@ -93,6 +93,8 @@ def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
         return TokenIds(path, (path,), is_indexed=False)
     if path.is_file():
         return TextFiles(path, (path,))
+    if not path.is_dir():
+        raise ConfigurationError(f"--data-path {path} is a device, pipe or socket: give a file or a folder")
     if any(mark <= {file.name for file in path.iterdir()} for mark in _DATASET_MARKS):
         return SavedDataset(path, tuple(sorted(file for file in path.rglob("*") if file.is_file())))
     left_out: list[Path] = []
@@ -134,19 +136,30 @@ def is_of_a_run(name: str, contents: Collection[str]) -> bool:
     """Whether a folder of this name and with these entries holds the results of a run, its tokens, or a checkpoint."""
     found = set(contents)
     is_checkpoint = _CHECKPOINT.fullmatch(name) is not None and MARK_OF_WHOLE in found
-    return found >= _RUN_MARKS or (name.startswith("tokens-") and found >= _TOKENS_MARKS) or is_checkpoint
+    is_tokens = name.startswith("tokens-") and found >= _TOKENS_MARKS
+    return any(found >= marks for marks in _RUN_MARKS) or is_tokens or is_checkpoint
 
 
 def listing(source: Source) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and time of the last change (ns) of every file.
+    """Path, size in bytes and time of the last change (ns) of every file; -1 for a link to nothing.
 
     Raises:
         ConfigurationError: A file went away.
     """
     try:
-        return [(str(file.absolute()), (s := file.stat()).st_size, s.st_mtime_ns) for file in source.files]
+        return [(str(file.absolute()), *_state_of(file)) for file in source.files]
     except OSError as error:
         raise ConfigurationError(f"--data-path: {error.filename} cannot be read ({error.strerror})") from None
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        if not file.is_symlink():
+            raise
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def _library() -> TextFiles:

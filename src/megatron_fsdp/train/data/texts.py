@@ -51,7 +51,9 @@ class Documents:
             yield from self._of_file(file)
 
     def _of_file(self, file: Path) -> Iterator[Document]:
-        if is_json_lines(file):
+        if not file.is_file():  # a pipe, which might never end, or a link to nothing
+            self.skipped.append(file)
+        elif is_json_lines(file):
             self.uses_key = True
             yield from map(pieces_of, json_texts(file, self.json_key))
         elif found := json_array(file):
@@ -149,12 +151,15 @@ def json_texts(file: Path, key: str) -> Iterator[str]:
     """Yield the texts of a file with a JSON object in each line.
 
     Raises:
-        ConfigurationError: A line is something else; names it.
+        ConfigurationError: A line is something else, and is named; or the file cannot be read.
     """
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, 1):
-            if line.strip():
-                yield _text_in(line, key, f"line {number} of {file}")
+    try:
+        with file.open("rb") as opened:
+            for number, line in enumerate(opened, 1):
+                if line.strip():
+                    yield _text_in(line, key, f"line {number} of {file}")
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read ({error.strerror}): mend it, or leave it out") from None
 
 
 def _text_in(line: bytes, key: str, place: str) -> str:
@@ -180,7 +185,8 @@ def _one_of(names: Iterable[str]) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can say and no encoding has."""
+    """Replace what JSON can say and text has not: NUL, which would end a text, and halves of surrogate pairs."""
+    text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -196,7 +202,7 @@ def dataset_texts(folder: Path, key: str) -> Iterator[str]:
     """
     column = _dataset_column(folder, key)
     for rows in column.iter(batch_size=_ROWS):
-        yield from (text for text in rows[key] if text is not None)
+        yield from (whole_characters(text) for text in rows[key] if text is not None)
 
 
 def dataset_bytes(folder: Path, key: str) -> int:
@@ -214,9 +220,9 @@ def _dataset_column(folder: Path, key: str) -> Any:
         ) from None
     try:
         found: Any = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"--data-path {folder} cannot be read by `datasets` ({error!r}): save it anew"
+            f"--data-path {folder} cannot be read by `datasets` ({error!r}), as where it has no rows: save it anew"
         ) from None
     if isinstance(found, datasets.DatasetDict):
         part = "train" if "train" in found else next(iter(found)) if len(found) == 1 else None

@@ -24,6 +24,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.crew import FOLDER_PREFIX, GRACE_S, POLL_S, Crew, Start
 from megatron_fsdp.train.launch.failures import EXIT_DONE, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, find_cause
 from megatron_fsdp.train.launch.network import loopback_interface
+from megatron_fsdp.train.launch.streams import tell
 
 CPU_RANKS = 2
 MODULE = "megatron_fsdp.train"
@@ -138,7 +139,7 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
             if restart == max_restarts or not cause.is_worth_repeating:
                 return _report(cause)
             restart += 1
-            _say(f"{_told(cause)}\nstarting all ranks again, {restart} of at most {max_restarts} times")
+            tell(f"{_told(cause)}\nstarting all ranks again, {restart} of at most {max_restarts} times")
 
 
 def _watch(crew: Crew, asked: Asked) -> Failure | None:
@@ -177,14 +178,14 @@ def _end_of(crew: Crew) -> int:
     """The exit code of ranks that ended well."""
     if not crew.is_interrupted:
         return EXIT_DONE
-    _say("stopped, since a rank was asked to end; what was written so far is kept")
+    tell("stopped, since a rank was asked to end; what was written so far is kept")
     return EXIT_TERMINATED
 
 
 def _report_asked(cause: Failure | None, asked: Asked) -> int:
     if cause is not None and not cause.is_echo:
         return _report(cause)
-    _say("stopped; what was written so far is kept")
+    tell("stopped; what was written so far is kept")
     return asked.exit_code
 
 
@@ -196,13 +197,5 @@ def _told(cause: Failure) -> str:
 
 def _report(cause: Failure) -> int:
     """Show the first failure and return the exit code."""
-    _say(f"error: {cause.text}" if cause.code == EXIT_USAGE else _told(cause))
+    tell(f"error: {cause.text}" if cause.code == EXIT_USAGE else _told(cause))
     return cause.code
-
-
-def _say(text: str) -> None:
-    """Write to standard error; on a terminal on a line of its own, with the cursor shown."""
-    # On a terminal the picture of a run that was ended leaves the cursor at the end of a line.
-    new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
-    sys.stderr.write(f"{new_line}{text.rstrip()}\n")
-    sys.stderr.flush()

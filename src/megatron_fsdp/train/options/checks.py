@@ -39,7 +39,9 @@ _AT_LEAST_ZERO = {
     "data": "num_workers",
     "recovery": "max_restarts max_nan_steps max_failed_saves",
 }
-_SEEDS = 2**63  # below it, generators take a seed as it is
+_MINUTES = {"parallel": "distributed_timeout_minutes", "recovery": "hang_timeout_minutes"}
+_YEAR = 365 * 24 * 60  # timers of libraries overflow somewhere above
+_TOO_LARGE = 2**63  # below it, tensors take a size, and generators a seed, as it is
 _BELOW_ONE = {"optimizer": "lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum"}
 
 
@@ -52,14 +54,19 @@ def check_options(options: Options) -> None:
     for name, value in _numbers(options, _AT_LEAST_ONE):
         if value < 1:
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 1 or more")
+        if value >= _TOO_LARGE:
+            raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give less than 2^63")
     for name, value in _numbers(options, _ABOVE_ZERO):
         if not 0 < value < float("inf") and not (name == "exit_duration_in_mins" and value > 0):
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give a number above 0")
+    for name, value in _numbers(options, _MINUTES):
+        if value > _YEAR:
+            raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give at most {_YEAR}, a year")
     for name, value in _numbers(options, _AT_LEAST_ZERO):
         if not 0 <= value < float("inf"):
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 0 or more")
-    if options.training.seed >= _SEEDS:
-        raise ConfigurationError(f"--seed {options.training.seed} is not possible: give 0 to {_SEEDS - 1}")
+    if options.training.seed >= _TOO_LARGE:
+        raise ConfigurationError(f"--seed {options.training.seed} is not possible: give 0 to {_TOO_LARGE - 1}")
     for name, value in _numbers(options, _BELOW_ONE):
         if not 0 <= value < 1:
             raise ConfigurationError(f"{flag_for(name)} {value} is not possible: give 0 or more, and less than 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.config_file import read_config_file
 from megatron_fsdp.train.options.fields import Option, options_of
 from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
-from megatron_fsdp.train.options.options import SECTIONS, Layer, Options, assemble, fixed_notice, flag_for
+from megatron_fsdp.train.options.options import (
+    DDP_FIELDS,
+    OPTIONS,
+    SECTIONS,
+    Layer,
+    Options,
+    assemble,
+    fixed_notice,
+    flag_for,
+)
 from megatron_fsdp.train.options.presets import PRESETS, find_preset
 from megatron_fsdp.train.options.refused_flags import REFUSED
 from megatron_fsdp.train.options.spellings import ALIASES
@@ -41,7 +51,9 @@ class TrainParser(Parser):
         unknown = [word for word in left if word.startswith("-") and word.partition("=")[0] not in REFUSED]
         wrong += [f"there is no flag {word}{self._suggestion(f'unrecognized arguments: {word}')}" for word in unknown]
         if left and not wrong:
-            wrong = [f"{left[0]!r} belongs to no flag: leave it out"]
+            is_path = words[words.index(left[0]) - 2 : words.index(left[0]) - 1] == ["--data-path"]
+            more = ", since --data-path takes one place, such as a folder of all texts" if is_path else ""
+            wrong = [f"{left[0]!r} belongs to no flag: leave it out{more}"]
         if wrong:
             self.exit(2, "".join(f"{self.prog}: error: {text}\n" for text in wrong))
         return found, []
@@ -69,7 +81,7 @@ def make_parser() -> TrainParser:
     parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE, formatter_class=HelpText)
     start = parser.add_argument_group("where to begin")
     start.add_argument(
-        "--config", type=Path, metavar="FILE", action=_Once, help="YAML with options by their names; flags win over it"
+        "--config", type=_file, metavar="FILE", action=_Once, help="YAML with options by their names; flags win over it"
     )
     start.add_argument("--preset", choices=list(PRESETS), help="options that suit a model size; all others win over it")
     for attribute, cls in SECTIONS.items():
@@ -92,7 +104,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         SystemExit: Help was asked for (0), or flags are unknown, refused or lack their value (2); it was said on
             standard error.
     """
-    given = dict(vars(make_parser().parse_args(list(argv))))
+    given = dict(vars(make_parser().parse_args(list(argv), _Given())))
     explained = tuple(given.pop(_EXPLAINED, ()))
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
@@ -105,6 +117,28 @@ def parse_options(argv: Sequence[str]) -> Options:
     if preset is not None:
         layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
     return assemble(tuple(layers), explained)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    with suppress(RuntimeError):  # nobody of this name is here, so that the file is not, either
+        path = path.expanduser()  # shells leave the ~ of --config=~/run.yaml as it is
+    return path
+
+
+class _Given(argparse.Namespace):
+    """What was given; notes where a flag wins over one that came before it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in (_EXPLAINED, _WRONG, "config"):
+            before = getattr(self, name, value)
+            if before != value:
+                flag = flag_for(name) if name in OPTIONS or name in DDP_FIELDS else f"--{name}"
+                told = (
+                    f"{flag} is given more than once: {_shown(value)} comes last and holds, {_shown(before)} does not"
+                )
+                _note(self, _EXPLAINED, told)
+        super().__setattr__(name, value)
 
 
 class _Once(argparse.Action):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import yaml
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.options import SECTIONS
+from megatron_fsdp.train.options.fields import converter_of
+from megatron_fsdp.train.options.options import OPTIONS, SECTIONS
 
 WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
 """Options that name a place to write to."""
 
 _OPEN = {"ddp", *SECTIONS}
 _MERGE = "tag:yaml.org,2002:merge"
+_TEXT = "tag:yaml.org,2002:str"
+_NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
+_SURPRISING = re.compile(r"[-+]?0\d[\d_]*|.*:.*")  # octal, and to the base of 60
 
 
 class _TwiceError(Exception):
@@ -23,7 +28,19 @@ class _TwiceError(Exception):
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library has no types
-    """The safe loader, which would let the last of two equal keys win without a word."""
+    """The safe loader without what it does in silence.
+
+    It would let the last of two equal keys win, and change what looks like a number: 010 into 8, 1:30 into 90, the text
+    1.10 into 1.1. That means here what it means on the command line.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """As the safe loader's, with values that stay the text that they are."""
+        super().flatten_mapping(node)
+        for key, value in node.value:
+            is_number = isinstance(value, yaml.ScalarNode) and value.tag in _NUMBERS
+            if is_number and (_takes_text(str(key.value)) or _SURPRISING.fullmatch(value.value)):
+                value.tag = _TEXT
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As the safe loader's.
@@ -41,6 +58,11 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library has no 
         return super().construct_mapping(node, deep)
 
 
+def _takes_text(key: str) -> bool:
+    option = OPTIONS.get(key.replace("-", "_"))
+    return option is not None and option.kind in (str, Path)
+
+
 def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
     """Read options by name; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
 
@@ -51,7 +73,7 @@ def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
 
     Raises:
         ConfigurationError: The file cannot be read, is no mapping, names an option twice, or names a place to write to
-            that lies elsewhere.
+            that is none or lies elsewhere.
     """
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
@@ -63,21 +85,30 @@ def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
         raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(found, Mapping):
         raise ConfigurationError(f"--config {path} is not a mapping of options to values")
-    values: dict[str, Any] = {}
-    for key, value in _flat(found, path):
-        name = key.replace("-", "_")
-        if name in values:
-            raise ConfigurationError(f"--config {path} gives {key!r} twice: give it once")
-        values[name] = value
+    values = _named(found, path)
     for name in WRITTEN:
         if values.get(name) is not None:
             root = Path.cwd() if out is None or name == "out" else out
-            values[name] = str(require_inside(name, str(values[name]), root, path))
+            values[name] = str(require_inside(name, converter_of(OPTIONS[name])(values[name]), root, path))
     require_no_file_uri(values.get("mlflow_tracking_uri"), path)
     return {name: value for name, value in values.items() if value is not None}
 
 
-def require_inside(name: str, place: str, root: Path, path: Path) -> Path:
+def _named(found: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """Values by the names of options, each once."""
+    values: dict[str, Any] = {}
+    try:
+        for key, value in _flat(found, path):
+            name = key.replace("-", "_")
+            if name in values:
+                raise ConfigurationError(f"--config {path} gives {key!r} twice: give it once")
+            values[name] = value
+    except RecursionError:
+        raise ConfigurationError(f"--config {path} has a section that holds itself: leave the alias out") from None
+    return values
+
+
+def require_inside(name: str, place: Path, root: Path, path: Path) -> Path:
     """The place below a folder that a file names.
 
     Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine.
@@ -91,7 +122,7 @@ def require_inside(name: str, place: str, root: Path, path: Path) -> Path:
     Raises:
         ConfigurationError: It is outside, symbolic links and `..` followed.
     """
-    found = root / Path(place).expanduser()
+    found = root / place
     if not found.resolve().is_relative_to(root.resolve()):
         raise ConfigurationError(
             f"{name}: {place} in --config {path} lies outside of {root.resolve()}: a file may only name places below "
@@ -119,6 +150,8 @@ def _flat(found: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
             raise ConfigurationError(f"--config {path}: {key!r} is no option; give names")
         if key in _OPEN and isinstance(value, Mapping):
             yield from _flat(value, path)
+        elif key in SECTIONS and key not in OPTIONS and value is not None:
+            raise ConfigurationError(f"--config {path}: {key!r} is a section, and {value!r} is no mapping of options")
         elif isinstance(value, Mapping):
             raise ConfigurationError(
                 f"--config {path}: {key!r} is no section; sections are {', '.join(sorted(_OPEN))}, or give options "

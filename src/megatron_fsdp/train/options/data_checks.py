@@ -58,9 +58,11 @@ def _check_ids(options: Options) -> None:
             "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer, which knows no end of a text: leave it "
             "out, or give the tokenizer that made the ids"
         )
-    prompt = options.reporting.prompt
+    prompt, ids = options.reporting.prompt, options.data.vocab_size or 0
     if options.is_given("prompt") and not all(word.isdecimal() for word in prompt.split()):
         raise ConfigurationError(
             f"--prompt {prompt!r} is no token ids, and --tokenizer-type NullTokenizer knows no text: give numbers with "
             "spaces between them, or leave it out"
         )
+    if options.is_given("prompt") and any(int(word) >= ids for word in prompt.split()):
+        raise ConfigurationError(f"--prompt {prompt!r} has ids that --vocab-size {ids} does not: give 0 to {ids - 1}")

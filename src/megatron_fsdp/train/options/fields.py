@@ -98,7 +98,9 @@ def converter_of(option: Option) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         found = _READERS[option.kind](value)
         if found is None or (option.choices and found not in option.choices):
-            raise ConfigurationError(f"{option.flag} {value} is not possible: give {allowed_words(option)}")
+            raise ConfigurationError(
+                f"{option.flag} {value if str(value) else repr('')} is not possible: give {allowed_words(option)}"
+            )
         return found
 
     return convert
@@ -114,7 +116,7 @@ def allowed_words(option: Option) -> str:
 def _whole(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]*", value.strip()):
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,3}(_?\d){0,30}", value.strip()):
         return int(value)
     return value if isinstance(value, int) else None
 
@@ -130,11 +132,22 @@ def _real(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str | None:
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        # Where the locale knows ASCII only, Python keeps the bytes of an argument as lone surrogates.
+        return str(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:  # half of a pair of surrogates, which YAML can say
+        return None
 
 
 def _path(value: Any) -> Path | None:
-    return Path(value).expanduser() if isinstance(value, str | Path) and str(value) else None
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        return None
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # nobody of this name is here
+        return None
 
 
 def _switch(value: Any) -> bool | None:

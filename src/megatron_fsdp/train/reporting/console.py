@@ -1,15 +1,16 @@
 """The console, the header and the tables of a run. Only the first rank has a console that writes."""
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megatron_fsdp.train.launch.streams import point_nowhere
 from megatron_fsdp.train.reporting.comparison import Row
 
 LIBRARY_LOGGER = "megatron_fsdp"
@@ -35,14 +36,56 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Show nothing from now on, where nobody reads any more (`| head`): the files of the run have everything."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        with suppress(OSError, ValueError):  # a file of no descriptor
-            os.dup2(nowhere, self.file.fileno())  # what is buffered goes there, too
-        os.close(nowhere)
+        point_nowhere(self.file)
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes to, such that nothing that cannot be written there ends the program."""
+        return cast("IO[str]", _Lenient(super().file))
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    @property
+    def encoding(self) -> str:
+        """Of where it writes to; without UTF-8 frames are of ASCII."""
+        return str(getattr(self.file, "encoding", None) or "utf-8").lower()
+
+
+class _Lenient:
+    """A text file that drops what it cannot write, as on a full disk, and replaces letters that it cannot encode."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._inner = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be; a reader who has gone is told of."""
+        try:
+            return self._inner.write(text)
+        except BrokenPipeError:
+            raise
+        except UnicodeEncodeError:
+            encoding = getattr(self._inner, "encoding", None) or "ascii"
+            return self.write(text.encode(encoding, "replace").decode(encoding))
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, if that can be."""
+        try:
+            self._inner.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return
 
 
 def printable(text: str) -> str:
-    """Return a text without what would steer a terminal; a model may write anything."""
+    """Return a text without what would steer a terminal; a model, or the name of a file, may be anything."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -83,19 +126,21 @@ def library_messages(console: Console) -> Iterator[None]:
 def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequence[tuple[str, str]] = ()) -> None:
     """Print a panel of names and values; asides stand below, dimly."""
     grid = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        grid.add_column(overflow="fold")  # on a narrow terminal nothing is left out
     for name, value in facts:
-        grid.add_row(Text(name, style="bold"), Text(value))
+        grid.add_row(Text(name, style="bold"), Text(printable(value)))
     for name, value in asides:
-        grid.add_row(Text(name, style="dim"), Text(value, style="dim"))
+        grid.add_row(Text(printable(name), style="dim"), Text(printable(value), style="dim"))
     console.print(Panel(grid, title="megatron_fsdp training", expand=False))
 
 
 def show_comparison(console: Console, rows: Sequence[Row]) -> None:
     """Print measured values beside computed ones."""
     table = Table(title="One rank: measured and computed")
-    table.add_column("what")
+    table.add_column("what", overflow="fold")
     for name in ("measured", "formula", "ratio"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(row.what, _format(row.measured, row.unit), _format(row.formula, row.unit), f"{row.ratio:.3f}")
     console.print(table)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.reporting.console import printable
 from megatron_fsdp.train.reporting.facts import Facts, averaged, cells, duration, plain_line
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
@@ -83,7 +84,7 @@ class ConsoleWatcher:
 
     def say(self, text: str) -> None:
         """Print lines above the picture."""
-        self._console.print(Text(text))
+        self._console.print(Text(printable(text)))
 
     def picture(self) -> Group:
         """What a terminal shows now."""
@@ -96,6 +97,8 @@ class ConsoleWatcher:
         bar.add_row(f"step {done:,}/{total:,}", ProgressBar(total, done), f"{100 * done // total}%  {left}")
         if self._facts is None:
             return Group(bar)
+        if self._console.width < _NAME_WIDTH + _VALUE_WIDTH:
+            return Group(bar, *(Text(f"{name} {value}", overflow="fold") for name, value in cells(self._facts)))
         return Group(bar, Columns([_cell(*cell) for cell in cells(self._facts)], padding=(0, 2)))
 
     def _left_s(self, last: StepRecord) -> float:
