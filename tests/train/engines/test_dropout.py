@@ -1,4 +1,4 @@
-"""What a model drops at random follows from the samples: not from ranks, engines, recomputation, or an end and a restart."""
+"""What a model drops at random follows from the samples, and not from ranks, engines, recomputation or restarts."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,9 @@ from tests.train.engines.test_resuming import train_with_checkpoints
 UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}
 FULL = {"recompute_granularity": "full"}
-RUN = {name: LLAMA[name] for name in ("seq_length", "micro_batch_size", "train_iters", "lr", "adam_eps", "weight_decay")}
+RUN = {
+    name: LLAMA[name] for name in ("seq_length", "micro_batch_size", "train_iters", "lr", "adam_eps", "weight_decay")
+}
 RUN |= {"global_batch_size": 7, "eval_iters": 1, "log_interval": 2, "clip_grad": 0.5}
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
 IDS = {"bos_token_id": None, "eos_token_id": None}
