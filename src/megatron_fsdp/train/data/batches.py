@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -19,12 +19,15 @@ class Batch:
             only fills the microbatch up.
         checksum: Sum over the samples that count of a 32-bit checksum of their tokens; sums over ranks and microbatches
             are the same for any cut of the same samples.
+        dropout_seed: What is dropped at random is drawn from this; it depends on the seed of the run and the number of
+            the first sample only, so microbatches of one size drop the same on any number of ranks.
     """
 
     inputs: Tensor
     targets: Tensor
     weights: Tensor
     checksum: int = 0
+    dropout_seed: int = 0
 
     @property
     def counts(self) -> Tensor:
@@ -33,8 +36,8 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Return the batch in memory that an accelerator reads by itself; called by `DataLoader`."""
-        pinned = [tensor.pin_memory() for tensor in (self.inputs, self.targets, self.weights)]
-        return Batch(pinned[0], pinned[1], pinned[2], self.checksum)
+        inputs, targets, weights = (tensor.pin_memory() for tensor in (self.inputs, self.targets, self.weights))
+        return replace(self, inputs=inputs, targets=targets, weights=weights)
 
 
 class Feed(Protocol):

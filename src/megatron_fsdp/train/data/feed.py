@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Microbatches(Dataset[Batch]):
         first, microbatch = place
         numbers = self.plan.positions(self._index, microbatch)
         starts = [None if number is None else self._order.start(first + number) for number in numbers]
-        return cut_samples(self._tokens, starts, self._order.length, self._unlearned)
+        batch = cut_samples(self._tokens, starts, self._order.length, self._unlearned)
+        return replace(batch, dropout_seed=self._order.dropout_seed(first + self.plan.place(self._index, microbatch)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokens": None}

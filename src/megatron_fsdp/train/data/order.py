@@ -77,3 +77,8 @@ class SampleOrder:
         rest = (self.tokens - 1) % self.length
         shift = int.from_bytes(key[:8], "little") % (rest + 1)
         return shift + self.length * Permutation(self.samples, key)(index)
+
+    def dropout_seed(self, number: int) -> int:
+        """Return 63 bits to seed generators with before a forward whose first sample has this number over all steps."""
+        digest = hashlib.blake2b(f"{self.seed}:dropout:{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1

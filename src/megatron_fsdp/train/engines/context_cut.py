@@ -25,13 +25,18 @@ class ContextCut:
         """Ranks that share a sequence."""
         return 1 if self.mesh is None else self.mesh.size()
 
+    @property
+    def index(self) -> int:
+        """Which of them this rank is."""
+        return 0 if self.mesh is None else int(self.mesh.get_local_rank())
+
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of [samples, length]; ranks were given the same."""
         if self.mesh is None:
             return whole
         from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout  # imports transformers
 
-        return SequenceLayout(self.size).cut(whole, self.mesh.get_local_rank(), 1)
+        return SequenceLayout(self.size).cut(whole, self.index, 1)
 
     def positions(self, samples: int, length: int, device: torch.device) -> Tensor | None:
         """Positions in the whole sequence, [samples, length / ranks]; None where the model counts right by itself."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.engines.stepping import SteppedModel
+from megatron_fsdp.train.engines.stepping import SteppedModel, seed_dropout, to_device
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -34,8 +34,9 @@ class MicrobatchModel(SteppedModel):
         weight = self._loss_weight
         total = torch.zeros((), device=self.device)
         for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
+            seed_dropout(batch, self._place.cut.index)
             with self._microbatch(i == len(batches) - 1):
-                part = self._place.cut.take(factor.to(self.device))
+                part = self._place.cut.take(to_device(factor, self.device))
                 loss = (self._losses(batch) * part).sum()
                 (loss * weight).backward()
             total += loss.detach()
@@ -58,5 +59,5 @@ class MicrobatchModel(SteppedModel):
         place = self._place
         samples, length = batch.inputs.shape
         positions = place.cut.positions(samples, length, self.device)
-        logits = place.call(self.model, place.cut.take(batch.inputs.to(self.device)), positions)
-        return token_losses(logits, place.cut.take(batch.targets.to(self.device)))
+        logits = place.call(self.model, place.cut.take(to_device(batch.inputs, self.device)), positions)
+        return token_losses(logits, place.cut.take(to_device(batch.targets, self.device)))

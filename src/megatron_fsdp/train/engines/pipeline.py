@@ -15,7 +15,7 @@ from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.loss_scale import make_loss_scale
 from megatron_fsdp.train.engines.microbatches import token_losses
 from megatron_fsdp.train.engines.optimizers import build_optimizer
-from megatron_fsdp.train.engines.stepping import Place, SteppedModel
+from megatron_fsdp.train.engines.stepping import Place, SteppedModel, seed_dropout, to_device
 from megatron_fsdp.train.options.job import Job
 
 
@@ -73,7 +73,9 @@ class PipelineModel(SteppedModel):
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
         """See `Trained`."""
         weight = self._loss_weight
-        self._loss.factors = [self._place.cut.take(factor.to(self.device)) * weight for factor in factors]
+        self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
+        stage = self._pipeline.pp_mesh.get_local_rank()
+        seed_dropout(batches[0], stage * self._place.cut.size + self._place.cut.index)
         loss = self._run(self._pipeline.step, batches)
         self._loss.seen.clear()
         return self._place.cut.add_up(loss / weight)
@@ -96,8 +98,8 @@ class PipelineModel(SteppedModel):
 
     def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
         cut, device = self._place.cut, self.device
-        inputs = cut.take(torch.cat([batch.inputs for batch in batches]).to(device))
-        targets = cut.take(torch.cat([batch.targets for batch in batches]).to(device))
+        inputs = cut.take(torch.cat([to_device(batch.inputs, device) for batch in batches]))
+        targets = cut.take(torch.cat([to_device(batch.targets, device) for batch in batches]))
         positions = cut.positions(inputs.shape[0], batches[0].inputs.shape[1], device)
         others: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         return step(inputs, shift_labels=targets, num_label_tokens=1, **others)

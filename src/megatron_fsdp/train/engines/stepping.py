@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.context_cut import ContextCut
 from megatron_fsdp.train.engines.loss_scale import LossScale
 
@@ -28,6 +29,23 @@ def call_transformers(model: nn.Module, tokens: Tensor, positions: Tensor | None
     where = {} if positions is None else {"position_ids": positions}
     logits: Tensor = model(input_ids=tokens, use_cache=False, **where).logits
     return logits
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of a batch where the model computes; out of pinned memory the copy runs beside what the host does."""
+    return tensor.to(device, non_blocking=True)
+
+
+def seed_dropout(batch: Batch, part: int = 0) -> None:
+    """Let what is dropped in the next forward follow from the batch, whatever was drawn before, here or elsewhere.
+
+    Tensor-parallel ranks have the same batch, and have to drop the same.
+
+    Args:
+        batch: What is computed next.
+        part: Which part of it, where ranks compute different parts; these drop independently.
+    """
+    torch.manual_seed(batch.dropout_seed + part)  # accelerators too
 
 
 @dataclass(frozen=True)

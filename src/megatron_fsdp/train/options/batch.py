@@ -42,9 +42,13 @@ class BatchPlan:
         )
         return (told,)
 
+    def place(self, rank: int, microbatch: int) -> int:
+        """The place, within the step's samples, at which a rank's microbatch begins."""
+        return (microbatch * self.ranks + rank) * self.micro
+
     def positions(self, rank: int, microbatch: int) -> tuple[int | None, ...]:
         """The places, within the step's samples, of a rank's microbatch; None fills up."""
-        start = (microbatch * self.ranks + rank) * self.micro
+        start = self.place(rank, microbatch)
         return tuple(place if place < self.total else None for place in range(start, start + self.micro))
 
 

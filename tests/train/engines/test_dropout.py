@@ -1,0 +1,116 @@
+"""What a model drops at random follows from the samples, and not from ranks, engines, recomputation or restarts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.loop import train
+from tests.conftest import RunRanks
+from tests.train.engines.runs import (
+    LLAMA,
+    NoCheckpoints,
+    Results,
+    Silent,
+    job_of,
+    plain_logits,
+    plain_model,
+    prepare,
+    results_of,
+    some_feed,
+    whole_weights,
+)
+from tests.train.engines.test_resuming import train_with_checkpoints
+
+UNITS = {"use_megatron_fsdp": True}
+FSDP2 = {"use_torch_fsdp2": True}
+FULL = {"recompute_granularity": "full"}
+RUN = {
+    name: LLAMA[name] for name in ("seq_length", "micro_batch_size", "train_iters", "lr", "adam_eps", "weight_decay")
+}
+RUN |= {"global_batch_size": 7, "eval_iters": 1, "log_interval": 2, "clip_grad": 0.5}
+GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
+IDS = {"bos_token_id": None, "eos_token_id": None}
+DROPS = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of GPT-2 that drops a fifth everywhere."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    (folder / "config.json").write_text(json.dumps({**GPT2, **IDS, **DROPS, "initializer_range": 0.1}))
+    return {**RUN, "hf_config": str(folder)}
+
+
+def train_and_keep_the_beginning(values: dict[str, Any]) -> tuple[Results, dict[str, Tensor]]:
+    run, watcher = prepare(values), Silent()
+    first = whole_weights(run.trained.model)
+    torch.manual_seed(torch.distributed.get_rank())  # what was drawn before must not matter
+    train(run, watcher, NoCheckpoints())
+    return results_of(run, watcher), first
+
+
+def train_by_microbatch(values: dict[str, Any], first: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training in this process, a microbatch after another, each with the random numbers of its own seed."""
+    job = job_of(values, 1)
+    model = plain_model(job)
+    model.load_state_dict({**model.state_dict(), **first})
+    model.train()
+    optimizer, feed = build_optimizer(model, job.options.optimizer), some_feed(job, 0)
+    losses = []
+    for step in range(job.train_iters):
+        total = torch.zeros(())
+        for batch in feed.batches(step * job.batch.total):
+            torch.manual_seed(batch.dropout_seed)
+            logits = plain_logits(model, batch.inputs).transpose(1, 2)
+            each = functional.cross_entropy(logits, batch.targets, reduction="none")
+            total = total + (each * batch.weights).sum() / job.tokens_per_step
+        total.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = job.schedule.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine"),
+    [(1, UNITS), (2, {**UNITS, **FULL}), (3, {"overlap_grad_reduce": True}), (2, {**FSDP2, **FULL}), (3, FSDP2)],
+)
+def test_the_same_is_dropped_on_any_ranks(
+    run_ranks: RunRanks, values: dict[str, Any], ranks: int, engine: dict[str, Any]
+) -> None:
+    for found, first in run_ranks(ranks, train_and_keep_the_beginning, {**values, **engine}):
+        losses, weights = train_by_microbatch(values, first)
+        torch.testing.assert_close(found.losses, losses, rtol=2e-5, atol=0)
+        for name, value in weights.items():
+            torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5)
+
+
+def test_microbatches_drop_differently(values: dict[str, Any]) -> None:
+    feeds = [some_feed(job_of(values, 2), index) for index in range(2)]
+    seeds = [batch.dropout_seed for step in range(2) for feed in feeds for batch in feed.batches(step * 7)]
+    assert len(set(seeds)) == len(seeds) == 8
+    (alone,) = {tuple(b.dropout_seed for b in some_feed(job_of(values, 1), 0).batches(first)) for first in (7,)}
+    assert sorted(alone) == sorted(seeds[4:])
+    other = some_feed(job_of({**values, "seed": 5}, 1), 0).batches(0)
+    assert not {batch.dropout_seed for batch in other} & set(seeds)
+
+
+def test_a_run_that_goes_on_with_other_ranks_drops_what_it_would_have(
+    run_ranks: RunRanks, values: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, fixed = str(tmp_path / "saved"), {"lr_decay_iters": 3}
+    whole = run_ranks(2, train_with_checkpoints, {**values, **UNITS, **fixed, "save": folder, "save_interval": 2})
+    load = {"load": f"{folder}/iter_0000002", "no_load_rng": True}
+    for found in run_ranks(3, train_with_checkpoints, {**values, **FSDP2, **fixed, **load}):
+        torch.testing.assert_close(found.losses, whole[0].losses[2:], rtol=2e-5, atol=0)
+        for name, value in whole[0].weights.items():
+            torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5)
