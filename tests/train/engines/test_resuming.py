@@ -22,6 +22,7 @@ from tests.train.engines.runs import (
 )
 
 FSDP2 = {"use_torch_fsdp2": True}
+TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 UNITS = {"use_megatron_fsdp": True}
 
 
@@ -46,6 +47,8 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
         {**LLAMA, **FSDP2},
         {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2},
         {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2},
+        {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2},
+        {**TIED, **FSDP2, "pipeline_model_parallel_size": 2},
         {**LLAMA, **UNITS, "tensor_model_parallel_size": 2},
         {**LLAMA, **UNITS, "context_parallel_size": 2},
     ],

@@ -37,12 +37,6 @@ def check_sizes(options: Options, sizes: Sizes, engine: EngineName) -> None:
             f"--expert-model-parallel-size {sizes.expert} does not go with --tensor-model-parallel-size "
             f"{sizes.tensor}, whose ranks share out the experts by themselves: give one of the two"
         )
-    said = [f"--{name}" for name in ("save", "load") if getattr(options.checkpoint, name) is not None]
-    if sizes.pipeline > 1 and said:
-        raise ConfigurationError(
-            f"{' and '.join(said)} with --pipeline-model-parallel-size {sizes.pipeline}: checkpoints of stages, which "
-            "each hold other weights, cannot be loaded by the trainer yet; leave out one of the two"
-        )
     if options.ddp.num_distributed_optimizer_instances > 1 and sizes.context > 1:
         raise ConfigurationError(
             "--num-distributed-optimizer-instances cuts the data-parallel ranks, which context-parallel ones "
