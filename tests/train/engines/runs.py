@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.build import build
@@ -30,6 +31,7 @@ from megatron_fsdp.train.options.model_checks import uses_transformers
 from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.recovery.resuming import Origin
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from tests.support.array_tokens import feed_of, token_data
 
@@ -59,6 +61,7 @@ DECODER: dict[str, Any] = {
     "log_interval": 2,
 }
 LLAMA: dict[str, Any] = {**DECODER, "transformer_impl": "transformers", "untie_embeddings_and_output_weights": True}
+TIED: dict[str, Any] = {**LLAMA, "untie_embeddings_and_output_weights": False}
 MIXTRAL: dict[str, Any] = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 
 
@@ -148,6 +151,14 @@ def train_here(values: Mapping[str, Any]) -> Results:
     """Train on ranks by the trainer's loop."""
     run, watcher = prepare(values), Silent()
     train(run, watcher, NoCheckpoints())
+    return results_of(run, watcher)
+
+
+def train_with_checkpoints(values: dict[str, Any]) -> Results:
+    """Train on ranks, with the folders that the options name."""
+    run, watcher = prepare(values), Silent()
+    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
+        train(run, watcher, keeper)
     return results_of(run, watcher)
 
 

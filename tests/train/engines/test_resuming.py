@@ -6,31 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.train.checkpoints import RunCheckpoints
-from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.recovery.resuming import Origin
 from tests.conftest import RunRanks
 from tests.train.engines.runs import (
     DECODER,
     LLAMA,
     MIXTRAL,
     Results,
-    Silent,
-    prepare,
-    results_of,
     train_plainly,
+    train_with_checkpoints,
 )
 
 FSDP2 = {"use_torch_fsdp2": True}
-TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 UNITS = {"use_megatron_fsdp": True}
-
-
-def train_with_checkpoints(values: dict[str, Any]) -> Results:
-    run, watcher = prepare(values), Silent()
-    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
-        train(run, watcher, keeper)
-    return results_of(run, watcher)
 
 
 def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
@@ -47,8 +34,6 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
         {**LLAMA, **FSDP2},
         {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2},
         {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2},
-        {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2},
-        {**TIED, **FSDP2, "pipeline_model_parallel_size": 2},
         {**LLAMA, **UNITS, "tensor_model_parallel_size": 2},
         {**LLAMA, **UNITS, "context_parallel_size": 2},
     ],
