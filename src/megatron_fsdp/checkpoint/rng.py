@@ -1,10 +1,10 @@
 """Random states of every rank in a checkpoint, by logical rank.
 
-A logical rank is a rank's place as the model sees it: its index along pipeline parallelism, along tensor parallelism and
-along data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical rank gets back the
-very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank is then seeded
-from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the same checkpoint
-on the same new ranks gives the same numbers again.
+A logical rank is a rank's place as the model sees it: its index along pipeline parallelism, tensor parallelism and
+data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical
+rank gets back the very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank
+is then seeded from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the
+same checkpoint on the same new ranks gives the same numbers again.
 """
 
 from __future__ import annotations

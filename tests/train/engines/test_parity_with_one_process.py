@@ -10,6 +10,7 @@ from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, assert_equal_to_on
 UNITS = {"use_megatron_fsdp": True}
 EVERYTHING = {**UNITS, "data_parallel_sharding_strategy": "optim_grads_params"}
 BUCKETS = {"overlap_grad_reduce": True}
+SHARDED_BUCKETS = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
 FSDP2 = {"use_torch_fsdp2": True}
 MASKED = {"eod_mask_loss": True, "calculate_per_token_loss": True}
 
@@ -84,6 +85,9 @@ def test_two_instances_of_the_optimizer_on_four_ranks(run_ranks: RunRanks, outer
         {**FSDP2, "context_parallel_size": 2},
         {**FSDP2, "pipeline_model_parallel_size": 2},
         {**FSDP2, **MASKED, "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, **MASKED, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
+        {**BUCKETS, "pipeline_model_parallel_size": 2},
     ],
 )
 def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
@@ -96,6 +100,11 @@ def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None
         {**EVERYTHING, "tensor_model_parallel_size": 2},
         {**FSDP2, "pipeline_model_parallel_size": 2},
         {**FSDP2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "global_batch_size": 11},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {**SHARDED_BUCKETS, "pipeline_model_parallel_size": 2, "global_batch_size": 11},
+        {**UNITS, "data_parallel_sharding_strategy": "optim_grads", "pipeline_model_parallel_size": 2},
     ],
 )
 def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ class Pipeline:
         """Torch's stages of this rank; made anew by a step with other shapes than the one before."""
         self.schedule: Any = None
         """Torch's schedule; None before the first step."""
+        self.finish_gradients: Callable[[], None] | None = None
+        """Called once the schedule of a step is done, where gradients of parts are not final with their backward."""
         self._parts, self._device = parts, device
         self._group = pp_mesh.get_group()
         self._kind = schedule_named(config.pp_schedule)
@@ -134,6 +136,8 @@ class Pipeline:
         self.schedule.step(
             *self._root(inputs), target=inputs.labels, losses=losses, return_outputs=False, **inputs.per_token
         )
+        if self.finish_gradients is not None:
+            self.finish_gradients()
         if self._tied_end is not None:
             self._tied_end.after_step()
         return self._total(losses)

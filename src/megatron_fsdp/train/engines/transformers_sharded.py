@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,13 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
     if options.model.hf_model is not None:
         adopt_generation_config(twin, options.model.hf_model)
     torch.manual_seed(options.training.seed)
-    live, cut = _parallel(job, copy.deepcopy(twin), context)
+    live, cut = cut_over_ranks(job, copy.deepcopy(twin), context)
     recompute_layers(live, options.training)
     mesh = context.device_mesh
     assert mesh is not None  # only DDPConfig has none
     model = wrap(job, live, mesh, get_megatron_dp_axis(mesh), units=None, tp_dim="tp", init_meta=EMPTY)
     allocate(model, context.device)
-    _fill(twin, model, options.model.hf_model, context.device)
+    fill(twin, model, options.model.hf_model, context.device)
     place = Place(context.device, context.data_rank, context.sizes.dp, known, call_transformers, cut)
     return ShardedModel(job, place, model)
 
@@ -84,7 +85,7 @@ def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
             recompute_in_backward(layer)
 
 
-def _parallel(job: Job, model: nn.Module, context: MeshContext) -> tuple[nn.Module, ContextCut]:
+def cut_over_ranks(job: Job, model: nn.Module, context: MeshContext) -> tuple[nn.Module, ContextCut]:
     """Cut the matrices, and let attention see sequences that are cut; in place."""
     cut = ContextCut()
     if job.sizes.tensor > 1:
@@ -95,14 +96,27 @@ def _parallel(job: Job, model: nn.Module, context: MeshContext) -> tuple[nn.Modu
     return model, cut
 
 
-def _fill(twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device) -> None:
-    """Give the shards their values: of the folder, or drawn."""
-    loaded: tuple[str, ...] = ()
+def fill(
+    twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device, copies: Collection[str] = ()
+) -> None:
+    """Give the shards their values: of a folder, or drawn; collective.
+
+    Args:
+        twin: The whole model on the meta device; used up.
+        model: Wrapped: the whole model, or a stage of it.
+        folder: Of weights; None: they are drawn.
+        device: Where values are drawn.
+        copies: Names of what gets its values from another stage.
+
+    Raises:
+        CheckpointError: The weights do not fit the model.
+    """
+    filled = set(copies)
     if folder is not None:
         report: Any = load_hf(model, folder, strict=False)
-        if report.missing or report.unexpected or report.reshaped:
+        if set(report.missing) - filled or report.unexpected or report.reshaped:
             raise CheckpointError(
                 f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it"
             )
-        loaded = tuple(report.loaded)
-    draw_missing(twin, model, [model], set(loaded), device)
+        filled.update(report.loaded)
+    draw_missing(twin, model, [model], filled, device)

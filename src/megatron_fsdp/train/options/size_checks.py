@@ -27,10 +27,10 @@ def check_sizes(options: Options, sizes: Sizes, engine: EngineName) -> None:
             "the decoder of this package is not cut over tensor-, pipeline-, context- or expert-parallel ranks: give "
             "--transformer-impl transformers, --hf-config or --hf-model"
         )
-    if engine != "torch_fsdp2" and (sizes.pipeline > 1 or sizes.expert > 1):
+    if engine != "torch_fsdp2" and sizes.expert > 1:
         raise ConfigurationError(
-            "the engines of this package go with tensor- and context-parallel ranks, not with pipeline "
-            f"{sizes.pipeline} or expert {sizes.expert} in the trainer: give --use-torch-fsdp2 for those"
+            "the engines of this package go with tensor-, context- and pipeline-parallel ranks, not with "
+            f"--expert-model-parallel-size {sizes.expert} in the trainer: give --use-torch-fsdp2 for that"
         )
     if sizes.expert > 1 and sizes.tensor > 1:
         raise ConfigurationError(
