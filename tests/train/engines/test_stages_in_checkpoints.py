@@ -12,6 +12,9 @@ from tests.train.engines.runs import LLAMA, TIED, Results, train_plainly, train_
 
 FSDP2 = {"use_torch_fsdp2": True}
 STAGES = {**FSDP2, "pipeline_model_parallel_size": 2}
+OWN = {"use_megatron_fsdp": True}
+OWN_STAGES = {**OWN, "pipeline_model_parallel_size": 2}
+BUCKETS = {"overlap_grad_reduce": True, "pipeline_model_parallel_size": 2}
 STEPS = 8
 
 
@@ -29,6 +32,11 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
         (2, {**TIED, **STAGES, "async_save": True}),
         (4, {**TIED, **STAGES}),
         (4, {**TIED, **STAGES, "context_parallel_size": 2}),
+        (2, {**TIED, **OWN_STAGES}),
+        (4, {**LLAMA, **OWN_STAGES, "async_save": True}),
+        (4, {**LLAMA, **OWN_STAGES, "context_parallel_size": 2}),
+        (4, {**LLAMA, **OWN_STAGES, "tensor_model_parallel_size": 2}),
+        (4, {**LLAMA, **BUCKETS}),
     ],
 )
 def test_stages_go_on_bit_for_bit(run_ranks: RunRanks, ranks: int, values: dict[str, Any], tmp_path: Path) -> None:
@@ -48,16 +56,24 @@ def keys_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], Any]:
     return {key: entry.shape for key, entry in found.tensors.items()}, objects, groups
 
 
-@pytest.mark.parametrize("model", [LLAMA, TIED])
+@pytest.mark.parametrize(
+    ("model", "engines"),
+    [
+        (LLAMA, (STAGES, FSDP2, STAGES, FSDP2)),
+        (TIED, (STAGES, FSDP2, STAGES, FSDP2)),
+        (LLAMA, (OWN_STAGES, OWN, OWN_STAGES, OWN)),
+        (LLAMA, (OWN_STAGES, FSDP2, STAGES, OWN)),
+    ],
+)
 def test_stages_and_whole_models_go_on_from_each_other(
-    run_ranks: RunRanks, model: dict[str, Any], tmp_path: Path
+    run_ranks: RunRanks, model: dict[str, Any], engines: tuple[dict[str, Any], ...], tmp_path: Path
 ) -> None:
     """Two steps each on two stages, one rank, two stages of two ranks, and two ranks."""
     shape = {**model, "train_iters": STEPS, "lr_decay_style": "constant", "lr_warmup_iters": 0}
     plain = train_plainly(shape)
     folder = str(tmp_path / "saved")
     losses: list[float] = []
-    for number, (ranks, engine) in enumerate([(2, STAGES), (1, FSDP2), (4, STAGES), (2, FSDP2)]):
+    for number, (ranks, engine) in enumerate(zip((2, 1, 4, 2), engines, strict=True)):
         values = {
             **shape,
             **engine,
