@@ -115,7 +115,6 @@ def gather_gradients(parts: Parts) -> FoundGradients:
             is sparse.
     """
     copies: dict[int, Tensor] = {}
-    is_pipeline = isinstance(parts, Pipeline)
     if isinstance(parts, Pipeline):
         copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
         parts = [param for param in parts.parameters() if id(param) not in copies]
@@ -123,8 +122,8 @@ def gather_gradients(parts: Parts) -> FoundGradients:
     models: dict[int, MegatronFSDP] = {}
     others = []
     for param in params.values():
-        # A model of the engine would count the copies of a pipeline, too; its final gradients are DTensors as others.
-        owner = None if is_pipeline else getattr(param, "_megatron_fsdp_model", None)
+        # A model of the engine would count copies, too; its gradients are DTensors like others.
+        owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
         if owner is not None:
             model = _alive(owner)
             models[id(model)] = model

@@ -88,6 +88,7 @@ def test_two_instances_of_the_optimizer_on_four_ranks(run_ranks: RunRanks, outer
         {**EVERYTHING, "pipeline_model_parallel_size": 2},
         {**EVERYTHING, **MASKED, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
         {**BUCKETS, "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False},
     ],
 )
 def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
@@ -105,6 +106,7 @@ def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None
         {**EVERYTHING, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
         {**SHARDED_BUCKETS, "pipeline_model_parallel_size": 2, "global_batch_size": 11},
         {**UNITS, "data_parallel_sharding_strategy": "optim_grads", "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
     ],
 )
 def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
@@ -117,6 +119,12 @@ def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> Non
         (2, {**FSDP2, "expert_model_parallel_size": 2}),
         (4, {**FSDP2, "expert_model_parallel_size": 2}),
         (2, {**EVERYTHING, "tensor_model_parallel_size": 2}),
+        (2, {**EVERYTHING, "expert_model_parallel_size": 2}),
+        (2, {**BUCKETS, **MASKED, "expert_model_parallel_size": 2}),
+        (4, {**EVERYTHING, "expert_model_parallel_size": 2, "global_batch_size": 11}),
+        (4, {**SHARDED_BUCKETS, "expert_model_parallel_size": 2}),
+        (4, {**EVERYTHING, "expert_model_parallel_size": 2, "context_parallel_size": 2}),
+        (4, {**EVERYTHING, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     ],
 )
 def test_experts(run_ranks: RunRanks, ranks: int, values: dict[str, Any]) -> None:

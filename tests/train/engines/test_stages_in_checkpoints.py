@@ -1,4 +1,4 @@
-"""A checkpoint of pipeline stages is that of the whole model: it goes on bit for bit, and on any other ranks."""
+"""Checkpoints of pipeline stages and of divided experts are those of the whole model, on any ranks that follow."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.conftest import RunRanks
-from tests.train.engines.runs import LLAMA, TIED, Results, train_plainly, train_with_checkpoints
+from tests.train.engines.runs import LLAMA, MIXTRAL, TIED, Results, prepare, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
 STAGES = {**FSDP2, "pipeline_model_parallel_size": 2}
 OWN = {"use_megatron_fsdp": True}
 OWN_STAGES = {**OWN, "pipeline_model_parallel_size": 2}
+OWN_EXPERTS = {**OWN, "expert_model_parallel_size": 2}
 BUCKETS = {"overlap_grad_reduce": True, "pipeline_model_parallel_size": 2}
 STEPS = 8
 
@@ -37,6 +39,8 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
         (4, {**LLAMA, **OWN_STAGES, "context_parallel_size": 2}),
         (4, {**LLAMA, **OWN_STAGES, "tensor_model_parallel_size": 2}),
         (4, {**LLAMA, **BUCKETS}),
+        (4, {**MIXTRAL, **OWN_STAGES, "expert_model_parallel_size": 2}),
+        (2, {**MIXTRAL, **OWN_EXPERTS}),
     ],
 )
 def test_stages_go_on_bit_for_bit(run_ranks: RunRanks, ranks: int, values: dict[str, Any], tmp_path: Path) -> None:
@@ -63,12 +67,13 @@ def keys_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], Any]:
         (TIED, (STAGES, FSDP2, STAGES, FSDP2)),
         (LLAMA, (OWN_STAGES, OWN, OWN_STAGES, OWN)),
         (LLAMA, (OWN_STAGES, FSDP2, STAGES, OWN)),
+        (MIXTRAL, (OWN_EXPERTS, OWN, {**OWN_EXPERTS, **OWN_STAGES}, {**FSDP2, "expert_model_parallel_size": 2})),
     ],
 )
 def test_stages_and_whole_models_go_on_from_each_other(
     run_ranks: RunRanks, model: dict[str, Any], engines: tuple[dict[str, Any], ...], tmp_path: Path
 ) -> None:
-    """Two steps each on two stages, one rank, two stages of two ranks, and two ranks."""
+    """Two steps each on two ranks, one, four and two: stages or experts where a list of engines says so."""
     shape = {**model, "train_iters": STEPS, "lr_decay_style": "constant", "lr_warmup_iters": 0}
     plain = train_plainly(shape)
     folder = str(tmp_path / "saved")
@@ -88,9 +93,12 @@ def test_stages_and_whole_models_go_on_from_each_other(
     for name, value in plain.weights.items():
         torch.testing.assert_close(found[0].weights[name], value, rtol=0, atol=4e-5)
     saved = [keys_of(tmp_path / "saved" / f"iter_{steps:07}") for steps in (2, 4, 6, 8)]
-    assert saved == [saved[1]] * 4
-    names = [name for group in saved[0][2] for name in group["params"]]
-    assert sorted(names) == sorted(f"module.{name}" for name in plain.weights)
+    assert [each[:2] for each in saved] == [saved[1][:2]] * 4
+    if model is not MIXTRAL:  # whose groups follow the meshes of experts
+        assert [each[2] for each in saved] == [saved[1][2]] * 4
+    for _, _, groups in saved:
+        names = [name for group in groups for name in group["params"]]
+        assert sorted(names) == sorted(f"module.{name}" for name in plain.weights)
 
 
 def refusals(values: dict[str, Any], folder: str) -> list[str]:
@@ -117,9 +125,6 @@ def test_what_does_not_fit_one_stage_is_refused_by_all(run_ranks: RunRanks, tmp_
 
 def load_what_fits(values: dict[str, Any], folder: str) -> list[str]:
     """What is told of a load of a smaller model into this one."""
-    from megatron_fsdp.checkpoint import load_checkpoint
-    from tests.train.engines.runs import prepare
-
     run = prepare(values)
     report = load_checkpoint(run.trained.model, run.trained.optimizer, folder, strict=False)
     return [*report.loaded, *(f"lacks {key}" for key in report.missing)]
@@ -135,3 +140,36 @@ def test_all_ranks_are_told_what_any_stage_has_loaded(run_ranks: RunRanks, tmp_p
     lacking = {told for told in first if told.startswith("lacks ")}
     assert lacking
     assert all("layers.3." in told for told in lacking)
+
+
+def streams_after_loading(values: dict[str, Any], folder: str) -> tuple[list[float], list[float], str]:
+    """What this rank's stream gives after it was saved, what it gives after that was loaded, and what is told of it."""
+    run = prepare(values)
+    trained = run.trained
+    torch.manual_seed(100 + run.rank.index)
+    save_checkpoint(trained.model, trained.optimizer, folder, iteration=1, overwrite=True)
+    after_save = torch.rand(2).tolist()
+    torch.manual_seed(0)
+    report = load_checkpoint(trained.model, trained.optimizer, folder)
+    return after_save, torch.rand(2).tolist(), report.notes[-1]
+
+
+def streams_elsewhere(values: dict[str, Any], folder: str) -> tuple[list[float], str]:
+    """What this rank's stream gives after loading what other ranks have saved."""
+    run = prepare(values)
+    report = load_checkpoint(run.trained.model, run.trained.optimizer, folder)
+    return torch.rand(2).tolist(), report.notes[-1]
+
+
+def test_every_stage_gets_its_own_random_stream_back(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    found = run_ranks(4, streams_after_loading, {**LLAMA, **STAGES}, folder)
+    assert all(saved == loaded for saved, loaded, _ in found)
+    assert len({tuple(saved) for saved, _, _ in found}) == 4
+    assert {told for _, _, told in found} == {"random states: restored for every logical rank"}
+    keys = {key for key in CheckpointFolder(Path(folder) / "iter_0000001").objects if key.endswith(".states")}
+    assert keys == {f"rng_state.({stage}, 0).{data}.states" for stage in (0, 1) for data in (0, 1)}
+    moved = run_ranks(4, streams_elsewhere, {**LLAMA, **FSDP2}, folder)
+    assert len({tuple(drawn) for drawn, _ in moved}) == 4
+    assert {tuple(drawn) for drawn, _ in moved}.isdisjoint(tuple(saved) for saved, _, _ in found)
+    assert all("saved with (tensor, data, pipeline) ranks [1, 2, 2], now (1, 4)" in told for _, told in moved)

@@ -21,6 +21,7 @@ from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.runtime.assemble import EMPTY
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.context_cut import ContextCut
+from megatron_fsdp.train.engines.experts import expert_ranks
 from megatron_fsdp.train.engines.pipeline import LossInOrder, PipelineModel, pipeline_config
 from megatron_fsdp.train.engines.sharded import wrap
 from megatron_fsdp.train.engines.stepping import Place, call_transformers
@@ -118,13 +119,16 @@ def _sharding(
     mesh = context.device_mesh
     assert mesh is not None  # only DDPConfig has none
     dim = "dp_shard_cp" if job.sizes.context > 1 else "dp_shard"
+    experts = expert_ranks(context, job.sizes.expert, dim)
 
     def shard(stage: nn.Module) -> nn.Module:
-        live, _ = cut_over_ranks(job, stage, context)
-        recompute_layers(live, job.options.training)
-        wrapped.append(wrap(job, live, mesh, dim, units=None, tp_dim="tp", init_meta=EMPTY))
-        allocate(wrapped[-1], context.device)
-        return live
+        experts.divide(stage)
+        cut_over_ranks(job, stage, context)
+        recompute_layers(stage, job.options.training)
+        made = wrap(job, stage, mesh, dim, units=None, tp_dim=experts.tp_dim, expert_mesh=experts.mesh, init_meta=EMPTY)
+        allocate(made, context.device)
+        wrapped.append(made)
+        return stage
 
     return shard
 

@@ -34,7 +34,7 @@ def resolve(options: Options, world: World) -> Job:
     notices = list(options.explained)
     _check_backend(options, world)
     engine = _engine(options)
-    sizes = _sizes(options, world, engine)
+    sizes = _sizes(options, world)
     dtype = _dtype(options, world)
     train_iters = _require(options.training.train_iters, "--train-iters", "how many steps to train")
     micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
@@ -97,7 +97,7 @@ def _check_backend(options: Options, world: World) -> None:
         )
 
 
-def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
+def _sizes(options: Options, world: World) -> Sizes:
     parallel = options.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context, expert = parallel.context_parallel_size, parallel.expert_model_parallel_size
@@ -113,7 +113,7 @@ def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
             f"--expert-model-parallel-size {expert} does not divide the {sizes.data * context} data-parallel ranks "
             "(context-parallel ones counted): give one that does"
         )
-    check_sizes(options, sizes, engine)
+    check_sizes(options, sizes)
     return sizes
 
 
