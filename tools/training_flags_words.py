@@ -123,7 +123,7 @@ RULES = [
     (
         "`--ckpt-format fsdp_dtensor`",
         "needs Megatron-FSDP",
-        "all engines write it; with pipeline-parallel ranks `--save` and `--load` are refused",
+        "all engines write it, on any ranks",
     ),
     ("`--ckpt-format torch_dcp`", "needs FSDP2", "error: only fsdp_dtensor"),
     ("`--fp8-param-gather`", "needs a sharded optimizer or FSDP", "error: not implemented"),

@@ -62,13 +62,19 @@ def test_a_simulated_run_of_the_engine_agrees(tmp_path: Path, capsys: pytest.Cap
     assert told["setup"]["strategy"] == "optim_grads_params"
 
 
-def test_a_config_and_the_same_said_by_flags_have_one_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("said", "flags"),
+    [("", "--microbatches 2"), ("pipeline_model_parallel_size: 2\n", "--microbatches 4 --pp 2")],
+)
+def test_a_config_and_the_same_said_by_flags_have_one_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, flags: str
+) -> None:
     pytest.importorskip("transformers")
     model = llama(tmp_path)
     path = written(
         tmp_path,
         f"hf_config: {model}\nseq_length: 128\nmicro_batch_size: 2\nglobal_batch_size: 16\ntrain_iters: 9\nlr: 0.1\n"
-        "bf16: true\nuse_megatron_fsdp: true\nrecompute_granularity: full\ngrad_reduce_in_bf16: true\n",
+        "bf16: true\nuse_megatron_fsdp: true\nrecompute_granularity: full\ngrad_reduce_in_bf16: true\n" + said,
     )
 
     def plan_of(*words: str) -> dict[str, Any]:
@@ -76,9 +82,9 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(tmp_path: Path, capsy
         return json.loads(capsys.readouterr().out)
 
     by_config = plan_of("--config", str(path))
-    words = "--strategy 3 --sequence-length 128 --micro-batch-size 2 --microbatches 2 --recompute full"
+    words = "--strategy 3 --sequence-length 128 --micro-batch-size 2 --recompute full"
     dtypes = "--main-grads-dtype fp32 --grad-comm-dtype bf16 --optimizer adamw-fused"
-    by_flags = plan_of(str(model), *words.split(), *dtypes.split())
+    by_flags = plan_of(str(model), *words.split(), *dtypes.split(), *flags.split())
     assert by_config["memory"] == by_flags["memory"]
     assert by_config["traffic_per_step"] == by_flags["traffic_per_step"]
     assert by_config["model"]["parameters"] == by_flags["model"]["parameters"]

@@ -122,7 +122,8 @@ def gather_gradients(parts: Parts) -> FoundGradients:
     models: dict[int, MegatronFSDP] = {}
     others = []
     for param in params.values():
-        owner = getattr(param, "_megatron_fsdp_model", None)
+        # A model of the engine would count copies, too; its gradients are DTensors like others.
+        owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
         if owner is not None:
             model = _alive(owner)
             models[id(model)] = model

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.background import BackgroundSaver
-from megatron_fsdp.checkpoint.live_state import Extras, collect
+from megatron_fsdp.checkpoint.live_state import Extras, collect, join_stages
 from megatron_fsdp.checkpoint.loading import facts_of, read_checkpoint
 from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport
@@ -106,6 +106,7 @@ class Checkpointer:
         } | facts_of(optimizer, extra, with_rng)
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
+        join_stages(state, model, self._group)
         if not self._is_in_background:
             return self.store.write(
                 iteration,

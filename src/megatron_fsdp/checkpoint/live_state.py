@@ -20,6 +20,7 @@ from torch import nn
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.extra_optimizer import as_extra
 from megatron_fsdp.checkpoint.naming import PREFIX, own_name
+from megatron_fsdp.checkpoint.stages import groups_of_all, place_of
 from megatron_fsdp.errors import ConfigurationError
 
 MODEL, OPTIMIZER, ITERATION = "model", "optimizer", "iteration"
@@ -69,6 +70,20 @@ def collect(
         state |= rng.collect(rng.logical_rank_of(model, group), device_of(model))
     state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
     return state
+
+
+def join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Let the state of a stage of a pipeline name the parameter groups of all stages; collective there.
+
+    Args:
+        state: As of `collect`; changed in place.
+        model: Whose state it is.
+        group: The ranks that save.
+    """
+    place = place_of(model)
+    if place is not None and OPTIMIZER in state:
+        section = state[OPTIMIZER]
+        section[optimizer_state.GROUPS] = groups_of_all(section[optimizer_state.GROUPS], place, group)
 
 
 def model_section(model: nn.Module) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, check_names, 
 from megatron_fsdp.checkpoint.matching import Match, asked_sections, match_model, note_left_out
 from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.stages import place_of, report_of_all
 from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
 from megatron_fsdp.checkpoint.stored_optimizer import OptimizerMatch, match_optimizer
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -99,7 +100,8 @@ def read_checkpoint(
     plan, report, objects, random_states = together(doing, prepare, group, {**(facts or {}), **asked})
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
-    return replace(report, notes=(*report.notes, *notes))
+    report = replace(report, notes=(*report.notes, *notes))
+    return report if place_of(model) is None else report_of_all(report, group)
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with_rng: bool) -> dict[str, str]:
@@ -199,7 +201,7 @@ def _random_states(
     if f"{rng.SECTION}.topology" not in keys:
         return None
     place = rng.logical_rank_of(model, group)
-    same = folder.read_object(f"{rng.SECTION}.topology") == [place.tensor_size, place.data_size]
+    same = folder.read_object(f"{rng.SECTION}.topology") == place.topology
     wanted = [key for key in keys if not same or key.endswith((".topology", f".{place.key}.states"))]
     return rng.prepare({key: folder.read_object(key) for key in wanted}, place, device_of(model))
 

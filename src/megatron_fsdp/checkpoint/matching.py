@@ -16,6 +16,7 @@ from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Ext
 from megatron_fsdp.checkpoint.naming import PREFIX, is_elsewhere, saved_name, unwrapped
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.rng import SECTION as RNG
+from megatron_fsdp.checkpoint.stages import stored_names
 
 
 @dataclass
@@ -79,7 +80,7 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
     states: list[ExtraMatch] = []
     inside: set[str] = set()
     for name, value in live.items():
-        key = stored.get(name)
+        key = next((stored[each] for each in stored_names(model, name) if each in stored), None)
         if isinstance(value, torch.Tensor):
             if key is None:
                 match.missing.append(f"{MODEL}.{PREFIX}{name}")

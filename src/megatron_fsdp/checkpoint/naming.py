@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.checkpoint.stages import names_of_all
+
 Names = list[list[str]]
 
 PREFIX = "module."
@@ -54,7 +56,9 @@ def _prefixes(name: str) -> int:
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Whether a bare name of a checkpoint is that of an expert of another rank."""
+    """Whether a bare name of a checkpoint is that of an expert of another rank, or of another stage of a pipeline."""
+    if name in names_of_all(model):
+        return True
     translate: Callable[[str], str | None] | None = getattr(model, "held_name", None)
     return translate is not None and translate(name) is None
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.naming import PREFIX, by_number, listed_names, saved_name
+from megatron_fsdp.checkpoint.stages import is_repeated, original_name
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 
@@ -38,7 +39,7 @@ def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> l
                 f"parameter {unknown[0]} of param_groups[{position}] is not a parameter of the model, so its state has "
                 "no name in a checkpoint; give the model that the optimizer was built on"
             )
-        found.append([saved_name(model, names[id(param)]) for param in group["params"]])
+        found.append([original_name(model, saved_name(model, names[id(param)])) for param in group["params"]])
     return found
 
 
@@ -52,18 +53,26 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     _require_no_local_parts(optimizer)
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
     flat = by_number(names)
+    repeated = {original_name(model, name) for name in own_names_of(model) if is_repeated(model, name)}
     state = {
-        PREFIX + flat[index]: slots for index, slots in by_index[STATE].items() if slots and isinstance(index, int)
+        PREFIX + flat[index]: slots
+        for index, slots in by_index[STATE].items()
+        if slots and isinstance(index, int) and flat[index] not in repeated
     }
     options = [
         {
             **{key: value for key, value in group.items() if key != "params"},
-            "params": [PREFIX + name for name in names[position]],
+            "params": [PREFIX + name for name in names[position] if name not in repeated],
         }
         for position, group in enumerate(by_index[GROUPS])
     ]
     rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
     return {STATE: state, GROUPS: options, KIND: kind_of(optimizer), **rest}
+
+
+def own_names_of(model: nn.Module) -> set[str]:
+    """Names in a checkpoint of the parameters that are here."""
+    return {saved_name(model, name) for name, _ in model.named_parameters()}
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

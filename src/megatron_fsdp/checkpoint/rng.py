@@ -1,10 +1,10 @@
 """Random states of every rank in a checkpoint, by logical rank.
 
-A logical rank is a rank's place as the model sees it: its index along tensor parallelism and along data parallelism
-(all other mesh dimensions, flattened). With as many of both as when it was saved, each logical rank gets back the
-very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank is then seeded
-from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the same checkpoint
-on the same new ranks gives the same numbers again.
+A logical rank is a rank's place as the model sees it: its index along pipeline parallelism, tensor parallelism and
+data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical
+rank gets back the very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank
+is then seeded from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the
+same checkpoint on the same new ranks gives the same numbers again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.ranks import rank_of, world_size_of
+from megatron_fsdp.checkpoint.stages import place_of
 from megatron_fsdp.errors import CheckpointError
 
 SECTION = "rng_state"
@@ -36,27 +37,41 @@ class LogicalRank:
         tensor_size: Ranks along it.
         data: Index among the rest.
         data_size: How many they are.
+        stage: Index along pipeline parallelism.
+        stages: Ranks along it.
     """
 
     tensor: int
     tensor_size: int
     data: int
     data_size: int
+    stage: int = 0
+    stages: int = 1
 
     @property
     def key(self) -> str:
-        """As a checkpoint names it; pipeline stage 0, tensor index, data index."""
-        return f"(0, {self.tensor}).{self.data}"
+        """As a checkpoint names it: stage, tensor index, data index."""
+        return f"({self.stage}, {self.tensor}).{self.data}"
+
+    @property
+    def topology(self) -> list[int]:
+        """How many there are of each, as a checkpoint says it; without a pipeline nothing is said of stages."""
+        sizes = [self.tensor_size, self.data_size]
+        return sizes if self.stages == 1 else [*sizes, self.stages]
 
 
 def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> LogicalRank:
     """This rank's place.
 
     Args:
-        model: Sharded, or not: then all ranks of the group are data-parallel.
+        model: Sharded, or not: then all ranks of the group are data-parallel. A stage of a pipeline counts pipelines in
+            place of data-parallel ranks; tensor-parallel ones are among these.
         group: The ranks that save together.
     """
     rank, size = rank_of(group), world_size_of(group)
+    pipeline = place_of(model)
+    if pipeline is not None:
+        return LogicalRank(0, 1, pipeline.number, size // pipeline.size, pipeline.index, pipeline.size)
     index = getattr(model, "dist_index", None)
     mesh, tp_dim = getattr(index, "device_mesh", None), getattr(index, "tp_dim", None)
     coordinate = mesh.get_coordinate() if mesh is not None and tp_dim is not None else None
@@ -91,7 +106,7 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         states["accelerator_rng_state"] = torch.get_device_module(device.type).get_rng_state(device)
     outer, inner = place.key.split(".")
-    return {SECTION: {outer: {inner: {"states": [states]}}, "topology": [place.tensor_size, place.data_size]}}
+    return {SECTION: {outer: {inner: {"states": [states]}}, "topology": place.topology}}
 
 
 @dataclass(frozen=True)
@@ -123,15 +138,16 @@ def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
         CheckpointError: The states are not of the kind that `collect` writes.
     """
     topology = found.get(f"{SECTION}.topology")
-    if topology == [place.tensor_size, place.data_size]:
+    if topology == place.topology:
         states = _states_of(found.get(f"{SECTION}.{place.key}.states"), place.key)
         _try(states, device)
         lacks = device.type != "cpu" and "accelerator_rng_state" not in states
         added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
         return RandomStates(device, states, 0, f"random states: restored for every logical rank{added}")
+    has_stages = place.stages > 1 or (isinstance(topology, list) and len(topology) > 2)
     told = (
-        f"random states: saved with (tensor, data) ranks {topology}, now ({place.tensor_size}, {place.data_size}), so "
-        "every rank was seeded anew from the saved states and its logical rank"
+        f"random states: saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
+        f"{tuple(place.topology)}, so every rank was seeded anew from the saved states and its logical rank"
     )
     return RandomStates(device, None, _seed(found, place), told)
 
@@ -194,7 +210,8 @@ def _told_as_unfit() -> Iterator[None]:
 
 def _seed(found: Mapping[str, Any], place: LogicalRank) -> int:
     """63 bits from all saved torch streams and this rank's place."""
-    digest = hashlib.sha256(f"{place.tensor}/{place.tensor_size} {place.data}/{place.data_size}".encode())
+    stage = "" if place.stages == 1 else f" {place.stage}/{place.stages}"
+    digest = hashlib.sha256(f"{place.tensor}/{place.tensor_size} {place.data}/{place.data_size}{stage}".encode())
     for key in sorted(found):
         if key.endswith(".states"):
             digest.update(_states_of(found[key], key)["torch_rng_state"].numpy().tobytes())

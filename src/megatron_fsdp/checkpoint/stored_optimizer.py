@@ -24,6 +24,7 @@ from megatron_fsdp.checkpoint.live_state import OPTIMIZER
 from megatron_fsdp.checkpoint.matching import Match
 from megatron_fsdp.checkpoint.naming import PREFIX, by_number, listed_names, own_name, saved_view, unwrapped
 from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE, blank_slot, kind_of, options_by_name
+from megatron_fsdp.checkpoint.stages import names_of_all
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 _STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
@@ -98,7 +99,8 @@ def match_optimizer(
         for name, param in zip(group, in_group["params"], strict=True)
     }
     listed = list(by_number(listed_names(optimizer, model, names)).values())  # other experts, too
-    slots = {name: by_slot for name, by_slot in _slots(match, folder, keys, listed).items() if name in params}
+    of_all = names_of_all(model)
+    slots = {name: each for name, each in _slots(match, folder, keys, listed, of_all).items() if name in params}
     own_names = {id(param): own_name(model, name) for name, param in model.named_parameters()}
     for name, by_slot in slots.items():
         param, own = params[name], own_names[id(params[name])]
@@ -112,7 +114,7 @@ def match_optimizer(
             for key, value in leaves.items()
         }
         _want(match, folder, found, name, view, by_slot, live)
-    known = _read_options(match, folder, keys, found, listed)
+    known = _read_options(match, folder, keys, found, listed, of_all)
     _note_without_state(match, found, slots.keys(), list(params), known)
     if slots and not found.options:
         match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
@@ -133,17 +135,17 @@ def nested(slots: Mapping[SlotPath, Any]) -> dict[str, Any]:
 
 
 def _slots(
-    match: Match, folder: CheckpointFolder, keys: Sequence[str], listed: Sequence[str]
+    match: Match, folder: CheckpointFolder, keys: Sequence[str], listed: Sequence[str], of_all: Collection[str]
 ) -> dict[str, dict[SlotPath, str]]:
     """Key of each slot, by parameter and path of the slot."""
     found: dict[str, dict[SlotPath, str]] = {}
-    known = set(listed)
+    known = {*listed, *of_all}
     rests = [key.removeprefix(_STATE) for key in keys if key.startswith(_STATE)]
     by_rest, _ = unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, match.prefixes)
-    if not any(_split(rest, known)[0] for rest in by_rest):  # names come first: those of a Sequential are numbers, too
+    by_position: dict[str, str] = {}  # a stage of a pipeline does not know how many parameters are before its own
+    if not of_all and not any(_split(rest, known)[0] for rest in by_rest):
+        # Names come first: those of a Sequential are numbers, too.
         by_position = {str(position): name for position, name in enumerate(listed)}
-    else:
-        by_position = {}
     for rest, stored in by_rest.items():
         key = _STATE + stored
         name, slot = _split(rest, known)
@@ -204,7 +206,12 @@ def _want(
 
 
 def _read_options(
-    match: Match, folder: CheckpointFolder, keys: Sequence[str], found: OptimizerMatch, listed: Sequence[str]
+    match: Match,
+    folder: CheckpointFolder,
+    keys: Sequence[str],
+    found: OptimizerMatch,
+    listed: Sequence[str],
+    of_all: Collection[str],
 ) -> set[str]:
     """Read the options; they are small, and wanted before anything is changed. Returns the parameters they name."""
     groups: Any = None
@@ -213,14 +220,15 @@ def _read_options(
         match.objects.add(_GROUPS)
     elif any(key.startswith(f"{_GROUPS}.") for key in keys):
         groups = _unflattened(match, folder, [key for key in keys if key.startswith(f"{_GROUPS}.")])
-    known = set(listed)
+    known = {*listed, *of_all}
     if groups is not None:
         try:
             stored = options_by_name(groups)
         except ConfigurationError as error:
             raise CheckpointError(f"{folder.path}: {error}") from error
         names, _ = unwrapped(stored, known.__contains__, match.prefixes)
-        by_position = {str(position): name for position, name in enumerate(listed)} if not known & names.keys() else {}
+        is_numbered = not of_all and not known & names.keys()
+        by_position = {str(position): name for position, name in enumerate(listed)} if is_numbered else {}
         found.options = {by_position.get(name, name): stored[full] for name, full in names.items()}
     halved = {name.removesuffix("_w") for name in known if name.endswith("_w")} - known
     fits = known | halved

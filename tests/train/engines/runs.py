@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.build import build
@@ -30,6 +31,7 @@ from megatron_fsdp.train.options.model_checks import uses_transformers
 from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.recovery.resuming import Origin
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 from tests.support.array_tokens import feed_of, token_data
 
@@ -59,6 +61,7 @@ DECODER: dict[str, Any] = {
     "log_interval": 2,
 }
 LLAMA: dict[str, Any] = {**DECODER, "transformer_impl": "transformers", "untie_embeddings_and_output_weights": True}
+TIED: dict[str, Any] = {**LLAMA, "untie_embeddings_and_output_weights": False}
 MIXTRAL: dict[str, Any] = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 
 
@@ -151,6 +154,14 @@ def train_here(values: Mapping[str, Any]) -> Results:
     return results_of(run, watcher)
 
 
+def train_with_checkpoints(values: dict[str, Any]) -> Results:
+    """Train on ranks, with the folders that the options name."""
+    run, watcher = prepare(values), Silent()
+    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
+        train(run, watcher, keeper)
+    return results_of(run, watcher)
+
+
 def results_of(run: Run, watcher: Silent) -> Results:
     return Results(
         [record.loss for record in watcher.records],
@@ -164,8 +175,8 @@ def results_of(run: Run, watcher: Silent) -> Results:
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights by their name in the model as it was before it was sharded; collective."""
     if isinstance(model, MegatronFSDP):
-        with model.full_parameters_context():
-            found = {name: whole(param) for name, param in model.module.named_parameters()}
+        inner = dict(model.module.named_parameters())
+        found = {name: whole(model.checkpoint_view(name, param)) for name, param in inner.items()}
     else:
         found = {name: whole(param) for name, param in model.named_parameters()}
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -36,6 +36,7 @@ def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str]
         {**DECODER, **UNITS},
         {**DECODER, **FSDP2},
         {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2},
+        {**LLAMA, **UNITS, "pipeline_model_parallel_size": 2},
         {**DECODER, "overlap_grad_reduce": True},
     ],
 )

@@ -3,13 +3,24 @@
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, assert_equal_to_one_process, train_here
+from tests.train.engines.runs import (
+    DECODER,
+    LLAMA,
+    MIXTRAL,
+    TIED,
+    assert_equal_to_one_process,
+    prepare,
+    train_here,
+)
 
 UNITS = {"use_megatron_fsdp": True}
 EVERYTHING = {**UNITS, "data_parallel_sharding_strategy": "optim_grads_params"}
 BUCKETS = {"overlap_grad_reduce": True}
+SHARDED_BUCKETS = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
 FSDP2 = {"use_torch_fsdp2": True}
 MASKED = {"eod_mask_loss": True, "calculate_per_token_loss": True}
 
@@ -84,10 +95,37 @@ def test_two_instances_of_the_optimizer_on_four_ranks(run_ranks: RunRanks, outer
         {**FSDP2, "context_parallel_size": 2},
         {**FSDP2, "pipeline_model_parallel_size": 2},
         {**FSDP2, **MASKED, "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, **MASKED, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
+        {**BUCKETS, "pipeline_model_parallel_size": 2},
     ],
 )
 def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
     check(run_ranks, 2, {**LLAMA, **values})
+
+
+@pytest.mark.parametrize("engine", [FSDP2, EVERYTHING])
+def test_tied_ends_in_two_stages_stay_one(run_ranks: RunRanks, engine: dict[str, Any]) -> None:
+    values = {**TIED, **engine, "pipeline_model_parallel_size": 2}
+    for found in run_ranks(2, train_here, values):
+        head = found.weights.pop("lm_head.weight")
+        assert torch.equal(head, found.weights["model.embed_tokens.weight"])
+        assert_equal_to_one_process(found, values)
+
+
+def refusal(values: dict[str, Any]) -> str:
+    try:
+        prepare(values)
+    except ConfigurationError as error:
+        return str(error)
+    return "it was built"
+
+
+def test_tied_ends_that_would_be_cut_differently_are_refused(run_ranks: RunRanks) -> None:
+    told = run_ranks(4, refusal, {**TIED, **EVERYTHING, "pipeline_model_parallel_size": 2})
+    assert told == told[:1] * 4
+    assert told[0].startswith("the embeddings and the head of LlamaForCausalLM are tied, and lie in two stages")
+    assert "give --untie-embeddings-and-output-weights" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +134,12 @@ def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None
         {**EVERYTHING, "tensor_model_parallel_size": 2},
         {**FSDP2, "pipeline_model_parallel_size": 2},
         {**FSDP2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "global_batch_size": 11},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {**SHARDED_BUCKETS, "pipeline_model_parallel_size": 2, "global_batch_size": 11},
+        {**UNITS, "data_parallel_sharding_strategy": "optim_grads", "pipeline_model_parallel_size": 2},
+        {**EVERYTHING, "pipeline_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
     ],
 )
 def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None:
@@ -108,6 +152,12 @@ def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> Non
         (2, {**FSDP2, "expert_model_parallel_size": 2}),
         (4, {**FSDP2, "expert_model_parallel_size": 2}),
         (2, {**EVERYTHING, "tensor_model_parallel_size": 2}),
+        (2, {**EVERYTHING, "expert_model_parallel_size": 2}),
+        (2, {**BUCKETS, **MASKED, "expert_model_parallel_size": 2}),
+        (4, {**EVERYTHING, "expert_model_parallel_size": 2, "global_batch_size": 11}),
+        (4, {**SHARDED_BUCKETS, "expert_model_parallel_size": 2}),
+        (4, {**EVERYTHING, "expert_model_parallel_size": 2, "context_parallel_size": 2}),
+        (4, {**EVERYTHING, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     ],
 )
 def test_experts(run_ranks: RunRanks, ranks: int, values: dict[str, Any]) -> None:

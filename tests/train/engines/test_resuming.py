@@ -6,30 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.train.checkpoints import RunCheckpoints
-from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.recovery.resuming import Origin
 from tests.conftest import RunRanks
 from tests.train.engines.runs import (
     DECODER,
     LLAMA,
     MIXTRAL,
     Results,
-    Silent,
-    prepare,
-    results_of,
     train_plainly,
+    train_with_checkpoints,
 )
 
 FSDP2 = {"use_torch_fsdp2": True}
 UNITS = {"use_megatron_fsdp": True}
-
-
-def train_with_checkpoints(values: dict[str, Any]) -> Results:
-    run, watcher = prepare(values), Silent()
-    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
-        train(run, watcher, keeper)
-    return results_of(run, watcher)
 
 
 def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:

@@ -42,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {**UNITS, "tensor_model_parallel_size": 2},
         FSDP2,
         {**FSDP2, "pipeline_model_parallel_size": 2},
+        {**UNITS, "pipeline_model_parallel_size": 2},
     ],
 )
 def test_weights_are_those_of_the_folder(run_ranks: RunRanks, folder: Path, engine: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, job_of
 
 FSDP2 = {"use_torch_fsdp2": True}
+SHARDED = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iters": 1, "lr": 1.0}
 
 
@@ -38,15 +39,16 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
             "--recompute-num-layers 3 is more than --num-layers 2",
         ),
         ({**DECODER, "fp16": True, "check_for_nan_in_grad": True}, "--fp16 finds the scale of the loss by gradients"),
-        ({**LLAMA, "pipeline_model_parallel_size": 2}, "give --use-torch-fsdp2 for those"),
+        ({**DECODER, "pipeline_model_parallel_size": 2}, "the decoder of this package is not cut"),
         ({**DECODER, "tensor_model_parallel_size": 2}, "the decoder of this package is not cut"),
+        ({**MIXTRAL, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "give one of the two"),
         ({**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "one of the two"),
         ({**MIXTRAL, **FSDP2, "num_experts": 3, "expert_model_parallel_size": 2}, "does not divide --num-experts 3"),
         ({**LLAMA, **FSDP2, "expert_model_parallel_size": 2}, "does nothing here, since there are no experts"),
         ({**LLAMA, **FSDP2, "pipeline_model_parallel_size": 4}, "is more than --num-layers 2"),
         (
-            {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2, "save": "x"},
-            "--save with --pipeline-model-parallel-si",
+            {**MIXTRAL, **SHARDED, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
+            "which expert-parallel ones .2. lie across",
         ),
         ({**LLAMA, "seq_length": 10, "context_parallel_size": 2}, "give a multiple of 4"),
         (

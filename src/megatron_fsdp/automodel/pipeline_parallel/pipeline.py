@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatch
 from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
 from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
 from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
+from megatron_fsdp.checkpoint.naming import own_name
+from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.checkpoint.stages import PipelinePlace
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -62,6 +65,8 @@ class Pipeline:
         """Torch's stages of this rank; made anew by a step with other shapes than the one before."""
         self.schedule: Any = None
         """Torch's schedule; None before the first step."""
+        self.finish_gradients: Callable[[], None] | None = None
+        """Called once the schedule of a step is done, where gradients of parts are not final with their backward."""
         self._parts, self._device = parts, device
         self._group = pp_mesh.get_group()
         self._kind = schedule_named(config.pp_schedule)
@@ -70,6 +75,7 @@ class Pipeline:
         self._tied_end = self._find_tied_end()
         if parts.tied is not None:
             check_ends(self._tied_end, self._group, device)
+        self._tell_parts_where_they_lie()
         self.equalize_tied()
 
     @property
@@ -130,6 +136,8 @@ class Pipeline:
         self.schedule.step(
             *self._root(inputs), target=inputs.labels, losses=losses, return_outputs=False, **inputs.per_token
         )
+        if self.finish_gradients is not None:
+            self.finish_gradients()
         if self._tied_end is not None:
             self._tied_end.after_step()
         return self._total(losses)
@@ -267,6 +275,19 @@ class Pipeline:
             scale_grads=self.config.scale_grads_in_schedule,
         )
         self._shape = (rows, sequence)
+
+    def _tell_parts_where_they_lie(self) -> None:
+        """Let checkpoints know that each part is one of several, and what the others have."""
+        own = {
+            own_name(part, name)
+            for part in self.parts
+            for name, _ in (*part.named_parameters(remove_duplicate=False), *part.named_buffers())
+        }
+        names = frozenset().union(*gather_objects(own, self._group))
+        number = min(dist.get_process_group_ranks(self._group))
+        place = PipelinePlace(self.pp_mesh.get_local_rank(), self.pp_mesh.size(), number, names, self.tied_copies)
+        for part in self.parts:
+            vars(part)["pipeline_place"] = place
 
     def _find_tied_end(self) -> TiedEnd | None:
         """The end of tied embeddings that this rank has; the first stage is on rank 0."""

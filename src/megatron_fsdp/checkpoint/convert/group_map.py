@@ -18,8 +18,10 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.convert.entries import listed
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.naming import own_name
 from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of
 from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.stages import is_repeated
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 MAP_FILE = "param_to_param_group_map.json"
@@ -45,7 +47,11 @@ def group_map(model: nn.Module, optimizer: Any) -> dict[str, int]:
             f"the optimizer holds {strangers} parameters that are not the model's, so their names are unknown; "
             "give the model that the optimizer was made for"
         )
-    return {name: index_of[id(param)] for name, param in named.items() if id(param) in index_of}
+    return {
+        name: index_of[id(param)]
+        for name, param in named.items()
+        if id(param) in index_of and not is_repeated(model, own_name(model, name))
+    }
 
 
 def dump_param_to_param_group_map(

@@ -35,9 +35,15 @@ class LiveTensor:
     is_parameter: bool
 
     @property
+    def as_saved(self) -> torch.Tensor:
+        """As checkpoints of all ranks have it: of experts that ranks share out, this rank's part of all of them."""
+        owner = getattr(self.tensor, "_megatron_fsdp_model", None)
+        return self.tensor if owner is None else owner.checkpoint_view(self.name, self.tensor)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the global tensor."""
-        return tuple(self.tensor.shape)
+        return tuple(self.as_saved.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,7 +58,7 @@ class LiveTensor:
     @property
     def is_saved_here(self) -> bool:
         """Whether this rank's boxes are for it to save."""
-        tensor = self.tensor
+        tensor = self.as_saved
         return not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.description.is_saved_here
 
     def pieces(self) -> list[Piece]:
@@ -63,7 +69,7 @@ class LiveTensor:
         Raises:
             CheckpointError: The tensor has no memory, or other ranks hold another tensor under its name.
         """
-        tensor = self.tensor.detach()
+        tensor = self.as_saved.detach()
         if tensor.device.type == "meta":
             raise CheckpointError(f"{self.name} is on the meta device; initialise the model before loading or saving")
         if not isinstance(tensor, DTensor):

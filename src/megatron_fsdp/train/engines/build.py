@@ -27,12 +27,14 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     if is_ours and job.engine != "torch_fsdp2":
         return shard_decoder(job, rank, build_decoder(job, vocab_size, rank.device))
     try:
-        from megatron_fsdp.train.engines import fsdp2, transformers_sharded
+        from megatron_fsdp.train.engines import fsdp2, sharded_pipeline, transformers_sharded
     except ModuleNotFoundError as error:
         what = "--use-torch-fsdp2" if is_ours else "a model of transformers"
         raise ConfigurationError(
             f"{what} needs the package {error.name}, which is not installed: pip install 'megatron-fsdp[hf]'"
         ) from error
+    if job.engine != "torch_fsdp2" and job.sizes.pipeline > 1:
+        return sharded_pipeline.shard_stages(job, rank, vocab_size)
     if job.engine != "torch_fsdp2":
         return transformers_sharded.shard_transformers(job, rank, vocab_size)
     if is_ours:

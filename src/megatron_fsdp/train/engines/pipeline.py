@@ -45,7 +45,7 @@ def pipeline_config(job: Job, loss: LossInOrder) -> PipelineConfig:
 
 
 class PipelineModel(SteppedModel):
-    """A pipeline with one stage per rank, each sharded by FSDP2; see `Trained`."""
+    """A pipeline with one stage per rank, whichever engine shards it; see `Trained`."""
 
     inside = None
 
@@ -62,8 +62,13 @@ class PipelineModel(SteppedModel):
         super().__init__(place, make_loss_scale(training.fp16, training.initial_loss_scale))
         self._pipeline, self._loss = pipeline, loss
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
-        optimizer = build_optimizer(self.model, job.options.optimizer, undecayed=pipeline.tied_copies)
-        self.optimizer = connect_optimizer(pipeline, optimizer)
+        self.optimizer = self._connected(
+            build_optimizer(pipeline.parts[0], job.options.optimizer, undecayed=pipeline.tied_copies)
+        )
+
+    def _connected(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer of this stage, connected as its engine wants it."""
+        return connect_optimizer(self._pipeline, optimizer)
 
     @property
     def model(self) -> nn.Module:

@@ -72,6 +72,7 @@ def wrap(
     *,
     units: Sequence[type[nn.Module]] | None,
     tp_dim: str | None = None,
+    expert_mesh: DeviceMesh | None = None,
     init_meta: bool | str = False,
 ) -> DistributedDataParallel:
     """Shard a model as the configuration of a job says.
@@ -83,6 +84,7 @@ def wrap(
         dim: Data-parallel dimension of the mesh.
         units: Classes of the modules to gather together, with units; None: what the model declares.
         tp_dim: Tensor-parallel dimension.
+        expert_mesh: Of experts, where each rank has other ones.
         init_meta: As `init_model_with_meta_device` of `fully_shard_model`.
     """
     has_units: dict[str, Any] = {}
@@ -94,6 +96,7 @@ def wrap(
         mesh,
         dp_dim=dim,
         tp_dim=tp_dim,
+        expt_device_mesh=expert_mesh,
         calculate_per_token_loss=job.options.training.calculate_per_token_loss,
         init_model_with_meta_device=init_meta,
         **has_units,

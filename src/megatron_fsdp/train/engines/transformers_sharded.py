@@ -1,8 +1,9 @@
-"""Models of transformers on this package's engines: data-, tensor- and context-parallel."""
+"""Models of transformers on this package's engines: data-, tensor-, context- and expert-parallel."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.runtime.assemble import EMPTY
 from megatron_fsdp.train.engines.context_cut import ContextCut
+from megatron_fsdp.train.engines.experts import expert_ranks
 from megatron_fsdp.train.engines.sharded import ShardedModel, wrap
 from megatron_fsdp.train.engines.stepping import Place, call_transformers
 from megatron_fsdp.train.launch.ranks import Rank
@@ -53,13 +55,17 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
     if options.model.hf_model is not None:
         adopt_generation_config(twin, options.model.hf_model)
     torch.manual_seed(options.training.seed)
-    live, cut = _parallel(job, copy.deepcopy(twin), context)
-    recompute_layers(live, options.training)
     mesh = context.device_mesh
     assert mesh is not None  # only DDPConfig has none
-    model = wrap(job, live, mesh, get_megatron_dp_axis(mesh), units=None, tp_dim="tp", init_meta=EMPTY)
+    dim = get_megatron_dp_axis(mesh)
+    experts = expert_ranks(context, job.sizes.expert, dim)
+    live = copy.deepcopy(twin)
+    experts.divide(live)
+    cut = cut_over_ranks(job, live, context)
+    recompute_layers(live, options.training)
+    model = wrap(job, live, mesh, dim, units=None, tp_dim=experts.tp_dim, expert_mesh=experts.mesh, init_meta=EMPTY)
     allocate(model, context.device)
-    _fill(twin, model, options.model.hf_model, context.device)
+    fill(twin, model, options.model.hf_model, context.device)
     place = Place(context.device, context.data_rank, context.sizes.dp, known, call_transformers, cut)
     return ShardedModel(job, place, model)
 
@@ -84,7 +90,7 @@ def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
             recompute_in_backward(layer)
 
 
-def _parallel(job: Job, model: nn.Module, context: MeshContext) -> tuple[nn.Module, ContextCut]:
+def cut_over_ranks(job: Job, model: nn.Module, context: MeshContext) -> ContextCut:
     """Cut the matrices, and let attention see sequences that are cut; in place."""
     cut = ContextCut()
     if job.sizes.tensor > 1:
@@ -92,17 +98,30 @@ def _parallel(job: Job, model: nn.Module, context: MeshContext) -> tuple[nn.Modu
     if job.sizes.context > 1:
         cut = ContextCut(context.axis("cp"))
         enable_context_parallel(model, context.axis("cp"))
-    return model, cut
+    return cut
 
 
-def _fill(twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device) -> None:
-    """Give the shards their values: of the folder, or drawn."""
-    loaded: tuple[str, ...] = ()
+def fill(
+    twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device, copies: Collection[str] = ()
+) -> None:
+    """Give the shards their values: of a folder, or drawn; collective.
+
+    Args:
+        twin: The whole model on the meta device; used up.
+        model: Wrapped: the whole model, or a stage of it.
+        folder: Of weights; None: they are drawn.
+        device: Where values are drawn.
+        copies: Names of what gets its values from another stage.
+
+    Raises:
+        CheckpointError: The weights do not fit the model.
+    """
+    filled = set(copies)
     if folder is not None:
         report: Any = load_hf(model, folder, strict=False)
-        if report.missing or report.unexpected or report.reshaped:
+        if set(report.missing) - filled or report.unexpected or report.reshaped:
             raise CheckpointError(
                 f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it"
             )
-        loaded = tuple(report.loaded)
-    draw_missing(twin, model, [model], set(loaded), device)
+        filled.update(report.loaded)
+    draw_missing(twin, model, [model], filled, device)

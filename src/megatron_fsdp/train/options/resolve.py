@@ -34,7 +34,7 @@ def resolve(options: Options, world: World) -> Job:
     notices = list(options.explained)
     check_backend(options, world.device_type)
     engine = _engine(options)
-    sizes = _sizes(options, world, engine)
+    sizes = _sizes(options, world)
     dtype = _dtype(options, world)
     train_iters = _require(options.training.train_iters, "--train-iters", "how many steps to train")
     micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
@@ -102,7 +102,7 @@ def check_backend(options: Options, device_type: str) -> None:
         )
 
 
-def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
+def _sizes(options: Options, world: World) -> Sizes:
     parallel = options.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context, expert = parallel.context_parallel_size, parallel.expert_model_parallel_size
@@ -118,7 +118,7 @@ def _sizes(options: Options, world: World, engine: EngineName) -> Sizes:
             f"--expert-model-parallel-size {expert} does not divide the {sizes.data * context} data-parallel ranks "
             "(context-parallel ones counted): give one that does"
         )
-    check_sizes(options, sizes, engine)
+    check_sizes(options, sizes)
     return sizes
 
 

@@ -1,15 +1,15 @@
-"""Which engine and which model can be cut over ranks of which kind. Pure."""
+"""Which model can be cut over ranks of which kind, beside which options. Pure."""
 
 from __future__ import annotations
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.job import EngineName, Sizes
+from megatron_fsdp.train.options.job import Sizes
 from megatron_fsdp.train.options.model_checks import uses_transformers
 from megatron_fsdp.train.options.options import Options
 
 
-def check_sizes(options: Options, sizes: Sizes, engine: EngineName) -> None:
-    """Refuse sizes that the engine or the model cannot do, as far as options tell.
+def check_sizes(options: Options, sizes: Sizes) -> None:
+    """Refuse sizes that the model or other options cannot do, as far as options tell.
 
     What only the configuration of a model of transformers tells, such as its heads, is checked when it is built.
 
@@ -27,26 +27,20 @@ def check_sizes(options: Options, sizes: Sizes, engine: EngineName) -> None:
             "the decoder of this package is not cut over tensor-, pipeline-, context- or expert-parallel ranks: give "
             "--transformer-impl transformers, --hf-config or --hf-model"
         )
-    if engine != "torch_fsdp2" and (sizes.pipeline > 1 or sizes.expert > 1):
-        raise ConfigurationError(
-            "the engines of this package go with tensor- and context-parallel ranks, not with pipeline "
-            f"{sizes.pipeline} or expert {sizes.expert} in the trainer: give --use-torch-fsdp2 for those"
-        )
     if sizes.expert > 1 and sizes.tensor > 1:
         raise ConfigurationError(
             f"--expert-model-parallel-size {sizes.expert} does not go with --tensor-model-parallel-size "
             f"{sizes.tensor}, whose ranks share out the experts by themselves: give one of the two"
         )
-    said = [f"--{name}" for name in ("save", "load") if getattr(options.checkpoint, name) is not None]
-    if sizes.pipeline > 1 and said:
-        raise ConfigurationError(
-            f"{' and '.join(said)} with --pipeline-model-parallel-size {sizes.pipeline}: checkpoints of stages, which "
-            "each hold other weights, cannot be loaded by the trainer yet; leave out one of the two"
-        )
     if options.ddp.num_distributed_optimizer_instances > 1 and sizes.context > 1:
         raise ConfigurationError(
             "--num-distributed-optimizer-instances cuts the data-parallel ranks, which context-parallel ones "
             f"({sizes.context}) are among: give one instance, or --context-parallel-size 1"
+        )
+    if options.ddp.num_distributed_optimizer_instances > 1 and sizes.expert > 1:
+        raise ConfigurationError(
+            "--num-distributed-optimizer-instances cuts the data-parallel ranks, which expert-parallel ones "
+            f"({sizes.expert}) lie across: give one instance, or --expert-model-parallel-size 1"
         )
     _check_divides(options, sizes)
 
