@@ -57,7 +57,6 @@ class Engine(OnRequest):
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
         self.units = tuple(parts.units)
-        self._groups = tuple(unit.groups for unit in self.units)
         self.mode = parts.mode
         self.device = sharding.device
         self.memory = memory
@@ -182,16 +181,15 @@ class Engine(OnRequest):
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """Autograd has the whole gradient of a parameter: move it into its bucket."""
-        grad = param.grad
+        grad, param.grad = param.grad, None
         if grad is None:
             return
-        param.grad = None
-        group = self._groups[index][position]
+        group = self.units[index].groups[position]
         if grad.requires_grad:
             raise ScheduleError(
-                f"the gradient of {group.names[parameter]} has a graph of its own "
-                "(create_graph=True); differentiating twice through a sharded model is not supported, use "
-                "torch.autograd.grad on inputs under zero_dp_strategy 0 to 2"
+                f"the gradient of {group.names[parameter]} has a graph of its own (create_graph=True); differentiating "
+                "twice through a sharded model is not supported, use torch.autograd.grad on inputs under "
+                "zero_dp_strategy 0 to 2"
             )
         grad = group.local_gradient(parameter, grad)
         if grad.layout is not torch.strided:
@@ -203,15 +201,13 @@ class Engine(OnRequest):
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
             self.executor.begin_filling(self.units[index], position, self.reach)
-        if self.finite_check is not None or self.large_check is not None:
-            for check in self._checks:
-                check.look_at(group.names[parameter], grad)
-        if not self.observers.are_there:
-            gradients.add(parameter, grad)
-            return
-        self.observers.begins(Phase.COPY, index)
+        for check in self._checks:
+            check.look_at(group.names[parameter], grad)
+        if self.observers.are_there:
+            self.observers.begins(Phase.COPY, index)
         gradients.add(parameter, grad)
-        self.observers.ends(Phase.COPY, index)
+        if self.observers.are_there:
+            self.observers.ends(Phase.COPY, index)
 
     @property
     def traffic(self) -> Traffic:
@@ -295,7 +291,7 @@ class Engine(OnRequest):
 
     def groups(self) -> list[ParameterGroup]:
         """All parameter groups, in unit order."""
-        return [group for groups in self._groups for group in groups]
+        return [group for unit in self.units for group in unit.groups]
 
     def flush_deferred(self) -> None:
         """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would.
@@ -345,9 +341,8 @@ class Engine(OnRequest):
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
-        if not any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
-            return
-        for param in params:
+        has_unseen = any(group.gradients is not None and group.gradients.has_unseen for group in self.groups())
+        for param in params if has_unseen else ():
             group, index = self.places[id(param)]
             if group.gradients is not None:
                 group.gradients.forget_pending(index)

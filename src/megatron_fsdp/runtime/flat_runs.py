@@ -71,15 +71,19 @@ class Run:
         self.flat.grad = _joined(local, self.flat.numel()) if self._grad_is_joined else local.reshape(-1)
         self.state.show(source)
 
-    def release(self) -> None:
-        """The step is over: every member has made it, and neither gradients nor state are held."""
+    def release(self) -> bool:
+        """The step is over: every member has made it, and neither gradients nor state are held.
+
+        Returns:
+            Whether there is state that was not there before the step, or was replaced.
+        """
         for key, value in self.state.items():
             if self._is_number_each(key, value):
                 rest = _joined(value, len(self.params))
                 rest[1:].copy_(rest[:1].expand(len(self.params) - 1))
                 self._versions[key] = value._version
         self.flat.grad = None
-        self.state.forget()
+        return self.state.forget()
 
     def is_as_left(self, source: States) -> bool:
         """Whether nobody has written to the numbers of the members' states since the last step."""
@@ -130,6 +134,7 @@ class RunState(dict[str, Any]):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._source: States | None = None
+        self._was_set = False
 
     def show(self, source: States) -> None:
         """Show what there is."""
@@ -138,14 +143,17 @@ class RunState(dict[str, Any]):
         for key, value in source.get(self._run.params[0], {}).items():
             dict.__setitem__(self, key, self._run.shown(key, value))
 
-    def forget(self) -> None:
-        """Show nothing."""
+    def forget(self) -> bool:
+        """Show nothing; returns whether anything was set."""
         self.clear()
         self._source = None
+        was_set, self._was_set = self._was_set, False
+        return was_set
 
     def __setitem__(self, key: str, value: Any) -> None:
         assert self._source is not None
         if key not in self or value is not self[key]:
+            self._was_set = True
             super().__setitem__(key, self._run.spread(key, value, self._source))
 
 

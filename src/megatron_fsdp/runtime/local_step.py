@@ -122,19 +122,21 @@ class _GroupRuns:
         self._params = tuple(params)
         self._locals = tuple(map(_local_tensor, params))
         self._seen: list[Callable[[], object]] | None = None
+        self._is_known = False  # everything is what was seen last
 
     def are_right(self, params: Sequence[UnevenDTensor], source: States) -> bool:
         """Whether parameters, gradients and state are the same objects as after the last step."""
         if self._seen is None or len(params) != len(self._params):
             return False
         now = _things_of(params, source)
-        return (
+        self._is_known = (
             all(map(is_, params, self._params))
             and all(map(is_, map(_local_tensor, params), self._locals))
             and len(now) == len(self._seen)
             and all(map(is_, now, map(call, self._seen)))
             and all(run.is_as_left(source) for run in self.runs)
         )
+        return self._is_known
 
     def show(self, source: States) -> None:
         """Show gradients and state of now."""
@@ -143,9 +145,9 @@ class _GroupRuns:
 
     def release(self, source: States) -> None:
         """Hold neither gradients nor state."""
-        for run in self.runs:
-            run.release()
-        self._seen = [_reference(thing) for thing in _things_of(self._params, source)]
+        has_new_state = [run.release() for run in self.runs]
+        if not self._is_known or any(has_new_state):
+            self._seen = [_reference(thing) for thing in _things_of(self._params, source)]
 
 
 def _things_of(params: Sequence[UnevenDTensor], source: States) -> list[object]:

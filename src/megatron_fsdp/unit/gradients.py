@@ -12,6 +12,7 @@ overwrites, else it adds; so clearing gradients in any of the usual ways is righ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch import nn
@@ -284,6 +285,16 @@ class GradientBuffers:
         self.arrived = [False] * len(self.arrived)
         self._kept = [False] * len(self._kept)
         self.renewed = False
+
+    def shown_as_one(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """All gradients that the parameters show as one flat tensor, with zeros between them.
+
+        None where any shows none, or one that is not its part of the main gradient.
+        """
+        shown = get_grads(params, self.grad_attribute)
+        if any(grad is None for grad in shown) or not all(map(is_, shown, self._views)):
+            return None
+        return self.main.local
 
     @property
     def shown_dtype(self) -> torch.dtype:
