@@ -341,11 +341,10 @@ class Engine(OnRequest):
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
-        has_unseen = any(group.gradients is not None and group.gradients.has_unseen for group in self.groups())
-        for param in params if has_unseen else ():
-            group, index = self.places[id(param)]
-            if group.gradients is not None:
-                group.gradients.forget_pending(index)
+        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+            for group, index in (self.places[id(param)] for param in params):
+                if group.gradients is not None:
+                    group.gradients.forget_pending(index)
 
     @property
     def has_gradients_on_their_way(self) -> bool:
@@ -396,6 +395,6 @@ class Engine(OnRequest):
             return
         self._may_differ = False
         for is_expert in self._usage:
-            groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
             with self.observers.during(Phase.AGREE, ROOT):
+                groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
                 match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)

@@ -111,8 +111,12 @@ class Run:
         return _joined(value._local_tensor, self.flat.numel()) if key in self.slots and value is not None else value
 
     def _is_number_each(self, key: str, value: Any) -> bool:
-        """Whether each member has a tensor of one element of its own for this, such as its number of steps."""
-        return len(self.params) > 1 and key not in self.slots and isinstance(value, Tensor) and value.dim() == 0
+        """Whether each member has a tensor of one element of its own for this, such as its number of steps.
+
+        In a simulated rank they share one: torch reads it, and only those that it has made itself have values there.
+        """
+        is_number = key not in self.slots and isinstance(value, Tensor) and value.dim() == 0
+        return is_number and len(self.params) > 1 and has_values(value)
 
     def _join_state(self, key: str, owns: Sequence[dict[str, Any]]) -> None:
         """Bring together what lies apart, as after `load_state_dict`."""
@@ -196,8 +200,11 @@ def _kind(value: Any, is_cut: bool) -> object:
     """What states of one run have to agree on: dtype and place of tensors, the value of numbers."""
     if not isinstance(value, Tensor):
         return value
-    number = value.item() if not is_cut and value.numel() == 1 and has_values(value) else None
-    return value.dtype, value.device, tuple(value.shape) if not is_cut else None, number
+    if is_cut:
+        return value.dtype, value.device
+    if value.dim() == 0:
+        return value.dtype, value.device, value.item() if has_values(value) else None
+    return id(value)  # nothing that is known to be one for each parameter
 
 
 def _is_cut_as(frame: ShardFrame, value: object) -> bool:
