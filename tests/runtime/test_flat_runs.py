@@ -193,3 +193,18 @@ def memory_of_state() -> tuple[int, int]:
 def test_state_takes_no_more_memory_than_its_elements(run_ranks: RunRanks) -> None:
     for held, elements in run_ranks(2, memory_of_state):
         assert held == elements
+
+
+def order_of_state() -> tuple[list[int], list[int]]:
+    """Numbers of the parameters with state in the order of the optimizer's state, and of its state dict."""
+    model = wrap(odd, 3)
+    optimizer: Any = connect(model, VARIANTS["adamw"])
+    numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
+    backward(model, next(batches(1)))
+    optimizer.step()
+    return [numbers[param] for param in optimizer.state], list(optimizer.state_dict()["state"])
+
+
+def test_state_is_in_the_order_of_parameters_on_every_rank(run_ranks: RunRanks) -> None:
+    for order, saved in run_ranks(3, order_of_state):
+        assert order == saved == sorted(order)

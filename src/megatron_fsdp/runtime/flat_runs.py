@@ -43,6 +43,68 @@ class _Member(NamedTuple):
     kind: tuple[object, ...]
 
 
+class _Parts:
+    """Which part of a run belongs to which member.
+
+    Attributes:
+        params: The members, in the order of their memory.
+        numel: Elements of all.
+    """
+
+    def __init__(self, params: Sequence[UnevenDTensor], slots: frozenset[str]) -> None:
+        self.params = tuple(params)
+        self._slots = slots
+        stops = list(itertools.accumulate(param._local_tensor.numel() for param in params))
+        self._cuts = list(zip([0, *stops], stops, strict=False))
+        self.numel = stops[-1]
+
+    def is_cut(self, key: str, value: Any) -> bool:
+        """Whether some state is cut as its parameter."""
+        return key in self._slots and value is not None
+
+    def is_number_each(self, key: str, value: Any) -> bool:
+        """Whether each member has a tensor of one element of its own for this, such as its number of steps.
+
+        In a simulated rank they share one: torch reads it, and only those that it has made itself have values there.
+        """
+        is_number = key not in self._slots and isinstance(value, Tensor) and value.dim() == 0
+        return is_number and len(self.params) > 1 and has_values(value)
+
+    def spread(self, key: str, value: Any, source: States) -> Any:
+        """Give each member its part of a value in the state of all; returns what the run itself goes on with."""
+        if self.is_cut(key, value):
+            for param, (start, stop) in zip(self.params, self._cuts, strict=True):
+                part = value[start:stop].view(param._local_tensor.shape)
+                source[param][key] = UnevenDTensor.wrap(part, param.shard_frame)
+            return value
+        if not self.is_number_each(key, value):
+            for param in self.params:
+                source[param][key] = value
+            return value
+        numbers = value.detach().expand(len(self.params)).clone()
+        for index, param in enumerate(self.params):
+            source[param][key] = numbers[index]
+        return source[self.params[0]][key]
+
+    def join(self, key: str, source: States) -> None:
+        """Bring together what lies apart, as after `load_state_dict`."""
+        values = [source[param][key] for param in self.params]
+        if self.is_cut(key, values[0]):
+            locals_ = [value._local_tensor for value in values]
+            if not _are_joined(locals_):
+                self.spread(key, torch.cat([local.reshape(-1) for local in locals_]), source)
+        elif self.is_number_each(key, values[0]) and not _are_joined(values):
+            self.spread(key, values[0], source)
+
+    def shown(self, source: States) -> dict[str, Any]:
+        """The state of the first member as that of the run."""
+        own = source.get(self.params[0], {})
+        return {
+            key: _joined(value._local_tensor, self.numel) if self.is_cut(key, value) else value
+            for key, value in own.items()
+        }
+
+
 class Run:
     """Some parameters as one.
 
@@ -52,17 +114,15 @@ class Run:
         state: What is shown as the state of `flat`; empty between steps.
     """
 
-    def __init__(self, members: Sequence[_Member], slots: frozenset[str]) -> None:
-        self.params = tuple(member.param for member in members)
-        self.slots = slots
-        stops = list(itertools.accumulate(member.local.numel() for member in members))
-        self._cuts = list(zip([0, *stops], stops, strict=False))
-        self.flat = _joined(members[0].local, stops[-1])
-        self.state = RunState(self)
+    def __init__(self, members: Sequence[_Member], slots: frozenset[str], source: States) -> None:
+        self._parts = _Parts([member.param for member in members], slots)
+        self.params = self._parts.params
+        self.flat = _joined(members[0].local, self._parts.numel)
+        self.state = RunState(self._parts)
         self._grad_is_joined = _are_joined([member.grad for member in members])
         self._versions: dict[str, int] = {}
         for key in members[0].own:
-            self._join_state(key, [member.own for member in members])
+            self._parts.join(key, source)
 
     def show(self, source: States) -> None:
         """Show gradients and state of now."""
@@ -77,10 +137,11 @@ class Run:
         Returns:
             Whether there is state that was not there before the step, or was replaced.
         """
+        count = len(self.params)
         for key, value in self.state.items():
-            if self._is_number_each(key, value):
-                rest = _joined(value, len(self.params))
-                rest[1:].copy_(rest[:1].expand(len(self.params) - 1))
+            if self._parts.is_number_each(key, value):
+                numbers = _joined(value, count)
+                numbers[1:].copy_(numbers[:1].expand(count - 1))
                 self._versions[key] = value._version
         self.flat.grad = None
         return self.state.forget()
@@ -90,53 +151,12 @@ class Run:
         own = source.get(self.params[0], {})
         return all(own[key]._version == version for key, version in self._versions.items())
 
-    def spread(self, key: str, value: Any, source: States) -> Any:
-        """Give each member its part of a value in the state of all; returns what the run itself goes on with."""
-        if key in self.slots and value is not None:
-            for param, (start, stop) in zip(self.params, self._cuts, strict=True):
-                part = value[start:stop].view(param._local_tensor.shape)
-                source[param][key] = UnevenDTensor.wrap(part, param.shard_frame)
-            return value
-        if not self._is_number_each(key, value):
-            for param in self.params:
-                source[param][key] = value
-            return value
-        numbers = value.detach().expand(len(self.params)).clone()
-        for index, param in enumerate(self.params):
-            source[param][key] = numbers[index]
-        return source[self.params[0]][key]
-
-    def shown(self, key: str, value: Any) -> Any:
-        """A value in the state of the first member as one of the run."""
-        return _joined(value._local_tensor, self.flat.numel()) if key in self.slots and value is not None else value
-
-    def _is_number_each(self, key: str, value: Any) -> bool:
-        """Whether each member has a tensor of one element of its own for this, such as its number of steps.
-
-        In a simulated rank they share one: torch reads it, and only those that it has made itself have values there.
-        """
-        is_number = key not in self.slots and isinstance(value, Tensor) and value.dim() == 0
-        return is_number and len(self.params) > 1 and has_values(value)
-
-    def _join_state(self, key: str, owns: Sequence[dict[str, Any]]) -> None:
-        """Bring together what lies apart, as after `load_state_dict`."""
-        values = [own[key] for own in owns]
-        source = dict(zip(self.params, owns, strict=True))
-        if key in self.slots and values[0] is not None:
-            locals_ = [value._local_tensor for value in values]
-            if not _are_joined(locals_):
-                self.spread(key, torch.cat([local.reshape(-1) for local in locals_]), source)
-        elif self._is_number_each(key, values[0]):
-            if not _are_joined(values):
-                self.spread(key, values[0], source)
-            self._versions[key] = owns[0][key]._version
-
 
 class RunState(dict[str, Any]):
     """The state of a run; what is set here is set in the state of every member at once."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
         self._source: States | None = None
         self._was_set = False
 
@@ -144,8 +164,7 @@ class RunState(dict[str, Any]):
         """Show what there is."""
         self._source = source
         self.clear()
-        for key, value in source.get(self._run.params[0], {}).items():
-            dict.__setitem__(self, key, self._run.shown(key, value))
+        self.update(self._parts.shown(source))
 
     def forget(self) -> bool:
         """Show nothing; returns whether anything was set."""
@@ -158,7 +177,7 @@ class RunState(dict[str, Any]):
         assert self._source is not None
         if key not in self or value is not self[key]:
             self._was_set = True
-            super().__setitem__(key, self._run.spread(key, value, self._source))
+            super().__setitem__(key, self._parts.spread(key, value, self._source))
 
 
 def find_runs(params: Iterable[UnevenDTensor], source: States, slots: frozenset[str]) -> list[Run] | None:
@@ -185,7 +204,7 @@ def find_runs(params: Iterable[UnevenDTensor], source: States, slots: frozenset[
         members.append(_Member(param, param._local_tensor, grad._local_tensor, own, kind))
     members.sort(key=lambda member: (not member.local.numel(), address_of(member.local)))
     starts = [index for index, member in enumerate(members) if not index or not _continues(members[index - 1], member)]
-    return [Run(members[start:stop], slots) for start, stop in itertools.pairwise([*starts, len(members)])]
+    return [Run(members[start:stop], slots, source) for start, stop in itertools.pairwise([*starts, len(members)])]
 
 
 def _continues(before: _Member, member: _Member) -> bool:

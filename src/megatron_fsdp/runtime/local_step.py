@@ -54,7 +54,7 @@ class LocalStep:
 
     def __init__(self) -> None:
         self._groups: list[_GroupRuns] = []
-        self._source: States | None = None
+        self._source: dict[torch.Tensor, dict[str, Any]] | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """What to step in place of a connected optimizer; call `release` after the step.
@@ -143,10 +143,14 @@ class _GroupRuns:
         for run in self.runs:
             run.show(source)
 
-    def release(self, source: States) -> None:
-        """Hold neither gradients nor state."""
-        has_new_state = [run.release() for run in self.runs]
-        if not self._is_known or any(has_new_state):
+    def release(self, source: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Leave state in the order of parameters, which all ranks share, and hold neither gradients nor state."""
+        has_new_state = sum(run.release() for run in self.runs) > 0  # of all of them
+        if has_new_state:
+            for param in self._params:  # as without runs: people walk through states with a collective for each
+                if param in source:
+                    source[param] = source.pop(param)
+        if not self._is_known or has_new_state:
             self._seen = [_reference(thing) for thing in _things_of(self._params, source)]
 
 
