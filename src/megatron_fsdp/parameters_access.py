@@ -111,6 +111,8 @@ class ParametersAccess:
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; nothing to do where gradients are in `.grad`."""
+        if all(group.grad_attribute == GRAD for group in self._engine.groups()):
+            return
         for param in params:
             group, _ = self._engine.places[id(param)]
             grad = get_grad(param, group.grad_attribute)

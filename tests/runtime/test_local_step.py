@@ -120,6 +120,11 @@ def train_and_look(
     return found
 
 
+def agrees(left: Tensor, right: Tensor, rounds: bool) -> bool:
+    """Whether tensors are equal; torch's fused loop rounds the last elements of a tensor otherwise than the rest."""
+    return torch.allclose(left, right, rtol=2e-6, atol=1e-7) if rounds else torch.equal(left, right)
+
+
 def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[str, Any]:
     """What differs between stepping locally and stepping DTensors, by variant; the state's keys on this rank."""
     model = wrap(build_model, strategy)
@@ -134,7 +139,7 @@ def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[s
             wrong.append((name, "took the wrong path"))
         for left, right in zip(local, dtensors, strict=True):
             same = left.keys() == right.keys() and all(
-                left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
+                left[key].dtype == right[key].dtype and agrees(left[key], right[key], "fused" in name) for key in left
             )
             if not same:
                 wrong.append((name, "differs"))

@@ -21,6 +21,7 @@ class Block:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -56,9 +57,13 @@ class Block:
             return False
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor."""
-        with torch.inference_mode(False):  # autograd saves views of this memory, also if it is first used in evaluation
-            return self._bytes[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+        """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor; the same one every time."""
+        key = offset_bytes, numel, dtype
+        if key not in self._views:
+            with torch.inference_mode(False):  # autograd saves views of this memory, also if evaluation uses it first
+                stop = offset_bytes + numel * dtype.itemsize
+                self._views[key] = self._bytes[offset_bytes:stop].view(dtype)
+        return self._views[key]
 
 
 def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -83,6 +88,10 @@ class SlotPool:
         if slot not in self._blocks:
             self._blocks[slot] = Block(self._num_bytes, self._device)
         return self._blocks[slot]
+
+    def has(self, slot: int) -> bool:
+        """Whether a slot was used."""
+        return slot in self._blocks
 
     @property
     def held_bytes(self) -> int:

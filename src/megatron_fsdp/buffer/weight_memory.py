@@ -41,6 +41,8 @@ class WeightMemory:
         """
         if self._plan.places[unit] is Place.SLOT:
             assert slot is not None
+            if self._slots.has(slot):
+                return self._slots.block(slot)
             block = self._slots.block(slot)
         else:
             block = self._block_of(unit)

@@ -184,29 +184,29 @@ class Engine(OnRequest):
         grad, param.grad = param.grad, None
         if grad is None:
             return
+        group = self.units[index].groups[position]
         if grad.requires_grad:
             raise ScheduleError(
-                f"the gradient of {self.units[index].groups[position].names[parameter]} has a graph of its own "
-                "(create_graph=True); differentiating twice through a sharded model is not supported, use "
-                "torch.autograd.grad on inputs under zero_dp_strategy 0 to 2"
+                f"the gradient of {group.names[parameter]} has a graph of its own (create_graph=True); differentiating "
+                "twice through a sharded model is not supported, use torch.autograd.grad on inputs under "
+                "zero_dp_strategy 0 to 2"
             )
-        unit = self.units[index]
-        grad = unit.groups[position].local_gradient(parameter, grad)
+        grad = group.local_gradient(parameter, grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if not self._callback_queued:
             self._begin_backward()
-        gradients = unit.groups[position].gradients
+        gradients = group.gradients
         assert gradients is not None
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
-            self.executor.begin_filling(unit, position, self.reach)
+            self.executor.begin_filling(self.units[index], position, self.reach)
         for check in self._checks:
-            check.look_at(unit.groups[position].names[parameter], grad)
-        if self.observers:
+            check.look_at(group.names[parameter], grad)
+        if self.observers.are_there:
             self.observers.begins(Phase.COPY, index)
         gradients.add(parameter, grad)
-        if self.observers:
+        if self.observers.are_there:
             self.observers.ends(Phase.COPY, index)
 
     @property
@@ -341,10 +341,10 @@ class Engine(OnRequest):
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
-        for param in params:
-            group, index = self.places[id(param)]
-            if group.gradients is not None:
-                group.gradients.forget_pending(index)
+        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+            for group, index in (self.places[id(param)] for param in params):
+                if group.gradients is not None:
+                    group.gradients.forget_pending(index)
 
     @property
     def has_gradients_on_their_way(self) -> bool:
@@ -395,6 +395,6 @@ class Engine(OnRequest):
             return
         self._may_differ = False
         for is_expert in self._usage:
-            groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
             with self.observers.during(Phase.AGREE, ROOT):
+                groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
                 match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)

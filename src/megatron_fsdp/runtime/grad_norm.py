@@ -34,33 +34,48 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     """
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
-    local = [_local(grad) for group in engine.groups() for grad in group.grads() if grad is not None]
+    pieces = _pieces(engine)
     with engine.observers.during(Phase.NORM, ROOT):
-        norm = _total_norm(engine, norm_type)
+        norm = _total_norm(pieces, norm_type, engine.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
             "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
         )
+    local = [piece for found in pieces.values() for piece in found]
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(local, factor.to(local[0].device))
     return norm
 
 
-def _total_norm(engine: Engine, norm_type: float) -> torch.Tensor:
-    """Sum what is shared out over ranks; count what ranks hold copies of once."""
+def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
+    """This rank's elements of the gradients that parameters show, by the groups they are shared out over.
+
+    Where all parameters of a group show their part of the main gradient, that is one piece. The keys and their order
+    are the same on all ranks, gradient or not.
+    """
     pieces: dict[Groups, list[torch.Tensor]] = {}
     for group in engine.groups():
         if group.gradients is None:
             continue
-        for index, grad in enumerate(group.grads()):  # the keys are the same on all ranks, gradient or not
-            found = pieces.setdefault(shared_out_over(group, index, engine.domain_of(group)), [])
+        domain = engine.domain_of(group)
+        whole = group.gradients.shown_as_one(group.sharded) if not any(group.plan.parts) else None
+        if whole is not None:
+            pieces.setdefault(shared_out_over(group, 0, domain), []).append(whole)
+            continue
+        for index, grad in enumerate(group.grads()):
+            found = pieces.setdefault(shared_out_over(group, index, domain), [])
             if grad is not None:
                 found.append(_local(grad))
+    return pieces
+
+
+def _total_norm(pieces: dict[Groups, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum what is shared out over ranks; count what ranks hold copies of once."""
     if not pieces:
-        return torch.zeros((), dtype=torch.float32, device=engine.device)
-    powers = {groups: sum_of_powers(tensors, norm_type, engine.device) for groups, tensors in pieces.items()}
+        return torch.zeros((), dtype=torch.float32, device=device)
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
     return combine_powers(powers, norm_type)
 
 
@@ -103,7 +118,7 @@ def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
 def sum_of_powers(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

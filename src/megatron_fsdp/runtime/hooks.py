@@ -205,5 +205,5 @@ def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: t
 def _take_gradient(
     reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
 ) -> None:
-    assert isinstance(param, nn.Parameter)
-    live_engine(reference).take_gradient(index, position, parameter, param)
+    engine = reference() or live_engine(reference)
+    engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors

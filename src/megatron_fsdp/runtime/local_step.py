@@ -1,28 +1,29 @@
-"""Let torch's elementwise optimizers step on plain local tensors, without a detour through DTensor for each operation.
+"""Let torch's elementwise optimizers step on flat local tensors, without a detour through DTensor for each operation.
 
 During `step` the code of the optimizer's class works on a stand-in: an object of the same kind that shares every
-attribute with the optimizer but shows this rank's shards as parameters, their gradients and their state. The optimizer
-itself, which hooks, closures, schedulers and checkpoints hold, has its DTensors throughout, so there is nothing to
-restore, whatever happens inside. (Hooks get the stand-in as `args[0]`; one that returns the optimizer there instead
-has that step run on DTensors.)
+attribute with the optimizer but shows this rank's shards as parameters, joined to runs (`flat_runs`), with their
+gradients and their state. The optimizer itself, which hooks, closures, schedulers and checkpoints hold, has its
+DTensors throughout, so there is nothing to restore, whatever happens inside. (Hooks get the stand-in as `args[0]`; one
+that returns the optimizer there instead has that step run on DTensors.)
 
-    optimizer.param_groups[i]["params"][j]   a DTensor      stand-in: a plain tensor over the same memory
-    optimizer.state[param]["exp_avg"]        a DTensor      stand-in: its local tensor; new ones are wrapped at once
+    optimizer.param_groups[i]["params"][j]   a DTensor      stand-in: part of a plain tensor over the same memory
+    optimizer.state[param]["exp_avg"]        a DTensor      stand-in: part of a plain tensor; wrapped part by part
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.runtime.flat_runs import Run, RunState, States, find_runs
 
 _SLOTS: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -46,13 +47,14 @@ def steps_locally(optimizer: Optimizer) -> bool:
 
 
 class LocalStep:
-    """Makes stand-ins for one optimizer, and keeps its local parameters from step to step.
+    """Makes stand-ins for one optimizer, and keeps its runs from step to step.
 
     Between steps it holds neither gradients nor state, whose memory others may want to give back.
     """
 
     def __init__(self) -> None:
-        self._groups: list[_LocalGroup] = []
+        self._groups: list[_GroupRuns] = []
+        self._source: dict[torch.Tensor, dict[str, Any]] | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """What to step in place of a connected optimizer; call `release` after the step.
@@ -61,6 +63,7 @@ class LocalStep:
             A stand-in that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
             or where the step is compiled or runs in inference mode.
         """
+        self.release()  # of a step that failed
         slots = _SLOTS.get(type(optimizer))
         if slots is None or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
@@ -72,138 +75,100 @@ class LocalStep:
 
     def release(self) -> None:
         """The step is over; let go of gradients and state."""
-        for group in self._groups:
-            group.release()
+        source, self._source = self._source, None
+        if source is not None:
+            for group in self._groups:
+                group.release(source)
 
-    def localise(self, optimizer: Optimizer, slots: frozenset[str]) -> tuple[list[dict[str, Any]], _LocalStates] | None:
-        """Parameters with their gradients, and their state, as local tensors of now.
+    def localise(
+        self, optimizer: Optimizer, slots: frozenset[str]
+    ) -> tuple[list[dict[str, Any]], dict[torch.Tensor, RunState]] | None:
+        """Parameters with their gradients, and their state, as local tensors of now, joined into runs.
 
         None where anything in them is not cut as its parameter, or where the step is to be differentiated: DTensors
         then take care of it, or say what is wrong.
         """
         known, self._groups = self._groups, []
-        states = _LocalStates(optimizer.state)
+        source = self._source = optimizer.state
+        states: dict[torch.Tensor, RunState] = {}
         shown: list[dict[str, Any]] = []
         for group, last in itertools.zip_longest(optimizer.param_groups, known[: len(optimizer.param_groups)]):
             params = group["params"]
             if group.get("differentiable") or not set(map(type, params)) <= {UnevenDTensor}:
                 return None
-            local = last if last is not None and last.is_of(params) else _LocalGroup(params)
-            self._groups.append(local)
-            if not local.show_gradients() or not local.show_state(optimizer.state, slots):
-                return None
-            states.update(local.states)
-            shown.append({**group, "params": local.params})
+            if last is None or not last.are_right(params, source):
+                runs = find_runs(params, source, slots)
+                if runs is None:
+                    return None
+                last = _GroupRuns(params, runs)
+            self._groups.append(last)
+            last.show(source)
+            states.update((run.flat, run.state) for run in last.runs)
+            shown.append({**group, "params": [run.flat for run in last.runs]})
         return shown, states
 
 
-class _LocalGroup:
-    """The local tensors of a parameter group, over the memory of the shards.
+class _GroupRuns:
+    """The runs of a parameter group, and by what they are known to be right still in the next step.
+
+    What is compared is held weakly, so that memory of gradients and state goes when nobody else wants it.
 
     Attributes:
-        params: This rank's elements of each parameter. Writes into them count in the versions of the shards: a detached
-            tensor shares the counter.
-        states: State by local parameter.
+        runs: As of the last look.
     """
 
-    def __init__(self, shown: Sequence[UnevenDTensor]) -> None:
-        self._shown = tuple(shown)
-        self._sources = tuple(map(_local_tensor, shown))
-        self.params = [source.detach() for source in self._sources]
-        self.states = {local: _LocalState(param) for local, param in zip(self.params, self._shown, strict=True)}
+    def __init__(self, params: Sequence[UnevenDTensor], runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self._params = tuple(params)
+        self._locals = tuple(map(_local_tensor, params))
+        self._seen: list[Callable[[], object]] | None = None
+        self._is_known = False  # everything is what was seen last
 
-    def is_of(self, params: Sequence[UnevenDTensor]) -> bool:
-        """Whether these are the parameters, over the same memory."""
-        return (
-            len(params) == len(self._shown)
-            and all(map(is_, params, self._shown))
-            and all(map(is_, map(_local_tensor, params), self._sources))
+    def are_right(self, params: Sequence[UnevenDTensor], source: States) -> bool:
+        """Whether parameters, gradients and state are the same objects as after the last step."""
+        if self._seen is None or len(params) != len(self._params):
+            return False
+        now = _things_of(params, source)
+        self._is_known = (
+            all(map(is_, params, self._params))
+            and all(map(is_, map(_local_tensor, params), self._locals))
+            and len(now) == len(self._seen)
+            and all(map(is_, now, map(call, self._seen)))
+            and all(run.is_as_left(source) for run in self.runs)
         )
+        return self._is_known
 
-    def show_gradients(self) -> bool:
-        """Take over the gradients that there are now; False where one is not cut as its parameter, or of its dtype."""
-        for local, param in zip(self.params, self._shown, strict=True):
-            grad = param.grad
-            if grad is not None and not (_is_cut_as(param.shard_frame, grad) and grad.dtype == param.dtype):
-                return False
-            local.grad = None if grad is None else grad._local_tensor  # type: ignore[attr-defined]
-        return True
+    def show(self, source: States) -> None:
+        """Show gradients and state of now."""
+        for run in self.runs:
+            run.show(source)
 
-    def show_state(self, source: Mapping[torch.Tensor, dict[str, Any]], slots: frozenset[str]) -> bool:
-        """Take over the state that there is now; False where it is not cut as its parameter."""
-        return all(
-            state.show(source.get(param), slots) for state, param in zip(self.states.values(), self._shown, strict=True)
-        )
-
-    def release(self) -> None:
-        """Hold neither gradients nor state."""
-        for local, state in self.states.items():
-            local.grad = None
-            state.release()
+    def release(self, source: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Leave state in the order of parameters, which all ranks share, and hold neither gradients nor state."""
+        has_new_state = sum(run.release() for run in self.runs) > 0  # of all of them
+        if has_new_state:
+            for param in self._params:  # as without runs: people walk through states with a collective for each
+                if param in source:
+                    source[param] = source.pop(param)
+        if not self._is_known or has_new_state:
+            self._seen = [_reference(thing) for thing in _things_of(self._params, source)]
 
 
-class _LocalStates(dict[torch.Tensor, "_LocalState"]):
-    """The state of all parameters, by local parameter; there is always one, as in torch's."""
-
-    def __init__(self, source: dict[torch.Tensor, dict[str, Any]]) -> None:
-        self._source = source
-
-    def __getitem__(self, local: torch.Tensor) -> _LocalState:
-        found = super().__getitem__(local)
-        if found.own is None:
-            found.own = self._source[found.param]
-        return found
+def _things_of(params: Sequence[UnevenDTensor], source: States) -> list[object]:
+    """Gradients, and all that there is in their states."""
+    things: list[object] = list(map(_grad, params))
+    for param in params:
+        things += source.get(param, _NOTHING).values()
+    return things
 
 
-class _LocalState(dict[str, Any]):
-    """The state of one parameter; what is set here is set in the optimizer's own state at once.
-
-    Attributes:
-        param: The parameter, a DTensor.
-        own: Its state in the optimizer; None where it has none yet, and between steps.
-    """
-
-    __slots__ = ("_slots", "own", "param")
-
-    def __init__(self, param: UnevenDTensor) -> None:
-        self.param = param
-        self.own: dict[str, Any] | None = None
-        self._slots: frozenset[str] = frozenset()
-
-    def show(self, own: dict[str, Any] | None, slots: frozenset[str]) -> bool:
-        """Show what there is; False where it is not cut as the parameter."""
-        self.clear()
-        self.own, self._slots = own, slots
-        if own:
-            frame = self.param.shard_frame
-            for key, value in own.items():
-                if value is None or key not in slots:
-                    dict.__setitem__(self, key, value)
-                elif _is_cut_as(frame, value):
-                    dict.__setitem__(self, key, value._local_tensor)
-                else:
-                    return False
-        return True
-
-    def release(self) -> None:
-        """Show nothing."""
-        self.clear()
-        self.own = None
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        assert self.own is not None
-        if key in self and value is self[key]:
-            return
-        super().__setitem__(key, value)
-        is_cut = key in self._slots and value is not None
-        self.own[key] = UnevenDTensor.wrap(value, self.param.shard_frame) if is_cut else value
+def _reference(thing: object) -> Callable[[], object]:
+    return weakref.ref(thing) if isinstance(thing, torch.Tensor) else lambda: thing
 
 
-def _is_cut_as(frame: ShardFrame, value: object) -> bool:
-    return type(value) is UnevenDTensor and (value.shard_frame is frame or value.shard_frame == frame)
-
-
+_NOTHING: dict[str, Any] = {}
 _local_tensor = attrgetter("_local_tensor")
+_grad = attrgetter("grad")
 
 
 # ---- the stand-in ----------------------------------------------------------------------------------------------------

@@ -86,24 +86,28 @@ class Observers:
 
     Attributes:
         steps: How often weights have been installed while somebody watched.
+        are_there: The same as the truth of this object, for code that asks for every gradient.
     """
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
+        self.are_there = False
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
         self.steps = 0
 
     def __bool__(self) -> bool:
-        return bool(self._all)
+        return self.are_there
 
     def add(self, observer: Observer) -> None:
         """Tell another one from now on."""
         self._all = (*self._all, observer)
+        self.are_there = True
 
     def remove(self, observer: Observer) -> None:
         """Tell it no longer."""
         self._all = tuple(other for other in self._all if other is not observer)
+        self.are_there = bool(self._all)
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Tell all; the backward of a unit ends where that of another begins."""

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}
+_OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes of every module, which hold no results."""
+_BUFFERS = "_buffers"
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class SideOutputs:
@@ -25,7 +27,7 @@ class SideOutputs:
     """
 
     def __init__(self, module: nn.Module, others: Collection[int]) -> None:
-        self._owners = tuple(weakref.ref(owner) for owner in _own_modules(module, others))  # hooks of theirs hold this
+        self._owners = tuple(_Attributes(owner) for owner in _own_modules(module, others))
         self._starts: list[int] = []
 
     def begin(self) -> None:
@@ -39,11 +41,40 @@ class SideOutputs:
         start = self._starts.pop()
         return [
             value
-            for reference in self._owners
-            if (owner := reference()) is not None
-            for value in _tensors_of(owner.__dict__)
+            for owner in self._owners
+            for value in owner.tensors()
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
+
+
+class _Attributes:
+    """The attributes of one module, by names that are looked up again only where one has been added or taken away.
+
+    This runs after every forward, and of some forty attributes of a module few are not torch's own.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = weakref.ref(owner)  # hooks of the owner hold this
+        self._names: tuple[str, ...] = ()
+        self._seen: tuple[int, str | None] = (-1, None)
+
+    def tensors(self) -> list[Tensor]:
+        """What is there now, one level deep."""
+        owner = self._owner()
+        if owner is None:
+            return []
+        held = owner.__dict__
+        seen = len(held), next(reversed(held), None)  # what is added comes last
+        if seen != self._seen:
+            self._seen, self._names = seen, tuple(name for name in held if name not in _OF_TORCH)
+        found: list[Tensor] = []
+        for name in self._names:
+            value = held.get(name)
+            if type(value) not in _PLAIN:
+                found += _tensors_of(value)
+        if held[_BUFFERS]:
+            found += _tensors_of(held[_BUFFERS])
+        return found
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
@@ -53,11 +84,11 @@ def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Modu
             yield from _own_modules(child, others)
 
 
-def _tensors_of(attributes: dict[str, Any]) -> Iterator[Tensor]:
-    for name, value in attributes.items():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple | dict) and name not in _OF_TORCH:
-            for item in value.values() if isinstance(value, dict) else value:
-                if isinstance(item, Tensor):
-                    yield item
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [item for item in value if isinstance(item, Tensor)]

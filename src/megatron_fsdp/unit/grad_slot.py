@@ -5,6 +5,8 @@ Torch insists that `.grad` has the dtype of its parameter; an attribute of its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -15,11 +17,18 @@ GradAttribute = Literal["grad", "decoupled_grad"]
 GRAD: GradAttribute = "grad"
 DECOUPLED: GradAttribute = "decoupled_grad"
 
+_GRAD = attrgetter(GRAD)
+
 
 def get_grad(param: nn.Parameter, attribute: GradAttribute) -> torch.Tensor | None:
     """The gradient that a parameter shows, or None."""
     found: torch.Tensor | None = getattr(param, attribute, None)
     return found
+
+
+def get_grads(params: Sequence[nn.Parameter], attribute: GradAttribute) -> list[torch.Tensor | None]:
+    """The same of several."""
+    return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
 
 
 def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:

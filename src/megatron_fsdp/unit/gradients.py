@@ -12,6 +12,7 @@ overwrites, else it adds; so clearing gradients in any of the usual ways is righ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
-from megatron_fsdp.unit.grad_slot import GRAD, get_grad, set_grad
+from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, set_grad
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
@@ -210,9 +211,11 @@ class GradientBuffers:
         The user may have cleared, changed or replaced what was attached, and autograd may have put gradients there
         that do not come through a unit, such as those of a penalty on `model.parameters()`.
         """
-        for index, attached in enumerate(self._attached):
+        found = get_grads(params, self.grad_attribute)
+        if not any(self._attached) and all(grad is None for grad in found):
+            return
+        for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
             self._attached[index] = False
-            grad = get_grad(params[index], self.grad_attribute)
             self._kept[index] |= grad is not None
             if grad is None:
                 self._live[index] = self._live[index] and not attached
@@ -252,7 +255,7 @@ class GradientBuffers:
             used: Whether any rank had a gradient for the parameter; one that nobody used and that had none keeps None.
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
-        found = [get_grad(param, self.grad_attribute) for param in params]
+        found = get_grads(params, self.grad_attribute)
         for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
@@ -283,6 +286,16 @@ class GradientBuffers:
         self._kept = [False] * len(self._kept)
         self.renewed = False
 
+    def shown_as_one(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """All gradients that the parameters show as one flat tensor, with zeros between them.
+
+        None where any shows none, or one that is not its part of the main gradient.
+        """
+        shown = get_grads(params, self.grad_attribute)
+        if any(grad is None for grad in shown) or not all(map(is_, shown, self._views)):
+            return None
+        return self.main.local
+
     @property
     def shown_dtype(self) -> torch.dtype:
         """Dtype of the gradients that the sharded parameters show: their own, or not cast where decoupled."""
@@ -307,6 +320,11 @@ class GradientBuffers:
         for waiting in (self._partial, self._pending):
             if waiting is not None:
                 waiting.mul_(factor)
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether anything was accumulated that is not attached as somebody's `.grad`."""
+        return self.has_deferred or self.has_pending or not all(self._attached)
 
     def forget_pending(self, index: int) -> None:
         """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
