@@ -77,8 +77,15 @@ def footprint(*options: str) -> Footprint:
     return Footprint(resident, len(list(Path("/proc/self/fd").iterdir())), threading.active_count())
 
 
+def use_temporary_folder(folder: Path) -> None:
+    """Let this process, and all that it starts, leave temporary files there, where nobody else does."""
+    folder.mkdir()
+    os.environ["TMPDIR"] = str(folder)
+    tempfile.tempdir = None
+
+
 def temporary_folders() -> set[str]:
-    """Folders of launchers; those of programs that others run now are there before and after."""
+    """Folders of launchers."""
     return {path.name for path in Path(tempfile.gettempdir()).glob("mfsdp-run-*")}
 
 
@@ -175,6 +182,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the report")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mfsdp-soak-") as place:
+        use_temporary_folder(Path(place) / "temporary")
         tally = soak(given.minutes, Path(place))
     text = report(tally, given.minutes)
     given.results.mkdir(parents=True, exist_ok=True)
