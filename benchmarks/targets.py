@@ -21,7 +21,7 @@ class Target:
         title: What is measured, over what.
         limit: The largest value that meets it.
         unit: Of the value, "" for ratios.
-        read: Results to the value; raises KeyError, TypeError or StopIteration where something was not measured.
+        read: Results to the value; raises KeyError or TypeError where something was not measured.
         reason: Why it is missed where it is; shown only then.
     """
 
@@ -53,9 +53,9 @@ def judge(results: Results, targets: Sequence[Target] | None = None) -> list[Ver
 
 
 def contender(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One contender of a comparison; StopIteration where it took no part."""
-    found: Mapping[str, Any] = next(each for each in document["contenders"] if each["name"] == name)
-    return found
+    """One contender of a comparison; KeyError where it took no part."""
+    found: dict[str, Mapping[str, Any]] = {each["name"]: each for each in document["contenders"]}
+    return found[name]
 
 
 def ratio(run: str, rival: str, kind: str = "wall_over", name: str = MAIN) -> Callable[[Results], float]:
@@ -102,7 +102,8 @@ def phase_ratio(run: str, phase: str, kind: str = "wall_over", name: str = MAIN)
     """Read the median ratio of a phase to that of the first contender."""
 
     def read(results: Results) -> float:
-        return next(row[kind]["median"] for row in results[run]["rows"] if (row["phase"], row["name"]) == (phase, name))
+        medians = {(row["phase"], row["name"]): row[kind]["median"] for row in results[run]["rows"]}
+        return medians[phase, name]
 
     return read
 
@@ -146,7 +147,7 @@ def import_beyond_torch(results: Results) -> float:
 def _read(target: Target, results: Results) -> float | None:
     try:
         return float(target.read(results))
-    except (KeyError, TypeError, StopIteration, ZeroDivisionError):
+    except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 
