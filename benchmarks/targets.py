@@ -98,6 +98,18 @@ def sent_over_needed(run: str, name: str) -> Callable[[Results], float]:
     return read
 
 
+def sent_over_parts(run: str, name: str, parts: int) -> Callable[[Results], float]:
+    """Read what the wire carries over some times what all but its own part of the float32 weights are to a rank."""
+
+    def read(results: Results) -> float:
+        document = results[run]
+        ranks = document["request"]["ranks"]
+        needed = parts * 4 * document["parameter_numel"] * (ranks - 1) / ranks
+        return contender(document, name)["moved"]["gloo_bytes"] / needed
+
+    return read
+
+
 def phase_ratio(run: str, phase: str, kind: str = "wall_over", name: str = MAIN) -> Callable[[Results], float]:
     """Read the median ratio of a phase to that of the first contender."""
 
@@ -191,6 +203,8 @@ def _memory_and_wire() -> list[Target]:
         name = f"ours-{strategy}"
         read = sent_over_needed("large-2", name)
         found.append(Target(f"large, 2 ranks: bytes on the wire over the ring minimum, {name}", 1.01, read))
+    gathered_twice = sent_over_parts("large-2", MAIN, 3)
+    found.append(Target("large, 2 ranks: bytes on the wire over 3 P (N - 1) / N, ours-3", 1.0, gathered_twice))
     deferred = "many-small-2-accumulation"
     return [
         *found,

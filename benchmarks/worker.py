@@ -80,17 +80,17 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
     for name in request.contenders:
         if name in absent:
             continue
-        problem, found = _tried(partial(live_bytes, name, setting, _microbatches(request, setting, 0, rank)))
+        problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
         gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
         if found is None:
             absent[name] = problem
         else:
             live[name] = found
-    reference = _reference_losses(request, setting)
+    reference = reference_losses(request, setting)
     contenders = [build_contender(name, setting) for name in live]
     notes = _take_turns(request, setting, contenders, rank)
     sent = [_sent(contender, note.traffic, request.steps) for contender, note in zip(contenders, notes, strict=True)]
-    moved = [_moved(contender, _microbatches(request, setting, 0, rank), setting) for contender in contenders]
+    moved = [_moved(contender, microbatches_of(request, setting, 0, rank), setting) for contender in contenders]
     mine = {
         contender.name: RankReading(
             tuple(note.wall_s),
@@ -145,7 +145,7 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
     """Run every contender's next step, one after another: what disturbs the machine for a while disturbs them all."""
     notes = [_Notes() for _ in contenders]
     for step in range(request.warmup + request.steps):
-        microbatches = _microbatches(request, setting, step, rank)
+        microbatches = microbatches_of(request, setting, step, rank)
         for position in turns(len(contenders), step):
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
@@ -190,19 +190,19 @@ def _finish_queued_work(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _microbatches(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
+def microbatches_of(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
     """This rank's data of one step; no two ranks, steps or microbatches see the same."""
     first = (step * request.ranks + rank) * request.microbatches
     return [make_batch(setting.workload, setting.device, first + index) for index in range(request.microbatches)]
 
 
-def _reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
+def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
     """Mean loss per step of one process that sees the data of all ranks; every rank computes the same."""
     model = build_model(setting.workload, setting.dtype, setting.device)
     optimizer = make_optimizer(model, setting)
     losses = []
     for step in range(request.warmup + request.steps):
-        batches = [batch for rank in range(request.ranks) for batch in _microbatches(request, setting, step, rank)]
+        batches = [batch for rank in range(request.ranks) for batch in microbatches_of(request, setting, step, rank)]
         total = torch.zeros((), device=setting.device)
         for batch in batches:
             loss = loss_of(model, batch) / len(batches)

@@ -48,7 +48,7 @@ WORKLOADS: dict[str, Workload] = {
     "tiny": Workload(layers=3, features=32, heads=2, vocabulary=64, samples=2, tokens=8),
     "many-small": Workload(layers=48, features=128, heads=4, vocabulary=1024, samples=2, tokens=32),
     "large": Workload(layers=8, features=512, heads=8, vocabulary=8192, samples=2, tokens=128),
-    "llama": Workload(6, 384, 6, vocabulary=4096, samples=2, tokens=64, kind="llama", wide=1024),
+    "llama": Workload(6, 384, 6, vocabulary=8192, samples=2, tokens=64, kind="llama", wide=1024),
     "moe": Workload(6, 256, 4, vocabulary=2048, samples=2, tokens=64, kind="mixtral", wide=384),
     "tiny-llama": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="llama", wide=48),
     "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
 def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build the same weights on every call and rank; tokens in, logits out, and `blocks` are the units."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(0)
         if workload.kind == "decoder":
             return Decoder(workload).to(device=device, dtype=dtype)

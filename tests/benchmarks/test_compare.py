@@ -50,7 +50,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
