@@ -62,6 +62,7 @@ def build_deepspeed(name: str, model: nn.Module, setting: Setting) -> Contender:
         "gradient_accumulation_steps": setting.microbatches,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": _NEVER,
+        "gradient_clipping": 0.0,  # by default it clips at 1, and nobody else clips
         "zero_optimization": {
             "stage": int(name.removeprefix("deepspeed-")),
             "reduce_bucket_size": numel,
