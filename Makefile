@@ -25,10 +25,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test fuzz soak lint fmt bench bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test fuzz soak lint fmt bench bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -74,7 +74,12 @@ fmt: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# Everything beside its peers, one page; DeepSpeed goes into .venv-bench. ARGS="--quick"; ARGS="--only large --rounds 4".
 bench: $(READY)
+	$(PY) benchmarks/bench.py $(ARGS)
+
+# One model, chosen contenders; ARGS="--model large --strategies 0 1 2 3".
+bench-compare: $(READY)
 	$(PY) benchmarks/compare.py $(ARGS)
 
 # Saving and loading against plain torch.distributed.checkpoint.
@@ -90,5 +95,5 @@ gpu-check: $(READY)
 	else echo "gpu-check: no CUDA device here, nothing checked"; fi
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-bench build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -12,15 +12,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.contenders import DDP, FLOOR, FSDP2, OURS, OURS_BY_BUCKETS, PEERS
+from benchmarks.contenders import DDP, DEEPSPEED, FLOOR, FSDP2, OURS, OURS_BY_BUCKETS, PEERS
 from benchmarks.readings import Request, RunReading
-from benchmarks.report import TOLERANCES, disagreements, document, markdown, summarise
+from benchmarks.report import TOLERANCES, disagreements, document, markdown, summarise, tolerance_of
 from benchmarks.worker import run_rank
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.errors import ConfigurationError
@@ -31,7 +32,7 @@ EXIT_DISAGREEMENT = 1
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
-    """Read the arguments; returns what to run and the folder for the results."""
+    """Read the arguments; returns what to run and the files for the results, without their suffix."""
     parser = argparse.ArgumentParser(prog="compare.py", description="Compare this engine with PyTorch's.")
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
     parser.add_argument("--ranks", type=_positive, help="default: 2 on the CPU, all devices elsewhere")
@@ -44,6 +45,9 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     parser.add_argument("--bucket-mib", type=_size, default=25.0, metavar="MIB", help="of all that cut by size")
     parser.add_argument("--grad-accumulation", type=_positive, default=1, metavar="N", help="microbatches per step")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="of all that is stored or sent")
+    parser.add_argument("--comm-dtype", choices=list(TOLERANCES), help="of gradients on the wire; default: as --dtype")
+    parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused", help="AdamW's kernels")
+    parser.add_argument("--name", help="of the files of results; default: model, ranks and dtype")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
     given = parser.parse_args(argv)
     try:
@@ -64,8 +68,11 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         given.grad_accumulation,
         given.dtype,
         given.bucket_mib,
+        given.comm_dtype or given.dtype,
+        given.optimizer,
     )
-    return request, given.out
+    name = given.name or f"compare-{request.model}-{request.ranks}x{request.device_type}-{request.dtype}"
+    return request, None if given.out is None else given.out / name
 
 
 def run(request: Request) -> RunReading:
@@ -90,7 +97,8 @@ def command_of(request: Request) -> str:
         f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
         f"--steps {request.steps} --warmup {request.warmup} {_listed('--strategies', strategies)}"
         f"{_listed('--ddp', by_buckets)}{_listed('--peers', peers)}"
-        f"--grad-accumulation {request.microbatches} --dtype {request.dtype} --bucket-mib {request.bucket_mib:g}"
+        f"--grad-accumulation {request.microbatches} --dtype {request.dtype} --bucket-mib {request.bucket_mib:g} "
+        f"--comm-dtype {request.comm_dtype} --optimizer {request.optimizer}"
     )
 
 
@@ -100,37 +108,53 @@ def _listed(option: str, values: Sequence[str]) -> str:
 
 def describe_run(request: Request) -> dict[str, str]:
     """What somebody needs to repeat the run: date, command, versions, hardware."""
+    packages = ["deepspeed"] * any(name in DEEPSPEED for name in request.contenders) + ["transformers"]
+    versions = [f"{package} {installed}" for package in packages if (installed := _version(package))]
     facts = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command_of(request),
-        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, "
+        + ", ".join([*versions, f"Python {platform.python_version()}"]),
         "hardware": f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}",
         "threads per rank": os.environ["OMP_NUM_THREADS"],
+        "tokens per rank and step": str(tokens_per_rank(request)),
     }
     if request.device_type == "cuda":
         facts["hardware"] += f", {request.ranks} x {torch.cuda.get_device_name(0)}"
     return facts
 
 
+def tokens_per_rank(request: Request) -> int:
+    """Tokens that one rank trains on in a step."""
+    workload = WORKLOADS[request.model]
+    return workload.samples * workload.tokens * request.microbatches
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the comparison, print the report, and write it where asked; returns the exit code."""
-    request, folder = parse(argv)
+    request, files = parse(argv)
     reading = run(request)
-    wrong = disagreements(reading, TOLERANCES[request.dtype])
-    if wrong:
-        print("no speeds, since the results are wrong:", *wrong, sep="\n  ", file=sys.stderr)
-        return EXIT_DISAGREEMENT
     facts = describe_run(request)
     lines = summarise(reading, (FLOOR, *PEERS))
     text = markdown(lines, request, reading, facts)
     print(text)
-    if folder is not None:
-        name = f"compare-{request.model}-{request.ranks}x{request.device_type}-{request.dtype}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    if files is not None:
+        files.parent.mkdir(parents=True, exist_ok=True)
+        files.with_name(files.name + ".md").write_text(text, encoding="utf-8")
         content = json.dumps(document(lines, request, reading, facts), indent=1)
-        (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
-    return 0
+        files.with_name(files.name + ".json").write_text(content + "\n", encoding="utf-8")
+    wrong = disagreements(reading, tolerance_of(request))
+    if wrong:
+        print("no speed of those whose results are wrong:", file=sys.stderr)
+        print(*(f"{name}: {why}" for name, why in wrong.items()), sep="\n  ", file=sys.stderr)
+    return EXIT_DISAGREEMENT if wrong else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _size(text: str) -> float:

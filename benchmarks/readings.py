@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+from benchmarks.operators import Moved
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Request:
         microbatches: Per step.
         dtype: "float32" or "bfloat16".
         bucket_mib: Gradients that close a bucket, in MiB, of all that cut them by size.
+        comm_dtype: Of gradients on the wire; the same names.
+        optimizer: AdamW's kernels, "fused" or "foreach".
     """
 
     model: str
@@ -30,6 +35,8 @@ class Request:
     microbatches: int
     dtype: str
     bucket_mib: float
+    comm_dtype: str = "float32"
+    optimizer: Literal["fused", "foreach"] = "fused"
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,14 @@ class LiveBytes:
     Attributes:
         persistent: Between steps, gradients cleared.
         peak: The most during a step.
+        allocations: How often memory was taken in that step, the third one.
+        allocated: Bytes that were taken in it.
     """
 
     persistent: int
     peak: int
+    allocations: int = 0
+    allocated: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class RankReading:
         live: Memory.
         sent: Communication; None where the contender does not count it.
         collectives: Per step, as the process groups count them.
+        moved: Of one step, seen below the contender; None on devices where it is not counted.
     """
 
     wall_s: tuple[float, ...]
@@ -74,6 +86,7 @@ class RankReading:
     live: LiveBytes
     sent: SentPerStep | None
     collectives: float
+    moved: Moved | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,13 @@ class RunReading:
         parameter_tensors: Tensors of the whole model.
         reference_losses: Per step, of one process on the whole batch.
         contenders: By name, one entry per rank.
+        absent: Who was asked for and could not take part, each with the reason.
+        planned_peak: What the planner says that ours-3 takes at its peak; None: it was not asked.
     """
 
     parameter_numel: int
     parameter_tensors: int
     reference_losses: tuple[float, ...]
     contenders: dict[str, tuple[RankReading, ...]]
+    absent: dict[str, str] = field(default_factory=dict)
+    planned_peak: int | None = None

@@ -22,12 +22,19 @@ def needed_bytes(name: str, request: Request, reading: RunReading) -> int | None
     Returns:
         None where it depends on what stays gathered.
     """
-    once = {FLOOR: 0}
-    once |= dict.fromkeys((OURS[0], OUR_DDP, DDP, DDP_VIEW), 2)  # an all-reduce
-    once |= dict.fromkeys((OURS[1], OUR_DDP_OPTIM), 2)  # a reduce-scatter and a gather
-    once[DDP_ZERO] = 3  # an all-reduce, and broadcasts
-    once[OURS[2]] = request.microbatches + 1  # a reduce-scatter after each microbatch, and a gather
-    if name not in once:
+    parts = {FLOOR: (0, 0)}  # of gradients, and of weights
+    parts |= dict.fromkeys((OURS[0], OUR_DDP, DDP, DDP_VIEW), (2, 0))  # an all-reduce
+    parts |= dict.fromkeys((OURS[1], OUR_DDP_OPTIM), (1, 1))  # a reduce-scatter and a gather
+    parts[DDP_ZERO] = (2, 1)  # an all-reduce, and broadcasts
+    parts[OURS[2]] = (request.microbatches, 1)  # a reduce-scatter after each microbatch, and a gather
+    if name not in parts:
         return None
-    whole = reading.parameter_numel * _ITEMSIZE[request.dtype]
-    return once[name] * (whole - whole // request.ranks)
+    of_gradients, of_weights = (
+        count * _all_but_own(reading.parameter_numel * _ITEMSIZE[dtype], request.ranks)
+        for count, dtype in zip(parts[name], (request.comm_dtype, request.dtype), strict=True)
+    )
+    return of_gradients + of_weights
+
+
+def _all_but_own(whole_bytes: int, ranks: int) -> int:
+    return whole_bytes - whole_bytes // ranks

@@ -5,21 +5,29 @@ from __future__ import annotations
 import gc
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
+from benchmarks.contenders import OURS, Contender, Setting, build_contender, make_optimizer, missing_peers
 from benchmarks.counting import collectives_by_group
+from benchmarks.operators import Moved, MovedModel
+from benchmarks.planned import planned_peak
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.buffer.collectives import Traffic
+
+_PATIENCE = timedelta(minutes=5)
+"""How long ranks wait for one that is gone."""
 
 _MEASURED_STEP = "benchmark: the step whose peak counts"
 
@@ -43,34 +51,57 @@ def run_rank(rank: int, request: Request, store_port: int, threads: int, answer:
         torch.accelerator.set_device_index(rank)
     store = TCPStore("127.0.0.1", store_port)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks, timeout=_PATIENCE)
     mesh = init_device_mesh(request.device_type, (request.ranks,), mesh_dim_names=("dp",))
-    setting = Setting(WORKLOADS[request.model], getattr(torch, request.dtype), device, mesh, request.bucket_mib)
-    reading = _measure(request, setting, rank)
+    reading = _measure(request, setting_of(request, device, mesh), rank)
     if rank == 0:
         answer.write_bytes(pickle.dumps(reading))
     dist.barrier()  # nobody leaves while a peer still needs the connection
     dist.destroy_process_group()
 
 
+def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Setting:
+    """What the contenders of a run share, on this rank."""
+    return Setting(
+        WORKLOADS[request.model],
+        getattr(torch, request.dtype),
+        device,
+        mesh,
+        request.bucket_mib,
+        getattr(torch, request.comm_dtype),
+        request.optimizer,
+        request.microbatches,
+    )
+
+
 def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
+    absent = missing_peers(request.contenders)
     live = {}
     for name in request.contenders:
-        live[name] = _live_bytes(name, setting, _microbatches(request, setting, 0, rank))
+        if name in absent:
+            continue
+        problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
         gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
-    reference = _reference_losses(request, setting)
-    contenders = [build_contender(name, setting) for name in request.contenders]
+        if found is None:
+            absent[name] = problem
+        else:
+            live[name] = found
+    reference = reference_losses(request, setting)
+    contenders = [build_contender(name, setting) for name in live]
     notes = _take_turns(request, setting, contenders, rank)
+    sent = [_sent(contender, note.traffic, request.steps) for contender, note in zip(contenders, notes, strict=True)]
+    moved = [_moved(contender, microbatches_of(request, setting, 0, rank), setting) for contender in contenders]
     mine = {
         contender.name: RankReading(
             tuple(note.wall_s),
             tuple(note.cpu_s),
             tuple(loss.item() for loss in note.losses),
             live[contender.name],
-            _sent(contender, note.traffic, request.steps),
+            counted,
             note.collectives / request.steps,
+            seen,
         )
-        for contender, note in zip(contenders, notes, strict=True)
+        for contender, note, counted, seen in zip(contenders, notes, sent, moved, strict=True)
     }
     everyone: list[dict[str, RankReading]] = [{} for _ in range(request.ranks)]
     dist.all_gather_object(everyone, mine)
@@ -79,15 +110,42 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
         sum(param.numel() for param in params),
         len(params),
         reference,
-        {name: tuple(one[name] for one in everyone) for name in request.contenders},
+        {name: tuple(one[name] for one in everyone) for name in live},
+        absent,
+        planned_peak(request, setting) if OURS[3] in live and rank == 0 else None,
     )
+
+
+_Found = TypeVar("_Found")
+
+
+def _tried(attempt: Callable[[], _Found]) -> tuple[str, _Found | None]:
+    """Try something that all ranks do; where it fails on one of them, nobody has it, and all know why."""
+    problem, found = "", None
+    try:
+        found = attempt()
+    except Exception as error:  # noqa: BLE001  whatever it is, the other contenders go on
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next(filter(None, problems), "")
+    return first, None if first else found
+
+
+def _moved(contender: Contender, microbatches: Sequence[Microbatch], setting: Setting) -> Moved | None:
+    """Count one more step; nobody's time."""
+    if setting.device.type != "cpu":
+        return None
+    with MovedModel(setting.mesh.size()) as counted:
+        contender.step(microbatches)
+    return counted.moved
 
 
 def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contender], rank: int) -> list[_Notes]:
     """Run every contender's next step, one after another: what disturbs the machine for a while disturbs them all."""
     notes = [_Notes() for _ in contenders]
     for step in range(request.warmup + request.steps):
-        microbatches = _microbatches(request, setting, step, rank)
+        microbatches = microbatches_of(request, setting, step, rank)
         for position in turns(len(contenders), step):
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
@@ -132,19 +190,19 @@ def _finish_queued_work(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _microbatches(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
+def microbatches_of(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
     """This rank's data of one step; no two ranks, steps or microbatches see the same."""
     first = (step * request.ranks + rank) * request.microbatches
     return [make_batch(setting.workload, setting.device, first + index) for index in range(request.microbatches)]
 
 
-def _reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
+def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
     """Mean loss per step of one process that sees the data of all ranks; every rank computes the same."""
     model = build_model(setting.workload, setting.dtype, setting.device)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, setting)
     losses = []
     for step in range(request.warmup + request.steps):
-        batches = [batch for rank in range(request.ranks) for batch in _microbatches(request, setting, step, rank)]
+        batches = [batch for rank in range(request.ranks) for batch in microbatches_of(request, setting, step, rank)]
         total = torch.zeros((), device=setting.device)
         for batch in batches:
             loss = loss_of(model, batch) / len(batches)
@@ -166,7 +224,7 @@ def _sent(contender: Contender, before: Traffic | None, steps: int) -> SentPerSt
     )
 
 
-def _live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
+def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
     """Count allocations of a contender that is built, trained for three steps and dropped. Slow; never timed."""
     if setting.device.type == "cpu":
         return _live_host_bytes(name, setting, microbatches)
@@ -198,11 +256,14 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    held = peak = 0
+    held = peak = allocations = allocated = 0
     measuring = False
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         measuring = measuring or event.name() == _MEASURED_STEP
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held) if measuring else held
-    return LiveBytes(held, peak)
+            if measuring and event.nbytes() > 0:
+                allocations += 1
+                allocated += event.nbytes()
+    return LiveBytes(held, peak, allocations, allocated)

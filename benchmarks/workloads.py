@@ -1,8 +1,10 @@
-"""The models and the data that contenders are compared on: a plain PyTorch decoder in a few shapes."""
+"""The models and the data that contenders are compared on: a plain decoder, Hugging Face's, and tiny tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +16,17 @@ Microbatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A decoder's shape and what one rank computes on in one microbatch.
+    """A model's shape and what one rank computes on in one microbatch.
 
     Attributes:
         layers: Blocks.
-        features: Width of the residual stream; the feed-forward layer is four times as wide.
-        heads: Attention heads.
+        features: Width of the residual stream.
+        heads: Attention heads; half as many for keys and values in Hugging Face's models.
         vocabulary: Number of tokens.
         samples: Sequences per microbatch and rank.
         tokens: Length of a sequence.
+        kind: Whose model it is: the plain decoder of this file, or one of `benchmarks/other_models.py`.
+        wide: Features inside of a feed-forward layer (in each expert, for mixtral); None: four times `features`.
     """
 
     layers: int
@@ -31,12 +35,26 @@ class Workload:
     vocabulary: int
     samples: int
     tokens: int
+    kind: Literal["decoder", "llama", "mixtral", "tiny-tensors"] = "decoder"
+    wide: int | None = None
+
+    @property
+    def feed_forward(self) -> int:
+        """Features inside of a feed-forward layer."""
+        return 4 * self.features if self.wide is None else self.wide
 
 
 WORKLOADS: dict[str, Workload] = {
     "tiny": Workload(layers=3, features=32, heads=2, vocabulary=64, samples=2, tokens=8),
     "many-small": Workload(layers=48, features=128, heads=4, vocabulary=1024, samples=2, tokens=32),
     "large": Workload(layers=8, features=512, heads=8, vocabulary=8192, samples=2, tokens=128),
+    "llama": Workload(6, 384, 6, vocabulary=8192, samples=2, tokens=64, kind="llama", wide=1024),
+    "moe": Workload(6, 256, 4, vocabulary=2048, samples=2, tokens=64, kind="mixtral", wide=384),
+    "tiny-llama": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="llama", wide=48),
+    "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
+    "tiny-tensors": Workload(10, 256, 1, vocabulary=256, samples=1, tokens=4, kind="tiny-tensors"),
+    "trivial": Workload(64, 64, 1, vocabulary=64, samples=1, tokens=2, kind="tiny-tensors"),
+    "llama-8b-layers": Workload(4, 4096, 32, vocabulary=32768, samples=1, tokens=2048, kind="llama", wide=14336),
 }
 
 
@@ -91,11 +109,22 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Build the same weights on every call and every rank."""
-    with torch.random.fork_rng(devices=[]):
+def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Build the same weights on every call and rank; tokens in, logits out, and `blocks` are the units."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(0)
-        return Decoder(workload).to(device=device, dtype=dtype)
+        if workload.kind == "decoder":
+            return Decoder(workload).to(device=device, dtype=dtype)
+        from benchmarks import other_models
+
+        return other_models.build(workload).to(device=device, dtype=dtype)
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The modules that are units of their own, all of one class, in the order of use."""
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    return list(blocks)
 
 
 def make_batch(workload: Workload, device: torch.device, seed: int) -> Microbatch:

@@ -8,22 +8,27 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cli import command_of, parse
-from benchmarks.contenders import OURS, OURS_BY_BUCKETS, PEERS
+from benchmarks.cli import command_of, parse, tokens_per_rank
+from benchmarks.contenders import DEEPSPEED, OURS, OURS_BY_BUCKETS, PEERS, missing_peers
+from benchmarks.operators import Moved
 from benchmarks.readings import LiveBytes, RankReading, RunReading, SentPerStep
-from benchmarks.report import Spread, disagreements, summarise
+from benchmarks.report import Spread, disagreements, document, markdown, summarise
 from benchmarks.theory import needed_bytes
 from benchmarks.worker import turns
 from tests.support.source_tree import ROOT, SOURCE
 
 TENSORS = 3 * 20 + 5
 
+Run = tuple[dict[str, Any], str, str]
+
 
 def reading(**losses: tuple[float, float]) -> RunReading:
     """Two ranks, two steps; rank 0 saw the losses given, rank 1 those plus 2; the reference is 3.0 and 2.0."""
     contenders: dict[str, tuple[RankReading, ...]] = {
         name: (
-            RankReading((2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), SentPerStep(1, 2, 3, 4), 6.0),
+            RankReading(
+                (2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), SentPerStep(1, 2, 3, 4), 6.0, Moved(6, 7, 8, 9, 1)
+            ),
             RankReading((3.0, 1.0), (3.0, 4.0), (seen[0] + 2, seen[1] + 2), LiveBytes(20, 25), None, 6.0),
         )
         for name, seen in losses.items()
@@ -32,19 +37,20 @@ def reading(**losses: tuple[float, float]) -> RunReading:
 
 
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output."""
     folder = tmp_path_factory.mktemp("results")
     arguments = (
         "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --strategies 0 1 2 3 --ddp mddp mddp-optim "
-        "--peers fsdp2 ddp ddp-view ddp-zero --grad-accumulation 2 --bucket-mib 0.05"
+        "--peers fsdp2 fsdp1 ddp ddp-view ddp-zero deepspeed-1 deepspeed-2 deepspeed-3 --grad-accumulation 2 "
+        "--bucket-mib 0.05"
     )
     finished = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *arguments.split(), "--out", str(folder)],
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
@@ -53,20 +59,21 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 
 @pytest.fixture
-def lines(tiny_run: tuple[dict[str, Any], str, str]) -> dict[str, dict[str, Any]]:
+def lines(tiny_run: Run) -> dict[str, dict[str, Any]]:
     """The contenders of the tiny run by name."""
     return {line["name"]: line for line in tiny_run[0]["contenders"]}
 
 
 def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[str, Any]]) -> None:
-    ours, peers = [*OURS, "mddp", "mddp-optim"], ["fsdp2", "ddp", "ddp-view", "ddp-zero"]
-    assert list(lines) == ["floor", *ours, *peers]
-    assert set(peers) == set(PEERS)
+    ours, peers = [*OURS, "mddp", "mddp-optim"], ["fsdp2", "fsdp1", "ddp", "ddp-view", "ddp-zero", *DEEPSPEED]
+    present = [name for name in peers if name not in missing_peers(peers)]
+    assert list(lines) == ["floor", *ours, *present]
+    assert tuple(peers) == PEERS
     assert set(ours) == {*OURS, *OURS_BY_BUCKETS}
 
 
 def test_losses_of_all_that_communicate_are_those_of_one_process(
-    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
+    tiny_run: Run, lines: dict[str, dict[str, Any]]
 ) -> None:
     expected = tiny_run[0]["reference_losses"]
     assert len(expected) == 4
@@ -74,9 +81,7 @@ def test_losses_of_all_that_communicate_are_those_of_one_process(
         assert lines[name]["losses"] == pytest.approx(expected, rel=1e-6), name
 
 
-def test_losses_tell_a_contender_that_does_not_communicate(
-    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
-) -> None:
+def test_losses_tell_a_contender_that_does_not_communicate(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     assert lines["floor"]["losses"] != pytest.approx(tiny_run[0]["reference_losses"], rel=1e-5)
 
 
@@ -86,12 +91,10 @@ def test_collectives_of_a_step_are_those_of_the_strategy(lines: dict[str, dict[s
     assert [sent[f"ours-{i}"]["reductions"] for i in range(4)] == [4, 4, 8, 8]
     assert [sent[f"ours-{i}"]["gathers"] for i in range(3)] == [0, 4, 4]
     assert sent["ours-3"]["gathers"] > 4
-    assert {name for name, counted in sent.items() if counted is None} == {"floor", *PEERS}
+    assert {name for name, counted in sent.items() if counted is None} == lines.keys() & {"floor", *PEERS}
 
 
-def test_buckets_send_what_the_algorithm_needs(
-    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
-) -> None:
+def test_buckets_send_what_the_algorithm_needs(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     weights_bytes = 4 * tiny_run[0]["parameter_numel"]
     replicated, sharded = lines["mddp"], lines["mddp-optim"]
     # A bucket is closed at 0.05 MiB of gradients: three are full, and the embeddings are left.
@@ -99,6 +102,37 @@ def test_buckets_send_what_the_algorithm_needs(
     assert (sharded["sent"]["reductions"], sharded["sent"]["gathers"]) == (4, 4)
     for line in (replicated, sharded):
         assert line["sent"]["reduce_bytes"] + line["sent"]["gather_bytes"] == line["needed_bytes"] == weights_bytes
+
+
+def test_what_is_seen_on_the_wire_is_what_is_needed(lines: dict[str, dict[str, Any]]) -> None:
+    for name in ("floor", "ours-0", "ours-1", "ours-2", "mddp", "mddp-optim", "ddp", "ddp-view", "ddp-zero"):
+        moved = lines[name]["moved"]
+        assert moved["sent_bytes"] == moved["gloo_bytes"] == lines[name]["needed_bytes"], name
+    ours = lines["ours-3"]
+    assert ours["moved"]["sent_bytes"] == ours["sent"]["gather_bytes"] + ours["sent"]["reduce_bytes"]
+
+
+def test_native_reduce_scatters_count_twice_on_gloo(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
+    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
+    for name in ("fsdp2", "fsdp1"):
+        moved = lines[name]["moved"]
+        reduced = moved["gloo_bytes"] - moved["sent_bytes"]
+        assert weights_bytes <= reduced < 1.1 * weights_bytes, name  # half the model after each of two microbatches
+    assert lines["ours-3"]["moved"]["sent_bytes"] < lines["fsdp2"]["moved"]["sent_bytes"]
+
+
+def test_allocations_and_copies_of_a_step_are_counted(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
+    numel = tiny_run[0]["parameter_numel"]
+    floor = lines["floor"]
+    assert floor["live"]["allocations"] > 2 * TENSORS
+    assert floor["live"]["allocated"] > 2 * 4 * numel  # gradients of two microbatches
+    copied = {name: line["moved"]["copied_numel"] - floor["moved"]["copied_numel"] for name, line in lines.items()}
+    assert copied["ddp-view"] == numel  # the second microbatch adds up in place
+    assert copied["fsdp2"] > 4 * numel
+
+
+def test_the_planner_is_asked_for_the_peak(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
+    assert tiny_run[0]["planned_peak"] == pytest.approx(lines["ours-3"]["live"]["peak"], rel=0.25)
 
 
 def test_collectives_of_all_are_counted_by_the_process_groups(lines: dict[str, dict[str, Any]]) -> None:
@@ -113,7 +147,7 @@ def test_collectives_of_all_are_counted_by_the_process_groups(lines: dict[str, d
 
 
 def test_memory_between_steps_holds_weights_and_optimizer_state(
-    tiny_run: tuple[dict[str, Any], str, str], lines: dict[str, dict[str, Any]]
+    tiny_run: Run, lines: dict[str, dict[str, Any]]
 ) -> None:
     document = tiny_run[0]
     assert document["parameter_tensors"] == TENSORS
@@ -124,12 +158,13 @@ def test_memory_between_steps_holds_weights_and_optimizer_state(
         assert line["live"]["peak"] > line["live"]["persistent"] > weights_bytes
 
 
-def test_report_is_printed_and_written(tiny_run: tuple[dict[str, Any], str, str]) -> None:
+def test_report_is_printed_and_written(tiny_run: Run) -> None:
     document, table, printed = tiny_run
     assert table.strip() == printed.strip()
+    assert "--ddp mddp mddp-optim --peers fsdp2 fsdp1 ddp ddp-view ddp-zero" in document["facts"]["command"]
     assert (
-        "--strategies 0 1 2 3 --ddp mddp mddp-optim --peers fsdp2 ddp ddp-view ddp-zero --grad-accumulation 2 "
-        "--dtype float32 --bucket-mib 0.05" in document["facts"]["command"]
+        "--grad-accumulation 2 --dtype float32 --bucket-mib 0.05 --comm-dtype float32 --optimizer fused"
+        in document["facts"]["command"]
     )
     assert document["facts"]["command"] in table
     assert table.count("\n| ours-") == 4
@@ -153,13 +188,30 @@ def test_ratios_are_taken_within_a_round() -> None:
     both.contenders["ddp"] = slow
     line = summarise(both, ("floor", "fsdp2"))[1]
     assert line.wall_over == {"floor": Spread(3.0, 2.5, 3.5)}  # 6 / 3 and 16 / 4; fsdp2 was not there
-    assert line.cpu_over_floor == Spread(2.0, 2.0, 2.0)
+    assert line.cpu_over == {"floor": Spread(2.0, 2.0, 2.0)}
 
 
 def test_wrong_losses_are_named_and_the_floor_is_left_out() -> None:
     found = disagreements(reading(floor=(9.0, 9.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001)), 1e-6)
-    assert len(found) == 1
-    assert found[0].startswith("fsdp2: loss 2.001 at step 1, one process on the whole batch has 2")
+    assert list(found) == ["fsdp2"]
+    assert found["fsdp2"].startswith("loss 2.001 at step 1, one process on the whole batch has 2")
+
+
+def test_who_disagrees_is_shown_without_speeds() -> None:
+    request, _ = parse(["--device", "cpu"])
+    one = reading(floor=(2.0, 1.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001))
+    one.absent["deepspeed-1"] = "not here"
+    told = summarise(one, ("floor", "fsdp2"))
+    facts = {"date": "today"}
+    by_name = {each["name"]: each for each in document(told, request, one, facts)["contenders"]}
+    assert by_name["fsdp2"]["wall_s"] is None
+    assert by_name["fsdp2"]["wall_over"] == {}
+    assert list(by_name["ddp"]["wall_over"]) == ["floor"]
+    text = markdown(told, request, one, facts)
+    (row,) = (line for line in text.splitlines() if line.startswith("| fsdp2"))
+    assert row.startswith("| fsdp2 | - | - | - | - | 0.0 |")
+    assert "- fsdp2 is shown without speeds: loss 2.001" in text
+    assert "- deepspeed-1 took no part: not here" in text
 
 
 def test_nan_is_not_agreement() -> None:
@@ -175,6 +227,16 @@ def test_needed_bytes_are_parts_of_the_model(name: str, parts: int) -> None:
     assert needed_bytes(name, request, reading()) == parts * 150  # three quarters of 100 elements of 2 bytes
 
 
+@pytest.mark.parametrize(("name", "needed"), [("ddp", 300), ("ours-1", 150 + 300), ("ours-2", 3 * 150 + 300)])
+def test_gradients_may_travel_in_another_dtype(name: str, needed: int) -> None:
+    request, _ = parse(["--ranks", "4", "--device", "cpu", "--grad-accumulation", "3", "--comm-dtype", "bfloat16"])
+    assert needed_bytes(name, request, reading()) == needed
+
+
+def test_tokens_of_a_rank_are_those_of_all_its_microbatches() -> None:
+    assert tokens_per_rank(parse(["--model", "tiny", "--device", "cpu", "--grad-accumulation", "3"])[0]) == 3 * 2 * 8
+
+
 @pytest.mark.parametrize("name", ["ours-3", "fsdp2"])
 def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -> None:
     request, _ = parse(["--device", "cpu"])
@@ -184,11 +246,11 @@ def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -
 @pytest.mark.parametrize("ours", ["--strategies 3 1", "--strategies --ddp mddp-optim"])
 def test_recorded_command_repeats_the_run(ours: str) -> None:
     given = f"--model large {ours} --peers ddp --steps 7 --device cpu --bucket-mib 1.5"
-    request, folder = parse([*given.split(), "--out", "somewhere"])
+    request, files = parse([*given.split(), "--out", "somewhere", "--name", "one"])
     repeated, nowhere = parse(command_of(request).split()[2:])
     assert repeated == request
     assert request.contenders in (("floor", "ours-3", "ours-1", "ddp"), ("floor", "mddp-optim", "ddp"))
-    assert (folder, nowhere) == (Path("somewhere"), None)
+    assert (files, nowhere) == (Path("somewhere/one"), None)
 
 
 @pytest.mark.parametrize(

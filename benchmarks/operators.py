@@ -1,0 +1,132 @@
+"""Exact counts of what one step asks of the dispatcher: what goes over the wire, and what is copied besides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_COPIES = frozenset({"copy_", "_to_copy", "clone", "cat", "_foreach_copy_", "contiguous", "copy", "chunk_cat"})
+_ONCE = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"})
+_TO_ALL = frozenset({"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"})
+_EXCHANGED = frozenset({"alltoall_base_", "alltoall_"})
+_REDUCED = frozenset({"allreduce_", "allreduce_coalesced_"})
+_SENT = frozenset({"send", "broadcast_"})
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Of one step on one rank.
+
+    Attributes:
+        issued: Collectives.
+        sent_bytes: By algorithms that reach the minimum (ring or pairwise); broadcasts are shared out evenly, since
+            their senders take turns.
+        gloo_bytes: The same where a reduce-scatter moves what an all-reduce does, as gloo's.
+        copied_numel: Elements of the results of copies, casts and multiplications into other memory.
+        copies: How many operators did that.
+    """
+
+    issued: int
+    sent_bytes: int
+    gloo_bytes: int
+    copied_numel: int
+    copies: int
+
+
+def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int) -> int | None:
+    """What one rank sends in a collective of the c10d library; None for those that carry no tensors of a model.
+
+    Args:
+        name: Of the operator, without its library.
+        inputs_bytes: Of the tensors that this rank gives; in-place collectives give what they take.
+        outputs_bytes: Of the tensors that it takes.
+        num_ranks: Of the group.
+    """
+    if name in _TO_ALL:
+        return outputs_bytes - outputs_bytes // num_ranks
+    if name in _ONCE or name in _EXCHANGED:
+        return inputs_bytes - inputs_bytes // num_ranks
+    if name in _REDUCED:
+        return 2 * (outputs_bytes - outputs_bytes // num_ranks)
+    if name in _SENT:
+        return outputs_bytes - outputs_bytes // num_ranks if name == "broadcast_" else inputs_bytes
+    return None
+
+
+def copied_numel(name: str, overload: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Elements that an operator writes a second time; 0 where it computes something."""
+    if name == "all_gather_copy_in":
+        return _numel(args[0])  # a rank's shards go into the buffer that is gathered
+    if name == "split_with_sizes_copy":
+        return int(args[0].numel())
+    if name == "_foreach_copy_":
+        return _numel(args[0])
+    if name in _COPIES or (name == "mul" and overload in ("out", "Scalar_out")):
+        return _numel(kwargs.get("out", result if result is not None else args[0]))
+    return 0
+
+
+class MovedModel(TorchDispatchMode):
+    """Counts inside the block; operators that run inside those of tensor subclasses are not seen.
+
+    Args:
+        num_ranks: Of the group that everything goes over.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._num_ranks = num_ranks
+        self._collectives: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._copied: Counter[str] = Counter()
+        self._copies = 0
+
+    @property
+    def moved(self) -> Moved:
+        """So far."""
+        sent = self._bytes.total()
+        return Moved(
+            self._collectives.total(),
+            sent,
+            sent + sum(self._bytes[name] for name in _ONCE),
+            self._copied.total(),
+            self._copies,
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        library, name = func._schema.name.split("::")
+        if library == "c10d":
+            outputs, inputs = _outputs_and_inputs(name, args)
+            sent = ring_bytes(name, inputs, outputs, self._num_ranks)
+            if sent is not None:
+                self._collectives[name] += 1
+                self._bytes[name] += sent
+        else:
+            numel = copied_numel(name, func._overloadname, args, kwargs, result)
+            self._copied[name] += numel
+            self._copies += numel > 0
+        return result
+
+
+def _outputs_and_inputs(name: str, args: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of the first two arguments: what is received and what is given; in-place operators have one."""
+    first = _nbytes(args[0])
+    if name in _REDUCED or name in _SENT:
+        return first, first
+    return first, _nbytes(args[1])
+
+
+def _nbytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _numel(value: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

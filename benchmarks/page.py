@@ -1,0 +1,147 @@
+"""One page for a whole benchmark: targets beside what was reached, then a table for each run (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.targets import MET, MISSED, OPEN, Results, Verdict
+
+_MEBIBYTE = 2**20
+_ADAM_BYTES = 16
+"""Of a float32 parameter with its gradient and both moments."""
+
+_HEAD = ("contender", "wall ms", "CPU ms", "wall / floor", "CPU / floor", "wall / fsdp2", "CPU / fsdp2", "wall / ddp")
+_COSTS = ("peak MiB", "peak / 16 P/N", "seen MiB", "by gloo MiB", "allocations", "copied / P")
+
+
+def page(
+    title: str, results: Results, failures: Mapping[str, str], verdicts: Sequence[Verdict], pictures: Sequence[str]
+) -> str:
+    """Write the page.
+
+    Args:
+        title: Its heading.
+        results: Documents of the runs, by name.
+        failures: Runs that gave none, and parts that were left out, each with the reason.
+        verdicts: Of all targets.
+        pictures: Names of files in the same folder.
+
+    Returns:
+        Markdown.
+    """
+    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in (MET, MISSED, OPEN)}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
+    parts = [
+        f"# {title}",
+        f"{len(verdicts)} targets: {told}. Losses of all that have a speed equal those of one process.",
+    ]
+    parts.append(_facts(results))
+    parts.append("## Targets\n\n" + _targets(verdicts))
+    parts += [f"![{picture}]({picture})" for picture in pictures]
+    parts.append("## Steps\n\n" + _LEGEND)
+    parts += [_comparison(name, document) for name, document in results.items() if "contenders" in document]
+    parts.append("## Phases")
+    parts += [_phase_table(name, document) for name, document in results.items() if "rows" in document]
+    if failures:
+        parts.append("## Left out\n\n" + "\n".join(f"- {name}: {why}" for name, why in failures.items()))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_LEGEND = (
+    "Medians with quartiles in brackets; wall is the slowest rank, CPU the mean of the ranks over all threads, ratios "
+    "are taken within a round. The floor does not communicate. Seen is what a step issues, by gloo what its "
+    "reduce-scatter makes of that; copied is what is copied, cast or scaled into other memory in a step, per parameter "
+    "of the model."
+)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def spread(value: Mapping[str, float] | None, factor: float, digits: int) -> str:
+    """Such as `1.25 [1.21, 1.31]`; a dash for None."""
+    if value is None:
+        return "-"
+    low, middle, high = (f"{value[key] * factor:.{digits}f}" for key in ("lower", "median", "upper"))
+    return f"{middle} [{low}, {high}]"
+
+
+def _facts(results: Results) -> str:
+    found = next((document["facts"] for document in results.values() if "facts" in document), None)
+    return "" if found is None else "\n".join(f"- {key}: {found[key]}" for key in ("date", "versions", "hardware"))
+
+
+def _targets(verdicts: Sequence[Verdict]) -> str:
+    rows = []
+    for verdict in verdicts:
+        target = verdict.target
+        unit = f" {target.unit}" if target.unit else ""
+        reached = "-" if verdict.value is None else f"{verdict.value:.3g}{unit}"
+        why = f"; {target.reason}" if target.reason and verdict.word == MISSED else ""
+        rows.append([target.title, f"at most {target.limit:g}{unit}", reached, verdict.word + why])
+    return table(("what", "target", "reached", "verdict"), rows)
+
+
+def _comparison(name: str, document: Mapping[str, Any]) -> str:
+    request, facts = document["request"], document["facts"]
+    whole = document["parameter_numel"]
+    rows = [_contender_row(line, whole, request["ranks"]) for line in document["contenders"]]
+    notes = [
+        f"- {line['name']} has no speed: {line['disagrees']}" for line in document["contenders"] if line["disagrees"]
+    ]
+    notes += [f"- {absent} took no part: {why}" for absent, why in document["absent"].items()]
+    planned = document["planned_peak"]
+    if planned is not None:
+        notes.append(f"- the planner says that ours-3 takes {planned / _MEBIBYTE:.1f} MiB at its peak")
+    about = (
+        f"{request['model']}, {request['ranks']} ranks, {request['microbatches']} microbatch(es), gradients travel in "
+        f"{request['comm_dtype']}; {whole:,} parameters in {document['parameter_tensors']} tensors, "
+        f"{facts['tokens per rank and step']} tokens per rank and step, {request['steps']} rounds."
+    )
+    parts = [f"### {name}", about, table((*_HEAD, *_COSTS), rows), "\n".join(notes), f"`{facts['command']}`"]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]:
+    over = [spread(line[kind].get(rival), 1, 2) for rival in ("floor", "fsdp2") for kind in ("wall_over", "cpu_over")]
+    moved, peak = line["moved"], line["live"]["peak"]
+    seen = ["-", "-"] if moved is None else [f"{moved[key] / _MEBIBYTE:.2f}" for key in ("sent_bytes", "gloo_bytes")]
+    return [
+        line["name"],
+        spread(line["wall_s"], 1000, 1),
+        spread(line["cpu_s"], 1000, 1),
+        *over,
+        spread(line["wall_over"].get("ddp"), 1, 2),
+        f"{peak / _MEBIBYTE:.1f}",
+        f"{peak / (_ADAM_BYTES * whole / ranks):.2f}",
+        *seen,
+        str(line["live"]["allocations"]),
+        "-" if moved is None else f"{moved['copied_numel'] / whole:.2f}",
+    ]
+
+
+def _phase_table(name: str, document: Mapping[str, Any]) -> str:
+    request = document["request"]
+    many = request["simulated_ranks"]
+    where = f"rank 0 of {many} simulated ranks" if many else f"{request['ranks']} ranks"
+    rows = [
+        [
+            row["phase"],
+            row["name"],
+            spread(row["wall_s"], 1000, 2),
+            spread(row["cpu_s"], 1000, 2),
+            spread(row["wall_over"], 1, 3),
+            spread(row["cpu_over"], 1, 3),
+            f"{row['peak'] / _MEBIBYTE:.1f}" if row["peak"] else "-",
+        ]
+        for row in document["rows"]
+    ]
+    first = request["contenders"][0]
+    head = ("phase", "contender", "wall ms", "CPU ms", f"wall / {first}", f"CPU / {first}", "peak MiB")
+    host = document.get("host_us_per_unit_and_pass", {})
+    told = "; ".join(f"{who} {value:.0f} us" for who, value in sorted(host.items()))
+    parts = [f"### {name}", f"{request['model']}, {where}, {request['rounds']} rounds.", table(head, rows)]
+    return "\n\n".join([*parts, *([f"Host time per unit and pass beyond the bare model: {told}."] if told else [])])

@@ -1,0 +1,96 @@
+"""The page says what the documents say, and names what is missing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.bench import write_page
+from benchmarks.page import page, spread, table
+from benchmarks.plots import heights, over_floor, peak_mib
+from benchmarks.targets import Target, Verdict
+from tests.benchmarks.documents import comparison, contender, phases
+
+OURS = contender("ours-3", over={"floor": 1.5, "fsdp2": 0.25}, peak=1600)
+WRONG = contender("fsdp1", over={}, wall_s=None, cpu_s=None, disagrees="loss 3 at step 1", moved=None)
+
+
+def row(text: str, *cells: str) -> list[str]:
+    """The cells of the only row that begins like this."""
+    (found,) = (line for line in text.splitlines() if line.startswith("| " + " | ".join(cells) + " |"))
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def written(verdicts: list[Verdict] | None = None, **failures: str) -> str:
+    documents: dict[str, Any] = {
+        "large-2": comparison(OURS, WRONG, absent={"deepspeed-1": "not installed"}, planned_peak=2**20),
+        "host": phases("host", ("forward", "floor", 1.0), ("forward", "ours-3", 4.0))
+        | {"host_us_per_unit_and_pass": {"ours-3": 75.4}},
+    }
+    return page("A page", documents, failures, verdicts or [], ["a.png"])
+
+
+def test_a_row_has_times_ratios_memory_and_counts() -> None:
+    cells = row(written(), "ours-3")
+    assert cells[1:3] == ["250.0 [250.0, 250.0]", "500.0 [500.0, 500.0]"]
+    assert [cell.split()[0] for cell in cells[3:7]] == ["1.50", "1.25", "0.25", "0.62"]
+    assert cells[7] == "-"  # no ddp took part
+    assert cells[9] == "2.00"  # 1600 bytes of 16 * 100 / 2
+    assert cells[12:] == ["7", "1.00"]
+
+
+def test_who_disagrees_has_a_row_without_speeds_and_a_reason() -> None:
+    text = written()
+    assert row(text, "fsdp1")[1:8] == ["-"] * 7
+    assert "- fsdp1 has no speed: loss 3 at step 1" in text
+
+
+def test_what_is_missing_is_said() -> None:
+    text = written(gpu="there is no CUDA device here")
+    assert "- deepspeed-1 took no part: not installed" in text
+    assert "## Left out\n\n- gpu: there is no CUDA device here\n" in text
+
+
+def test_phases_facts_pictures_and_the_plan_are_there() -> None:
+    text = written()
+    assert row(text, "forward", "ours-3")[4] == "4.000 [4.000, 4.000]"
+    assert "Host time per unit and pass beyond the bare model: ours-3 75 us." in text
+    assert "![a.png](a.png)" in text
+    assert "- hardware: one abacus" in text
+    assert "the planner says that ours-3 takes 1.0 MiB at its peak" in text
+
+
+def test_targets_stand_beside_what_was_reached_and_a_reason_only_where_missed() -> None:
+    fast, slow = (Target(name, 0.5, lambda _: 0.0, "s", reason="gloo") for name in ("fast", "slow"))
+    text = written([Verdict(fast, 0.25), Verdict(slow, 0.75), Verdict(fast, None)])
+    assert "| fast | at most 0.5 s | 0.25 s | met |" in text
+    assert "| slow | at most 0.5 s | 0.75 s | missed; gloo |" in text
+    assert "| fast | at most 0.5 s | - | not measured |" in text
+    assert "3 targets: 1 met, 1 missed, 1 not measured." in text
+
+
+def test_tables_and_spreads() -> None:
+    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert spread({"median": 0.5, "lower": 0.25, "upper": 1.0}, 10, 1) == "5.0 [2.5, 10.0]"
+    assert spread(None, 1, 1) == "-"
+
+
+def test_bars_leave_out_what_has_no_value() -> None:
+    results = {"large-2": comparison(OURS, WRONG), "host": phases("host", ("forward", "floor", 1.0))}
+    assert heights(results, over_floor) == {"ours-3": {"large-2": 1.25}}
+    assert heights(results, peak_mib)["fsdp1"] == {"large-2": 100 / 2**20}
+
+
+def test_page_pictures_and_results_lie_in_one_folder(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_page({"large-2": comparison(OURS, WRONG)}, {"moe-2": "it stopped"}, tmp_path / "made", "bench-x")
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        "bench-x-memory.png",
+        "bench-x-time.png",
+        "bench-x.json",
+        "bench-x.md",
+    ]
+    text = path.read_text()
+    assert "- moe-2: it stopped" in text
+    assert "![bench-x-time.png](bench-x-time.png)" in text
+    assert (path.parent / "bench-x-time.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,138 @@
+"""Phases: ratios within a turn, host time by subtraction; and the parts of the suite that decide without measuring."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import environment
+from benchmarks.bench import perform
+from benchmarks.contenders import missing_peers
+from benchmarks.operators import MovedModel, ring_bytes
+from benchmarks.phase_readings import PhaseNotes, PhaseRequest, host_microseconds, phase_rows
+from benchmarks.phases import largest_padding, measure
+from benchmarks.report import Spread
+from benchmarks.suite import Run, runs
+
+REQUEST = PhaseRequest("tiny", 2, 2, 0, ("fsdp2", "ours-3"), "step")
+
+
+def notes(*walls: float) -> PhaseNotes:
+    return PhaseNotes({"act": list(walls)}, {"act": [wall / 2 for wall in walls]}, peak=int(walls[0]))
+
+
+def test_rows_take_the_slowest_rank_and_ratios_within_a_turn() -> None:
+    first, second = phase_rows(REQUEST, {"fsdp2": [notes(2, 4), notes(1, 8)], "ours-3": [notes(1, 1), notes(1, 2)]})
+    assert (first.name, first.wall_s) == ("fsdp2", Spread(5.0, 3.5, 6.5))  # 2 and 8
+    assert second.wall_over == Spread(0.375, 0.3125, 0.4375)  # 1 / 2 and 2 / 8
+    assert first.cpu_s.median == (0.75 + 3.0) / 2
+    assert (first.peak, second.peak) == (2, 1)
+
+
+def test_host_time_is_what_is_added_to_the_bare_model_per_unit_and_pass() -> None:
+    request = PhaseRequest("trivial", 1, 1, 0, ("floor", "ours-3"), "host")
+    both = {
+        name: [PhaseNotes({"forward": [1.0], "backward": [1.0]}, {"forward": [f], "backward": [b]})]
+        for name, f, b in (("floor", 0.001, 0.002), ("ours-3", 0.002, 0.005))
+    }
+    assert host_microseconds(phase_rows(request, both), "floor", units=20) == {"ours-3": pytest.approx(100.0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("_allgather_base_", 75),  # 100 bytes come together, a quarter is there already
+        ("_reduce_scatter_base_", 300),
+        ("alltoall_base_", 300),
+        ("allreduce_", 150),
+        ("broadcast_", 75),
+        ("send", 400),
+        ("barrier", None),
+    ],
+)
+def test_a_ring_sends_all_but_its_own_part(name: str, sent: int | None) -> None:
+    assert ring_bytes(name, inputs_bytes=400, outputs_bytes=100, num_ranks=4) == sent
+
+
+def test_copies_are_counted_by_what_they_write() -> None:
+    narrow, wide = torch.ones(6, dtype=torch.bfloat16), torch.zeros(2, 3)
+    with MovedModel(2) as counted:
+        wide.view(-1).copy_(narrow)
+        torch.mul(wide, 2.0, out=torch.empty(2, 3))
+        torch.cat([wide, wide])
+        wide.add_(1.0)
+        wide * 2.0
+        torch._foreach_copy_([wide], [wide.clone()])
+    assert (counted.moved.copied_numel, counted.moved.copies) == (6 + 6 + 12 + 6 + 6, 5)
+    assert (counted.moved.issued, counted.moved.sent_bytes) == (0, 0)
+
+
+def test_one_rank_of_eight_takes_less_than_the_bare_model() -> None:
+    """Real memory and real steps, with collectives that send nothing; in ranks of its own."""
+    found = measure(PhaseRequest("tiny", 1, 1, 0, ("floor", "fsdp2", "ours-3"), "host", simulated_ranks=8))
+    peaks = {row["name"]: row["peak"] for row in found["rows"]}
+    weights_bytes = 4 * 42_720
+    assert peaks["floor"] > 3 * weights_bytes  # weights and moments, all of them
+    assert 3 * weights_bytes / 8 < peaks["ours-3"] < 0.8 * peaks["floor"]
+    assert {row["phase"] for row in found["rows"]} == {"forward", "backward"}
+
+
+def test_no_layout_of_the_table_pads_more_than_a_hundredth() -> None:
+    assert 0 < largest_padding() <= 0.01
+
+
+def test_runs_have_names_of_their_own_and_fall_back_without_deepspeed() -> None:
+    every = runs(is_quick=False)
+    assert len({run.name for run in every}) == len(every)
+    assert {run.name for run in runs(is_quick=True)} <= {run.name for run in every}
+    full = next(run for run in every if run.name == "large-2")
+    assert "deepspeed-3" in full.arguments
+    assert full.spare == tuple(each for each in full.arguments if not each.startswith("deepspeed"))
+    assert next(run for run in every if run.name == "large-4").spare == ()
+
+
+@pytest.mark.parametrize(("arguments", "rounds"), [((False, None), "8"), ((True, None), "3"), ((False, 20), "20")])
+def test_rounds_can_be_chosen(arguments: tuple[bool, int | None], rounds: str) -> None:
+    run = next(run for run in runs(*arguments) if run.name == "many-small-2")
+    assert run.arguments[run.arguments.index("--steps") + 1] == rounds
+
+
+def test_a_run_that_fails_is_tried_again_and_says_why(tmp_path: Path) -> None:
+    once = Run("facts", "phases.py", ("nonsense",), 60)
+    document, problem = perform(once, Path(sys.executable), tmp_path)
+    assert document is None
+    assert problem.startswith("ended with exit code 2: phases.py: error: argument what: invalid choice: 'nonsense'")
+
+
+def test_packages_are_borrowed_with_their_own_pth_files() -> None:
+    assert environment.borrowed_lines(["a", "b"]) == (
+        "import site; site.addsitedir('a')\nimport site; site.addsitedir('b')\n"
+    )
+
+
+def test_without_packages_the_benchmark_goes_on_with_this_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no such index")
+
+    monkeypatch.setattr(environment, "_install", fails)
+    monkeypatch.setattr(environment, "_borrow", lambda _: None)
+    monkeypatch.setattr(environment.venv, "EnvBuilder", lambda **_: SimpleNamespace(create=lambda _: None))
+    python, problem = environment.prepare(tmp_path / "made")
+    assert python == Path(sys.executable)
+    assert problem == f"{environment.PACKAGES[0]} could not be installed: no such index"
+
+
+def test_an_environment_that_is_ready_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".ready").write_text("\n".join(environment.PACKAGES))
+    monkeypatch.setattr(environment.venv, "EnvBuilder", lambda **_: pytest.fail("it was made again"))
+    assert environment.prepare(tmp_path) == (tmp_path / "bin" / "python", "")
+
+
+def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.contenders.find_spec", lambda _: None)
+    assert missing_peers(["fsdp2", "deepspeed-2"]) == {"deepspeed-2": "the package deepspeed is not installed"}
