@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.settling import steady
+
 
 class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operator makes inside the block until it dies.
@@ -60,8 +62,13 @@ class LiveBytes(TorchDispatchMode):
 
 def held_bytes(collect: bool = True) -> int:
     """Bytes of all storages that some tensor object of this process refers to; `collect`: garbage does not count."""
-    if collect:
-        gc.collect()
+    if not collect:
+        return _held_now()
+    gc.collect()
+    return steady(_held_now)
+
+
+def _held_now() -> int:
     found = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]  # proxies lie to isinstance
     return sum({_key(storage): storage.nbytes() for storage in _storages(found)}.values())
 

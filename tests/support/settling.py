@@ -26,3 +26,19 @@ def settled(measure: Callable[[], T], is_settled: Callable[[T], bool]) -> T:
     while not is_settled(value := measure()) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     return value
+
+
+def steady(measure: Callable[[], T]) -> T:
+    """Measure until the value stays: what an earlier test used may be let go of a moment after its end.
+
+    Args:
+        measure: Called again and again.
+
+    Returns:
+        The value that was found three times in a row.
+    """
+    values = [measure()]
+    while len(values) < 3 or len(set(values[-3:])) > 1:
+        time.sleep(_PAUSE_S)
+        values.append(measure())
+    return values[-1]
