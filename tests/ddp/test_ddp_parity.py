@@ -9,7 +9,7 @@ from tests.runtime.test_parity import OPTIMIZERS, SCRIPTS
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.ddp_run import DdpSetting, check_ddp, ddp, run_ddp
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.sharded_run import EXACT, FP32, Run, Scenario, Tolerance, assert_parity, reference
+from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Tolerance, assert_parity, reference
 from tests.support.usage_models import Nested, vector_case
 
 RANKS = (1, 2, 3, 4)
@@ -75,7 +75,7 @@ def jobs_of(num_ranks: int) -> list[tuple[str, Scenario, DdpSetting]]:
 
 def _tolerance(name: str, num_ranks: int) -> Tolerance:
     if num_ranks == 1:
-        return EXACT
+        return ONE_RANK
     return _BF16 if name == "bf16_fp32_norm" else FP32
 
 
@@ -138,7 +138,7 @@ def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None
         for name in ("tied", "scalars")
         for number, strategy in enumerate(STRATEGIES)
     ]
-    check_ddp(run_ranks, num_ranks, jobs, EXACT if num_ranks == 1 else FP32)
+    check_ddp(run_ranks, num_ranks, jobs, ONE_RANK if num_ranks == 1 else FP32)
 
 
 @pytest.mark.parametrize(("num_ranks", "instances"), [(4, 2), (2, 2), (4, 4)])

@@ -18,8 +18,8 @@ from tests.support.models import (
     make_token_batch,
 )
 from tests.support.sharded_run import (
-    EXACT,
     FP32,
+    ONE_RANK,
     OptimizerFn,
     Run,
     Scenario,
@@ -121,7 +121,7 @@ def jobs_of(num_ranks: int, strategy: int) -> list[tuple[ModelName, Scenario, Se
 
 def _tolerance(name: ModelName, num_ranks: int) -> Tolerance:
     if num_ranks == 1:
-        return EXACT
+        return ONE_RANK
     return _BF16 if name == "bf16_fp32_norm" else FP32
 
 
@@ -182,7 +182,7 @@ def test_averaging_in_the_collective_gives_the_same_mean(run_ranks: RunRanks, nu
     scenario = Scenario(three_microbatches, MODEL_CASES["odd_shapes"])
     jobs = [(scenario, Setting(strategy, average_in_collective=True)) for strategy in STRATEGIES]
     for outcomes in zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True):
-        assert_parity(outcomes, reference(scenario), EXACT if num_ranks == 1 else FP32)
+        assert_parity(outcomes, reference(scenario), ONE_RANK if num_ranks == 1 else FP32)
 
 
 # ---- the comparison itself can fail --------------------------------------------------------------------------------

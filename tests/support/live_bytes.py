@@ -77,7 +77,8 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, DTensor):
             leaf = leaf._local_tensor
-        if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter) and not leaf.is_meta:
+        is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+        if is_plain and not leaf.is_meta:
             yield leaf.untyped_storage()
 
 
