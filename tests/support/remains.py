@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.support.forked_programs import trainer
+from tests.support.settling import settled
 
 
 def trainer_with_its_own_temporaries(argv: Sequence[str], change: Callable[[], None] = lambda: None) -> int:
@@ -17,7 +18,7 @@ def trainer_with_its_own_temporaries(argv: Sequence[str], change: Callable[[], N
 
 
 def remains(place: Path, sessions: Iterable[int]) -> list[str]:
-    """What is there still.
+    """What is there still, once processes that were killed had the time to die.
 
     Args:
         place: TMPDIR of the program.
@@ -28,10 +29,16 @@ def remains(place: Path, sessions: Iterable[int]) -> list[str]:
     """
     leaders = {str(session) for session in sessions}
     found = [path.name for path in place.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+    found += settled(lambda: _processes(leaders), lambda living: not living)
+    names = os.listdir("/dev/shm")  # noqa: PTH208  # names are all that is needed
+    return found + [name for name in names if leaders.intersection(name.replace("-", "_").split("_"))]
+
+
+def _processes(leaders: set[str]) -> list[str]:
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
             if session in leaders and state not in "ZX":
                 found.append(f"process {process.name}")
-    names = os.listdir("/dev/shm")  # noqa: PTH208  # names are all that is needed
-    return found + [name for name in names if leaders.intersection(name.replace("-", "_").split("_"))]
+    return found
