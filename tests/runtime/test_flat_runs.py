@@ -253,7 +253,7 @@ def test_hooks_from_before_connecting_find_state_in_order_and_every_step_counted
         assert [steps for _, steps in seen] == [{1.0}, {2.0}]
 
 
-def make_other_gradients(model: nn.Module) -> None:
+def make_other_gradients(model: nn.Module, _optimizer: Any = None) -> None:
     """Replace all gradients but the first by others, of memory of their own."""
     for param in [param for param in model.parameters() if param.grad is not None][1:]:
         param.grad = param.grad * 10.0  # type: ignore[operator]
@@ -297,10 +297,6 @@ def own_values(_model: nn.Module, optimizer: Any) -> None:
         optimizer.state[param].update(seen=torch.zeros(()), list=[torch.ones(2), torch.ones(2)])
 
 
-def replace_once(model: nn.Module, _optimizer: Any) -> None:
-    make_other_gradients(model)
-
-
 def after_trouble(trouble: Callable[[nn.Module, Any], None], at: int) -> tuple[list[bool], bool]:
     """Whether weights and state are equal by parameter, and own values the user's, between runs and DTensors."""
     ends, kept = [], True
@@ -333,7 +329,7 @@ def after_trouble(trouble: Callable[[nn.Module, Any], None], at: int) -> tuple[l
         (one_group_on_dtensors, 0),
         (listed_twice, 0),
         (own_values, 1),
-        (replace_once, 2),
+        (make_other_gradients, 2),
     ],
 )
 def test_after_trouble_weights_and_state_are_those_of_dtensors(
@@ -342,9 +338,6 @@ def test_after_trouble_weights_and_state_are_those_of_dtensors(
     for same, kept in run_ranks(2, after_trouble, trouble, at):
         assert all(same)
         assert kept
-
-
-# ---- gradients in another dtype --------------------------------------------------------------------------------------
 
 
 def with_cast_gradients() -> tuple[list[int], int, bool]:
