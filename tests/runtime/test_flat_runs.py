@@ -1,21 +1,34 @@
 """Parameters stepped as one flat tensor: what is joined, and that nothing a user does between steps is lost."""
 
+import contextlib
 import copy
 import itertools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.runtime import local_step
 from megatron_fsdp.runtime.flat_runs import Run, find_runs
 from tests.conftest import RunRanks
 from tests.runtime.test_local_step import VARIANTS, connect, odd, wrap
-from tests.support.api_net import backward, batches, build
+from tests.support.api_net import backward, batches, build, mesh
+from tests.support.parity import fixed_seed
 
 SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+
+
+def tight() -> nn.Module:
+    """A network whose weights lie side by side without gaps; 6 parameters. (samples, 5) -> (samples, 3)."""
+    with fixed_seed(2):
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def runs_of(optimizer: torch.optim.Optimizer) -> list[Run]:
@@ -121,9 +134,11 @@ DEEDS = (
 )
 
 
-def difference_after(deed: Callable[[Any], None], variant: str) -> tuple[list[bool], list[float]]:
+def difference_after(
+    deed: Callable[[Any], None], variant: str, build_model: Callable[[], nn.Module]
+) -> tuple[list[bool], list[float]]:
     """Whether every weight and all state are equal between runs and DTensors after five steps, by parameter."""
-    model = wrap(odd, 3)
+    model = fully_shard_model(build_model(), mesh(), zero_dp_strategy=3)
     start = [param.detach().clone() for param in model.parameters()]
     ends = []
     for on_dtensors in (False, True):
@@ -162,8 +177,8 @@ def _end(model: nn.Module, optimizer: Any) -> list[dict[str, torch.Tensor]]:
 def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     deed: Callable[[Any], None], run_ranks: RunRanks
 ) -> None:
-    for variant in ("adamw", "adam foreach", "adamw fused"):
-        (same, steps), (same_there, steps_there) = run_ranks(2, difference_after, deed, variant)
+    for variant, build_model in (("adamw", tight), ("adam foreach", odd), ("adamw fused", odd)):
+        (same, steps), (same_there, steps_there) = run_ranks(2, difference_after, deed, variant, build_model)
         assert all(same), variant
         assert all(same_there), variant
         assert steps == steps_there
@@ -208,3 +223,177 @@ def order_of_state() -> tuple[list[int], list[int]]:
 def test_state_is_in_the_order_of_parameters_on_every_rank(run_ranks: RunRanks) -> None:
     for order, saved in run_ranks(3, order_of_state):
         assert order == saved == sorted(order)
+
+
+# ---- hooks, failures and what cannot be joined -----------------------------------------------------------------------
+
+
+def seen_by_an_early_hook() -> list[tuple[list[int], set[float]]]:
+    """What a hook from before connecting finds after each step: the order of state, and the numbers of steps."""
+    model = wrap(odd, 3)
+    optimizer: Any = VARIANTS["adamw"]([param for param in model.parameters() if param.requires_grad])
+    numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
+    seen: list[tuple[list[int], set[float]]] = []
+
+    def look(own: Any, _args: Any, _kwargs: Any) -> None:
+        seen.append(([numbers[param] for param in own.state], {state["step"].item() for state in own.state.values()}))
+
+    optimizer.register_step_post_hook(look)
+    fully_shard_optimizer(optimizer)
+    for batch in batches(2):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+    return seen
+
+
+def test_hooks_from_before_connecting_find_state_in_order_and_every_step_counted(run_ranks: RunRanks) -> None:
+    for seen in run_ranks(3, seen_by_an_early_hook):
+        assert [order for order, _ in seen] == [[0, 2, 3, 4, 5, 6]] * 2  # number 1 is never used
+        assert [steps for _, steps in seen] == [{1.0}, {2.0}]
+
+
+def make_other_gradients(model: nn.Module, _optimizer: Any = None) -> None:
+    """Replace all gradients but the first by others, of memory of their own."""
+    for param in [param for param in model.parameters() if param.grad is not None][1:]:
+        param.grad = param.grad * 10.0  # type: ignore[operator]
+
+
+def fail_then_replace(model: nn.Module, optimizer: Any) -> None:
+    """A first step that fails after gradients were looked at; then others take their place."""
+
+    def fails() -> float:
+        len(optimizer.state_dict())
+        raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError):
+        optimizer.step(fails)
+    options = optimizer.param_groups[0]
+    rate, options["lr"] = options["lr"], torch.tensor(options["lr"])
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()  # lists of tensors take no tensor as rate
+    options["lr"] = rate
+    make_other_gradients(model)
+
+
+def one_group_on_dtensors(_model: nn.Module, optimizer: Any) -> None:
+    """A step where a second group cannot be shown as local tensors, and so none is."""
+    foreign = nn.Parameter(torch.ones(2))
+    foreign.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [foreign]})
+    optimizer.step()
+    optimizer.state.pop(foreign)
+    optimizer.param_groups.pop()
+
+
+def listed_twice(_model: nn.Module, optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [*params, params[1]]
+
+
+def own_values(_model: nn.Module, optimizer: Any) -> None:
+    """State that is none of the optimizer's: numbers, and things that cannot be compared."""
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param].update(seen=torch.zeros(()), list=[torch.ones(2), torch.ones(2)])
+
+
+def after_trouble(trouble: Callable[[nn.Module, Any], None], at: int) -> tuple[list[bool], bool]:
+    """Whether weights and state are equal by parameter, and own values the user's, between runs and DTensors."""
+    ends, kept = [], True
+    for on_dtensors in (False, True):
+        model = fully_shard_model(tight(), mesh(), zero_dp_strategy=3)
+        optimizer: Any = connect(model, VARIANTS["adam foreach"], on_dtensors)
+        for number, batch in enumerate(batches(4)):
+            optimizer.zero_grad()
+            backward(model, batch)
+            if number == at:
+                trouble(model, optimizer)
+                own = [state.get("seen") for state in optimizer.state.values()]
+            optimizer.step()
+        kept &= all(map(operator.is_, own, [state.get("seen") for state in optimizer.state.values()]))
+        for state in optimizer.state.values():
+            state.pop("list", None)
+        ends.append(_end(model, optimizer))
+    same = [
+        left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+        for left, right in zip(*ends, strict=True)
+    ]
+    return same, kept
+
+
+@pytest.mark.parametrize(
+    ("trouble", "at"),
+    [
+        (fail_then_replace, 0),
+        (fail_then_replace, 2),
+        (one_group_on_dtensors, 0),
+        (listed_twice, 0),
+        (own_values, 1),
+        (make_other_gradients, 2),
+    ],
+)
+def test_after_trouble_weights_and_state_are_those_of_dtensors(
+    trouble: Callable[[nn.Module, Any], None], at: int, run_ranks: RunRanks
+) -> None:
+    for same, kept in run_ranks(2, after_trouble, trouble, at):
+        assert all(same)
+        assert kept
+
+
+def with_cast_gradients() -> tuple[list[int], int, bool]:
+    """Looks for runs in each step, runs then, and whether steps without gradients change nothing."""
+    model = fully_shard_model(tight().to(torch.bfloat16), mesh(), zero_dp_strategy=0)  # float32 main weights
+    optimizer: Any = connect(model, VARIANTS["adamw"])
+    looks: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        looks[-1] += 1
+        return find_runs(*args)
+
+    with mock.patch.object(local_step, "find_runs", counted):
+        for number, batch in enumerate(batches(5)):
+            looks.append(0)
+            optimizer.zero_grad()
+            backward(model, batch)
+            if number == 2:
+                make_other_gradients(model)
+            optimizer.step()
+        runs = len(runs_of(optimizer))
+        before = _end(model, optimizer)
+        optimizer.zero_grad()
+        looks.append(0)
+        optimizer.step()
+    after = _end(model, optimizer)
+    same = all(torch.equal(left[key], right[key]) for left, right in zip(before, after, strict=True) for key in left)
+    return looks, runs, same
+
+
+def test_gradients_that_are_cast_in_every_step_are_not_looked_through_anew(run_ranks: RunRanks) -> None:
+    for looks, runs, same in run_ranks(2, with_cast_gradients):
+        assert looks == [1, 0, 1, 1, 0, 1]
+        assert runs < 6
+        assert same
+
+
+# ---- the norm --------------------------------------------------------------------------------------------------------
+
+
+def norms_after_nan(strategy: int) -> list[float]:
+    """Norms of the same gradients, before and after some that were NaN were clipped and zeroed in place."""
+    model = wrap(build, strategy)
+    norms = []
+    for factor in (1.0, float("nan"), 1.0):
+        model.zero_grad(set_to_none=False)
+        backward(model, next(batches(1)))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad._local_tensor.mul_(factor)  # type: ignore[union-attr]
+        norms.append(model.clip_grad_norm_(1.0).item())
+    return norms
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int, run_ranks: RunRanks) -> None:
+    for first, nan, last in run_ranks(2, norms_after_nan, strategy):
+        assert math.isnan(nan)
+        assert first == last > 0.0

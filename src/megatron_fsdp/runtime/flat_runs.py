@@ -17,12 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.real_values import address_of, has_values
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 
 States = Mapping[Tensor, dict[str, Any]]
+
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of state that is a number for each parameter in torch's elementwise optimizers."""
+_PLAIN = frozenset({int, float, bool, type(None)})
 
 
 class _Member(NamedTuple):
@@ -67,8 +72,7 @@ class _Parts:
 
         In a simulated rank they share one: torch reads it, and only those that it has made itself have values there.
         """
-        is_number = key not in self._slots and isinstance(value, Tensor) and value.dim() == 0
-        return is_number and len(self.params) > 1 and has_values(value)
+        return len(self.params) > 1 and _is_number(key, value) and has_values(value)
 
     def spread(self, key: str, value: Any, source: States) -> Any:
         """Give each member its part of a value in the state of all; returns what the run itself goes on with."""
@@ -131,20 +135,31 @@ class Run:
         self.flat.grad = _joined(local, self.flat.numel()) if self._grad_is_joined else local.reshape(-1)
         self.state.show(source)
 
-    def release(self) -> bool:
-        """The step is over: every member has made it, and neither gradients nor state are held.
-
-        Returns:
-            Whether there is state that was not there before the step, or was replaced.
-        """
+    def level(self) -> None:
+        """Every member has made the step that the first has made."""
         count = len(self.params)
         for key, value in self.state.items():
             if self._parts.is_number_each(key, value):
                 numbers = _joined(value, count)
                 numbers[1:].copy_(numbers[:1].expand(count - 1))
-                self._versions[key] = value._version
+
+    def release(self) -> bool:
+        """The step is over, and all runs are level (some have numbers in one memory); hold no gradient and no state.
+
+        Returns:
+            Whether there is state that was not there before the step, or was replaced.
+        """
+        numbers = {key: value for key, value in self.state.items() if self._parts.is_number_each(key, value)}
+        self._versions = {key: value._version for key, value in numbers.items()}
         self.flat.grad = None
         return self.state.forget()
+
+    def takes_gradients(self) -> bool:
+        """Whether gradients that are there now, of every member, can be shown as one."""
+        grads: list[Any] = [param.grad for param in self.params]
+        fit = all(_fits(param, grad) for param, grad in zip(self.params, grads, strict=True))
+        self._grad_is_joined = fit and _are_joined([grad._local_tensor for grad in grads])
+        return self._grad_is_joined or (fit and len(grads) == 1)
 
     def is_as_left(self, source: States) -> bool:
         """Whether nobody has written to the numbers of the members' states since the last step."""
@@ -189,8 +204,12 @@ def find_runs(params: Iterable[UnevenDTensor], source: States, slots: frozenset[
         slots: Keys of state that is cut as its parameter.
 
     Returns:
-        The runs; None where some gradient or state is not cut as its parameter, or of another dtype.
+        The runs; None where some gradient or state is not cut as its parameter, or of another dtype, or where a
+        parameter is listed twice.
     """
+    params = tuple(params)
+    if len(set(map(id, params))) < len(params):
+        return None
     members = []
     for param in params:
         grad: Any = param.grad
@@ -198,13 +217,18 @@ def find_runs(params: Iterable[UnevenDTensor], source: States, slots: frozenset[
             continue
         own = source.get(param) or {}
         cut = [value for key, value in own.items() if key in slots and value is not None]
-        if grad.dtype != param.dtype or not all(_is_cut_as(param.shard_frame, value) for value in (grad, *cut)):
+        if not _fits(param, grad) or not all(_is_cut_as(param.shard_frame, value) for value in cut):
             return None
-        kind = (param.dtype, *((key, _kind(value, key in slots)) for key, value in own.items()))
+        kind = (param.dtype, *((key, _kind(key, value, key in slots)) for key, value in own.items()))
         members.append(_Member(param, param._local_tensor, grad._local_tensor, own, kind))
     members.sort(key=lambda member: (not member.local.numel(), address_of(member.local)))
     starts = [index for index, member in enumerate(members) if not index or not _continues(members[index - 1], member)]
     return [Run(members[start:stop], slots, source) for start, stop in itertools.pairwise([*starts, len(members)])]
+
+
+def lie_apart(runs: Sequence[Run]) -> bool:
+    """Whether no run begins where another ends, so that weights are what keeps them apart and nothing else."""
+    return not any(_are_joined([before.flat, run.flat]) for before, run in itertools.pairwise(runs))
 
 
 def _continues(before: _Member, member: _Member) -> bool:
@@ -215,15 +239,21 @@ def _continues(before: _Member, member: _Member) -> bool:
     )
 
 
-def _kind(value: Any, is_cut: bool) -> object:
+def _kind(key: str, value: Any, is_cut: bool) -> object:
     """What states of one run have to agree on: dtype and place of tensors, the value of numbers."""
-    if not isinstance(value, Tensor):
-        return value
-    if is_cut:
+    if is_cut and value is not None:
         return value.dtype, value.device
-    if value.dim() == 0:
+    if _is_number(key, value):
         return value.dtype, value.device, value.item() if has_values(value) else None
-    return id(value)  # nothing that is known to be one for each parameter
+    return value if type(value) in _PLAIN else id(value)  # nothing that is known to be one for each parameter
+
+
+def _is_number(key: str, value: object) -> bool:
+    return key in _NUMBERS and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0
+
+
+def _fits(param: UnevenDTensor, grad: Any) -> bool:
+    return grad.dtype == param.dtype and _is_cut_as(param.shard_frame, grad)
 
 
 def _is_cut_as(frame: ShardFrame, value: object) -> bool:

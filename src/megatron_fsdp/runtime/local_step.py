@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.runtime.flat_runs import Run, RunState, States, find_runs
+from megatron_fsdp.runtime.flat_runs import Run, RunState, States, find_runs, lie_apart
 
 _SLOTS: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -63,7 +63,7 @@ class LocalStep:
             A stand-in that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
             or where the step is compiled or runs in inference mode.
         """
-        self.release()  # of a step that failed
+        self.abandon()
         slots = _SLOTS.get(type(optimizer))
         if slots is None or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
@@ -78,7 +78,15 @@ class LocalStep:
         source, self._source = self._source, None
         if source is not None:
             for group in self._groups:
+                group.level()
+            for group in self._groups:
                 group.release(source)
+
+    def abandon(self) -> None:
+        """A step has failed, if any was under way; what was found for it may have changed since, so find it anew."""
+        if self._source is not None:
+            self.release()
+            self._groups = []
 
     def localise(
         self, optimizer: Optimizer, slots: frozenset[str]
@@ -89,9 +97,8 @@ class LocalStep:
         then take care of it, or say what is wrong.
         """
         known, self._groups = self._groups, []
-        source = self._source = optimizer.state
-        states: dict[torch.Tensor, RunState] = {}
-        shown: list[dict[str, Any]] = []
+        source = optimizer.state
+        found = []
         for group, last in itertools.zip_longest(optimizer.param_groups, known[: len(optimizer.param_groups)]):
             params = group["params"]
             if group.get("differentiable") or not set(map(type, params)) <= {UnevenDTensor}:
@@ -101,10 +108,14 @@ class LocalStep:
                 if runs is None:
                     return None
                 last = _GroupRuns(params, runs)
-            self._groups.append(last)
-            last.show(source)
-            states.update((run.flat, run.state) for run in last.runs)
-            shown.append({**group, "params": [run.flat for run in last.runs]})
+            found.append(last)
+        self._groups, self._source = found, source
+        states: dict[torch.Tensor, RunState] = {}
+        shown: list[dict[str, Any]] = []
+        for group, runs_now in zip(optimizer.param_groups, found, strict=True):
+            runs_now.show(source)
+            states.update((run.flat, run.state) for run in runs_now.runs)
+            shown.append({**group, "params": [run.flat for run in runs_now.runs]})
         return shown, states
 
 
@@ -121,27 +132,39 @@ class _GroupRuns:
         self.runs = runs
         self._params = tuple(params)
         self._locals = tuple(map(_local_tensor, params))
-        self._seen: list[Callable[[], object]] | None = None
+        self._lie_apart = lie_apart(runs)  # other gradients could not make fewer of them
+        self._has_grad: list[bool] = []
+        self._seen_grads: list[Callable[[], object]] = []
+        self._seen_state: list[Callable[[], object]] | None = None
         self._is_known = False  # everything is what was seen last
 
     def are_right(self, params: Sequence[UnevenDTensor], source: States) -> bool:
-        """Whether parameters, gradients and state are the same objects as after the last step."""
-        if self._seen is None or len(params) != len(self._params):
+        """Whether parameters and state are the same objects as after the last step, and gradients lie as they did."""
+        self._is_known = False
+        if self._seen_state is None or len(params) != len(self._params):
             return False
-        now = _things_of(params, source)
-        self._is_known = (
+        state, grads = _things_in(params, source), list(map(_grad, params))
+        if not (
             all(map(is_, params, self._params))
             and all(map(is_, map(_local_tensor, params), self._locals))
-            and len(now) == len(self._seen)
-            and all(map(is_, now, map(call, self._seen)))
+            and len(state) == len(self._seen_state)
+            and all(map(is_, state, map(call, self._seen_state)))
+            and [grad is not None for grad in grads] == self._has_grad
             and all(run.is_as_left(source) for run in self.runs)
-        )
-        return self._is_known
+        ):
+            return False
+        self._is_known = all(map(is_, grads, map(call, self._seen_grads)))
+        return self._is_known or (self._lie_apart and all(run.takes_gradients() for run in self.runs))
 
     def show(self, source: States) -> None:
         """Show gradients and state of now."""
         for run in self.runs:
             run.show(source)
+
+    def level(self) -> None:
+        """Let every member have made the step."""
+        for run in self.runs:
+            run.level()
 
     def release(self, source: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Leave state in the order of parameters, which all ranks share, and hold neither gradients nor state."""
@@ -151,15 +174,16 @@ class _GroupRuns:
                 if param in source:
                     source[param] = source.pop(param)
         if not self._is_known or has_new_state:
-            self._seen = [_reference(thing) for thing in _things_of(self._params, source)]
+            grads = list(map(_grad, self._params))
+            self._has_grad = [grad is not None for grad in grads]
+            self._seen_grads = list(map(_reference, grads))
+            self._seen_state = list(map(_reference, _things_in(self._params, source)))
 
 
-def _things_of(params: Sequence[UnevenDTensor], source: States) -> list[object]:
-    """Gradients, and all that there is in their states."""
-    things: list[object] = list(map(_grad, params))
-    for param in params:
-        things += source.get(param, _NOTHING).values()
-    return things
+def _things_in(params: Sequence[UnevenDTensor], source: States) -> list[object]:
+    """All that there is in the states of parameters; never None, which is what a dead reference gives."""
+    things = [thing for param in params for thing in source.get(param, _NOTHING).values()]
+    return [_NOTHING if thing is None else thing for thing in things]
 
 
 def _reference(thing: object) -> Callable[[], object]:

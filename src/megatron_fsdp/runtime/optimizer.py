@@ -110,8 +110,13 @@ class _StepHooks:
 
         return synchronised
 
-    def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def at_once_after(self, _optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._local.release()
+
+    def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
+        self._local.abandon()
+
+    def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
             _alive(self._model).install_optimized_model_weights()
 
@@ -134,6 +139,10 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     hooks = _StepHooks(reference)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
+    first = optimizer.register_step_post_hook(hooks.at_once_after)
+    # Hooks that were there before look at state, too.
+    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+    optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
     if describes_state:
         optimizer.register_state_dict_pre_hook(functools.partial(_describe_state, reference))
         optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))

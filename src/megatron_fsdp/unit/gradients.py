@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, piece_view
+from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, gaps_of, padding_ranges, piece_view
 from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.gradient_scaling import GradientReduction
@@ -52,6 +52,7 @@ class GradientBuffers:
         self.inspect: Inspect | None = None  # sees what is about to travel: tensor i of each bucket
         self.main = FlatBuffer(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
+        self._gaps: list[torch.Tensor] | None = None  # of the main gradient; found when first asked for
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
         self._attached = [False] * count  # `.grad` was handed out and not taken back since
@@ -75,6 +76,8 @@ class GradientBuffers:
     def forget_buckets(self) -> None:
         """Let go of buckets that were filled before and may be gone."""
         self._target_views.clear()
+        if not self.is_filling:
+            self._views_of_target = []
 
     # ---- filling ------------------------------------------------------------------------------------------------
 
@@ -294,6 +297,10 @@ class GradientBuffers:
         shown = get_grads(params, self.grad_attribute)
         if any(grad is None for grad in shown) or not all(map(is_, shown, self._views)):
             return None
+        if self._gaps is None:
+            self._gaps = gaps_of(self.main)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)  # which a scale that is not finite has made NaN
         return self.main.local
 
     @property
