@@ -11,7 +11,6 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ class SealingWriter(FileSystemWriter):
             for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
                 offset, data = stream.tell(), planner.resolve_data(item)
                 if isinstance(data, torch.Tensor):
-                    _write_tensor(data, archives, stream)
+                    archives.write(data, stream)
                 else:
                     stream.write(data.getbuffer())
                 length = stream.tell() - offset
@@ -146,15 +145,6 @@ class SealingWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         super().finish(metadata, written)
-
-
-def _write_tensor(tensor: torch.Tensor, archives: TensorArchives, stream: BufferedWriter) -> None:
-    """Write one tensor; where that fails, raise what the file says, which torch hides: that the disk is full."""
-    try:
-        archives.write(tensor, stream)
-    except RuntimeError:
-        stream.flush()
-        raise
 
 
 def require_alike(plans: Sequence[SavePlan]) -> None:

@@ -31,7 +31,19 @@ class TensorArchives:
         Args:
             tensor: On any device; what is not on the CPU or not contiguous is copied for the time of the call.
             stream: Open for writing, buffered.
+
+        Raises:
+            OSError: Of the stream, such as that the disk is full.
         """
+        watched = _WatchedStream(stream)
+        try:
+            self._write(tensor, watched)  # type: ignore[arg-type]  # torch only writes
+        except RuntimeError:
+            if watched.error is None:
+                raise
+            raise watched.error from None
+
+    def _write(self, tensor: torch.Tensor, stream: IO[bytes]) -> None:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_quantized:
             torch.save(tensor, stream)
@@ -47,6 +59,26 @@ class TensorArchives:
             archive.write_record(".storage_alignment", alignment, len(alignment))
             archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             archive.write_record("data/0", _elements(tensor), tensor.nbytes)
+
+
+class _WatchedStream:
+    """A stream that remembers its error: torch's writer reports a wrong position in its place."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """As the stream's."""
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """As the stream's."""
+        self._stream.flush()
 
 
 def _elements(tensor: torch.Tensor) -> torch.UntypedStorage:
