@@ -19,6 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from tests.support.chaos import Chaos
@@ -79,6 +80,7 @@ def footprint(*options: str) -> Footprint:
 
 def use_temporary_folder(folder: Path) -> None:
     """Let this process, and all that it starts, leave temporary files there, where nobody else does."""
+    get_temp_dir()  # multiprocessing keeps its own, which it removes last, where it was made
     folder.mkdir()
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None
