@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -58,6 +59,12 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(SOURCE), **more}
 
 
+def _listen_to_the_terminal() -> None:
+    """Let Ctrl-C reach this process; it is ignored in jobs in the background, and in what they start."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A program on a terminal, and what that shows."""
 
@@ -74,7 +81,7 @@ class Terminal:
             stderr=theirs,
             env=environment(TERM="xterm-256color"),
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+            preexec_fn=_listen_to_the_terminal,
         )
         os.close(theirs)
 
