@@ -60,6 +60,16 @@ DECODER: dict[str, Any] = {
     "eval_iters": 1,
     "log_interval": 2,
 }
+SMALL_SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+"""For configs of transformers."""
 LLAMA: dict[str, Any] = {**DECODER, "transformer_impl": "transformers", "untie_embeddings_and_output_weights": True}
 TIED: dict[str, Any] = {**LLAMA, "untie_embeddings_and_output_weights": False}
 MIXTRAL: dict[str, Any] = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}

@@ -13,22 +13,22 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks
-from tests.train.engines.runs import IDS, NoCheckpoints, Silent, some_data, some_feed, this_rank, train_plainly
+from tests.train.engines.runs import (
+    IDS,
+    SMALL_SHAPE,
+    NoCheckpoints,
+    Silent,
+    some_data,
+    some_feed,
+    this_rank,
+    train_plainly,
+)
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (ROOT / "examples" / "presets").glob("*.yaml"))
 FLAGS = "--seq-length 8 --global-batch-size 8 --train-iters 3 --eval-iters 1 --lr-warmup-iters 1 --log-interval 2"
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
 SMALL_EXPERTS: dict[str, Any] = {
-    **SMALL,
+    **SMALL_SHAPE,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 8,
     "n_routed_experts": 8,
@@ -50,7 +50,7 @@ def words_of(name: str, folder: Path) -> list[str]:
     full = parse_options(["--config", str(ROOT / file)])
     assert full.model.hf_config is not None
     model = json.loads((ROOT / full.model.hf_config).read_text(encoding="utf-8"))
-    model |= SMALL_EXPERTS if model["model_type"] == "deepseek_v3" else SMALL
+    model |= SMALL_EXPERTS if model["model_type"] == "deepseek_v3" else SMALL_SHAPE
     (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
     words = ["--config", str(ROOT / file), "--hf-config", str(folder), *FLAGS.split()]
     instances = full.ddp.num_distributed_optimizer_instances

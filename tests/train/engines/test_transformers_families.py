@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RunRanks
-from tests.train.engines.runs import LLAMA, assert_equal_to_one_process, train_here
+from tests.train.engines.runs import LLAMA, SMALL_SHAPE, assert_equal_to_one_process, train_here
 
 pytest.importorskip("transformers")
 
@@ -20,16 +20,7 @@ RUN = {
     for name in ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "adam_eps", "clip_grad")
 }
 RUN |= {"weight_decay": 0.1, "eval_iters": 1, "log_interval": 2}
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+SMALL = {**SMALL_SHAPE, "max_position_embeddings": 64}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8}
 WINDOW = {"sliding_window": 4, "query_pre_attn_scalar": 4, "head_dim": 4}
