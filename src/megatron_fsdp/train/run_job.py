@@ -46,6 +46,7 @@ from megatron_fsdp.train.reporting.console import (
     format_bytes,
     library_messages,
     make_console,
+    print_message,
     printable,
     show_comparison,
     show_header,
@@ -160,7 +161,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
 
 def teller(console: Console) -> Callable[[str], None]:
     """What prints lines as they are: a path may have what would be markup."""
-    return lambda text: console.print(Text(printable(text)))
+    return lambda text: print_message(console, printable(text))
 
 
 def stopped_words(job: Job, steps: int) -> str:
@@ -306,4 +307,4 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
     if results.rows:
         show_comparison(console, results.rows)
     say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
-    console.print(Text(f"curves, metrics, log, sample and summary: {folder}"), soft_wrap=True)
+    print_message(console, f"curves, metrics, log, sample and summary: {folder}")

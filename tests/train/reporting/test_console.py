@@ -1,9 +1,11 @@
-"""The console when nobody reads any more, or where what it prints cannot be written."""
+"""The console when nobody reads any more, where what it prints cannot be written, and how it breaks lines."""
 
 import io
 import os
 
-from megatron_fsdp.train.reporting.console import make_console, show_header
+from rich.console import Console
+
+from megatron_fsdp.train.reporting.console import make_console, print_message, show_header
 
 
 class FullDisk(io.StringIO):
@@ -53,3 +55,12 @@ def test_letters_that_the_output_has_not_are_replaced_and_frames_are_of_ascii() 
     assert lines[0].startswith("+-")
     assert "megatron_fsdp training" in lines[0]
     assert lines[1] == "| text  caf?".ljust(len(lines[0]) - 1) + "|"
+
+
+def test_a_long_message_is_one_line_in_a_file_and_lines_of_words_on_a_terminal() -> None:
+    message = " ".join(["No space left on device; training goes on"] * 5)
+    for is_terminal, lines in ((False, 1), (True, 6)):
+        text = io.StringIO()
+        print_message(Console(file=text, width=40, force_terminal=is_terminal), message)
+        assert " ".join(text.getvalue().split()) == message
+        assert len(text.getvalue().splitlines()) == lines

@@ -89,6 +89,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
+def print_message(console: Console, text: str) -> None:
+    """Print a text as it is: a terminal gets lines of whole words, a file the whole line, so that grep finds it."""
+    console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
 def make_console(*, is_first: bool) -> Console:
     """Return a console for this rank; those of other ranks swallow everything."""
     console = _Console(quiet=not is_first, highlight=False)
@@ -106,7 +111,7 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message as it is."""
-        self._console.print(Text(self.format(record)))
+        print_message(self._console, self.format(record))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.reporting.console import printable
+from megatron_fsdp.train.reporting.console import print_message, printable
 from megatron_fsdp.train.reporting.facts import Facts, averaged, cells, duration, plain_line
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
@@ -84,7 +84,7 @@ class ConsoleWatcher:
 
     def say(self, text: str) -> None:
         """Print lines above the picture."""
-        self._console.print(Text(printable(text)))
+        print_message(self._console, printable(text))
 
     def picture(self) -> Group:
         """What a terminal shows now."""
