@@ -190,8 +190,8 @@ class PlannedGroupDriver:
         return self.plan.weights_in_slots
 
     @property
-    def exchanges_inside(self) -> bool:
-        """As the engine's: an all-to-all and a local sum, on gloo."""
+    def receives_inside(self) -> bool:
+        """As the engine's over sockets: an all-to-all and a local sum, on gloo."""
         grads = self.gradients
         return grads is not None and grads.scatters_inside and grads.backend is Backend.GLOO
 

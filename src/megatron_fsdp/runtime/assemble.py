@@ -11,6 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.buffer.share import VARIABLE as SHARED_MEMORY_VARIABLE
+from megatron_fsdp.buffer.share import resolve_shared_memory
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.memory_options import MemoryOptions
@@ -149,6 +151,8 @@ def assemble(
     own_groups = None
     if switches.own_groups:
         sharding, own_groups = sharding.over_own_groups()
+    if resolve_shared_memory():
+        sharding = sharding.over_shared_memory()
     bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
     units = build_units(module, plan, sharding, bucket_numel, leaves_empty=switches.init_meta == EMPTY)
     _warn_of_narrowing(units)
@@ -252,6 +256,7 @@ def _plan_together(
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
         facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
+        facts.append(f"{SHARED_MEMORY_VARIABLE} {'1' if resolve_shared_memory() else '0'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree_over(sharding.reaching_all, problem, facts)

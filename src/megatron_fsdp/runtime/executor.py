@@ -233,7 +233,7 @@ class Executor:
                 continue
             if not gradients.is_filling and not gradients.has_deferred:
                 self.begin_filling(unit, position, reach)
-            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inside else None
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.receives_inside else None
             tickets.append(
                 gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
             )
@@ -278,7 +278,7 @@ class Executor:
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
-        if not any(group.exchanges_inside for group in unit.groups):
+        if not any(group.receives_inside for group in unit.groups):
             return None
         scratch = self._scratch.borrow()
         self.observers.lends(Memory.SCRATCH, unit.index, scratch)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.own_group import OwnGroups
+from megatron_fsdp.buffer.share import over_shared_memory
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import gradient_reduction
 from megatron_fsdp.grouping import GroupKey, ParameterGroupSpec
@@ -118,6 +119,14 @@ class Sharding:
         return replace(
             self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
         ), own
+
+    def over_shared_memory(self) -> Sharding:
+        """The same, which shares memory along each axis whose ranks can; collective, by all ranks."""
+
+        def shared(domain: Domain) -> Domain:
+            return replace(domain, axes=tuple(over_shared_memory(axis, self.device) for axis in domain.axes))
+
+        return replace(self, dense=shared(self.dense), experts=None if self.experts is None else shared(self.experts))
 
     def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
         """Decide layout, dtypes, placements and factors of one group.

@@ -139,8 +139,13 @@ class ParameterGroup:
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether reducing over the inner ranks needs memory for what comes in."""
+        """Whether reducing over the inner ranks ends with a local sum."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
+
+    @property
+    def receives_inside(self) -> bool:
+        """Whether it needs memory for what comes in."""
+        return self.gradients is not None and self.gradients.reducer.receives_inside
 
     @property
     def grad_attribute(self) -> GradAttribute:

@@ -70,8 +70,13 @@ class GradientReducer:
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether the first stage is an all-to-all and a local sum, and needs memory for what comes in."""
+        """Whether the first stage ends with a local sum."""
         return self.scatters_inside and self._inner.exchanges_pairwise
+
+    @property
+    def receives_inside(self) -> bool:
+        """Whether the first stage is an all-to-all before that, and needs memory for what comes in."""
+        return self.exchanges_inside and self._inner.shared is None
 
     @property
     def _exchanges_across(self) -> bool:
@@ -95,7 +100,7 @@ class GradientReducer:
 
         Args:
             bucket: (numel,) in the communication dtype.
-            scratch: The same again where `exchanges_inside`, else None.
+            scratch: The same again where `receives_inside`, else None.
 
         Returns:
             A stage whose result is (inner_region.numel,).
@@ -103,6 +108,8 @@ class GradientReducer:
         axis, average = self._inner, self._averages
         if not self.scatters_inside:
             return Stage(lambda: axis.all_reduce(bucket, average), lambda: bucket)
+        if axis.shared is not None:
+            return _in_shared_memory(axis, bucket)
         if scratch is not None:
             return Stage(lambda: axis.exchange(scratch, bucket), lambda: sum_received(scratch, axis.num_ranks))
         return _native(axis, bucket, self.inner_region.numel, average)
@@ -120,6 +127,8 @@ class GradientReducer:
         assert axis is not None
         if not self.scatters_across:
             return Stage(lambda: axis.all_reduce(wire, average), lambda: wire, (wire,))
+        if axis.shared is not None:
+            return _in_shared_memory(axis, wire)
         if axis.exchanges_pairwise:
             received = torch.empty_like(wire)
             return Stage(
@@ -127,6 +136,18 @@ class GradientReducer:
             )
         stage = _native(axis, wire, self.main_region.numel, average)
         return stage._replace(memory=(wire,))
+
+
+def _in_shared_memory(axis: Axis, full: torch.Tensor) -> Stage:
+    """Read and add up what other ranks hold; the result lies in memory that the next reduction may use."""
+    results: list[Callable[[], torch.Tensor]] = []
+
+    def launch() -> torch.distributed.Work:
+        work, result = axis.add_up(full)
+        results.append(result)
+        return work
+
+    return Stage(launch, lambda: results.pop()(), (full,))
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:

@@ -1,0 +1,167 @@
+"""Memory that the processes of one machine share: each rank has an arena that it writes and the others read.
+
+An arena is an anonymous file in memory (`memfd_create`) as large as could ever be needed, of which only what was
+written takes memory. The others open it through `/proc`, and all close the file once everybody has mapped it: nothing
+is left behind however a rank ends, and what a rank has written stays readable for the others after its end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HEADER_BYTES = 1 << 16
+ARENA_BYTES = 1 << 38
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is, and how to find the arena that it made; travels between ranks.
+
+    Attributes:
+        machine: The same for processes that can share memory and that count as one host.
+        pid: Of the process.
+        started: When it was, in ticks; tells it from a later one with the same number.
+        descriptor: Of the open file.
+    """
+
+    machine: tuple[str, ...]
+    pid: int
+    started: int
+    descriptor: int
+
+
+def machine_of_process() -> tuple[str, ...]:
+    """What tells hosts apart: this boot of a kernel, and what processes and networks can be seen from here.
+
+    Raises:
+        OSError: The system does not say.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, str(Path("/proc/self/ns/pid").readlink()), str(Path("/proc/self/ns/net").readlink())
+
+
+def started_at(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; None where there is none, or only what is left of it."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = told.rpartition(")")[2].split()  # behind the name, which may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Arena:
+    """One rank's arena, as this process sees it.
+
+    Args:
+        descriptor: An open file of `ARENA_BYTES`; it may be closed afterwards.
+
+    Attributes:
+        words: Its header as 64-bit words.
+        header: The same as bytes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, ARENA_BYTES)
+        self.header = memoryview(self._map)[:HEADER_BYTES]
+        self.words = self.header.cast("q")
+        with torch.inference_mode(False):
+            self._bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements from `offset_bytes` on; the same tensor every time."""
+        key = offset_bytes, numel, dtype
+        view = self._views.get(key)
+        if view is None:
+            with torch.inference_mode(False):
+                stop = offset_bytes + numel * dtype.itemsize
+                view = self._views[key] = self._bytes[offset_bytes:stop].view(dtype)
+        return view
+
+
+def make_arena() -> tuple[int, Arena]:
+    """Make this rank's arena; returns the file, for the others to open, and the arena.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    descriptor = os.memfd_create("megatron_fsdp", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, ARENA_BYTES)
+        return descriptor, Arena(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def open_arena(place: Place) -> Arena:
+    """Map the arena of another process.
+
+    Raises:
+        OSError: It is gone, or may not be opened.
+    """
+    descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size != ARENA_BYTES:
+            raise OSError(f"descriptor {place.descriptor} of process {place.pid} is not an arena")
+        return Arena(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Stretches:
+    """Which parts of an arena are in use, and until when (pure).
+
+    A stretch is taken for one message, and free again when every reader is done with that.
+
+    Attributes:
+        taken_bytes: What all stretches take; it grows until there is one for each message that can be under way.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+        self.taken_bytes = 0
+
+    def take(self, num_bytes: int, number: Any, is_done: Any) -> int:
+        """Find room for a message.
+
+        Args:
+            num_bytes: Its length.
+            number: The message's own.
+            is_done: Whether all readers are done with the message of a number.
+
+        Returns:
+            The offset in the arena, in bytes.
+
+        Raises:
+            MemoryError: The arena has no room left.
+        """
+        fitting = (each for each in self._stretches if num_bytes <= each.num_bytes <= 2 * num_bytes + _PAGE)
+        for stretch in fitting:
+            if is_done(stretch.number):
+                stretch.number = number
+                return stretch.offset
+        length = -(-max(num_bytes, 1) // _PAGE) * _PAGE
+        if HEADER_BYTES + self.taken_bytes + length > ARENA_BYTES:
+            raise MemoryError(
+                f"a message of {num_bytes} bytes finds no room in shared memory; set MFSDP_SHARED_MEMORY=0"
+            )
+        stretch = _Stretch(HEADER_BYTES + self.taken_bytes, length, number)
+        self._stretches.append(stretch)
+        self.taken_bytes += length
+        return stretch.offset
+
+
+@dataclass
+class _Stretch:
+    offset: int
+    num_bytes: int
+    number: Any

@@ -1,0 +1,194 @@
+"""Collectives through memory that all ranks of an axis share: no socket, no thread, one copy.
+
+Sockets of one machine cost two copies through the kernel and the threads of a back end. Here a rank copies its part
+into its arena when the collective is launched and goes on; when it waits, it reads the parts of the others from their
+arenas straight to where they belong, or adds them up from there, in rank order as `sum_received` does. What is
+launched needs nothing more of the rank that launched it, as with a back end that has threads of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.buffer.mailbox import Mailboxes
+from megatron_fsdp.buffer.real_values import address_of
+from megatron_fsdp.buffer.shared_arena import Arena, Stretches
+
+_GATHERS, _REDUCTIONS = 0, 1
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = 1, 2, 3
+
+
+class SharedWork(dist.Work):
+    """A collective under way.
+
+    Args:
+        boxes: The headers.
+        channel: Which channel it runs in.
+        number: Its message's number.
+        read: Reads the parts of the others; gets how long to wait for each.
+    """
+
+    def __init__(self, boxes: Mailboxes, channel: int, number: int, read: Callable[[timedelta | None], None]) -> None:
+        super().__init__()
+        self._boxes, self._channel, self._number = boxes, channel, number
+        self._read: Callable[[timedelta | None], None] | None = read
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the other ranks, each no longer than `timeout`, and put the result where it belongs; once.
+
+        Raises:
+            DistBackendError: Another rank has not come, has ended, or does something else.
+        """
+        read, self._read = self._read, None
+        if read is not None:
+            try:
+                read(timeout)
+            finally:
+                self._boxes.done(self._channel, self._number)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether a wait would not have to wait."""
+        return self._read is None or self._boxes.is_posted(self._channel, self._number)
+
+    def __del__(self) -> None:
+        if self._read is not None:  # nobody waited: others must not be kept from using their memory again
+            self._boxes.done(self._channel, self._number)
+
+
+class SharedMemory:
+    """The arenas of all ranks of an axis.
+
+    Args:
+        rank: This rank's position.
+        arenas: One per rank, in rank order.
+        boxes: Their headers.
+    """
+
+    def __init__(self, rank: int, arenas: Sequence[Arena], boxes: Mailboxes) -> None:
+        self._rank = rank
+        self._arenas = tuple(arenas)
+        self._boxes = boxes
+        self._stretches = Stretches()
+        ranks = range(len(arenas))
+        self._others = (*ranks[rank + 1 :], *ranks[:rank])  # not all from the same rank at first
+
+    @property
+    def held_bytes(self) -> int:
+        """What this rank's arena takes."""
+        return self._stretches.taken_bytes
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> SharedWork:
+        """Start gathering; as `Axis.all_gather`."""
+        numel, dtype = shard.numel(), shard.dtype
+        number, mine, offset = self._take(_GATHERS, numel, dtype)
+        mine.copy_(shard)
+        expected = _ALL_GATHER, shard.nbytes
+        self._boxes.post(_GATHERS, *expected, offset)
+        if address_of(full) + self._rank * shard.nbytes != address_of(shard):
+            full[self._rank * numel : (self._rank + 1) * numel].copy_(shard)
+
+        def read(timeout: timedelta | None) -> None:
+            for other in self._others:
+                theirs = self._part(_GATHERS, number, other, expected, (0, numel, dtype), timeout)
+                full[other * numel : (other + 1) * numel].copy_(theirs)
+
+        return SharedWork(self._boxes, _GATHERS, number, read)
+
+    def reduce_scatter(self, full: torch.Tensor) -> tuple[SharedWork, Callable[[], torch.Tensor]]:
+        """Start summing `full` over the ranks, in rank order, 16-bit values in float32.
+
+        Args:
+            full: (num_ranks * shard_numel,); it must stay as it is until the work was waited for.
+
+        Returns:
+            The work, and what gives this rank's part of the sum then: (shard_numel,) in float32 for 16-bit inputs,
+            else in the dtype of `full`; it is to be used before the next collective is launched.
+        """
+        ranks, dtype = len(self._arenas), full.dtype
+        numel = full.numel() // ranks
+        number, mine, offset = self._take(_REDUCTIONS, full.numel(), dtype)
+        for start, stop in ((0, self._rank * numel), ((self._rank + 1) * numel, full.numel())):
+            if start < stop:
+                mine[start:stop].copy_(full[start:stop])
+        expected = _REDUCE_SCATTER, full.nbytes
+        self._boxes.post(_REDUCTIONS, *expected, offset)
+        part = slice(self._rank * numel, (self._rank + 1) * numel)
+        sums: list[torch.Tensor] = []
+
+        def read(timeout: timedelta | None) -> None:
+            rows = self._rows(number, full[part], expected, (self._rank * numel, numel, dtype), timeout)
+            sums.append(_add_up(rows, mine[part]))
+
+        return SharedWork(self._boxes, _REDUCTIONS, number, read), sums.pop
+
+    def all_reduce(self, full: torch.Tensor, average: bool) -> SharedWork:
+        """Start summing or averaging `full` over the ranks, in place; each adds up all of it, all in the same order."""
+        numel, dtype = full.numel(), full.dtype
+        number, mine, offset = self._take(_REDUCTIONS, numel, dtype)
+        mine.copy_(full)
+        expected = _ALL_REDUCE, full.nbytes
+        self._boxes.post(_REDUCTIONS, *expected, offset)
+
+        def read(timeout: timedelta | None) -> None:
+            total = _add_up(self._rows(number, mine, expected, (0, numel, dtype), timeout), full)
+            if total is not full:
+                full.copy_(total)
+            if average:
+                full.div_(len(self._arenas))
+
+        return SharedWork(self._boxes, _REDUCTIONS, number, read)
+
+    def _take(self, channel: int, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor, int]:
+        """Number of the next message, room for it, and where that is."""
+        number = self._boxes.next_number(channel)
+        offset = self._stretches.take(numel * dtype.itemsize, (channel, number), self._is_done)
+        return number, self._arenas[self._rank].view(offset, numel, dtype), offset
+
+    def _is_done(self, message: tuple[int, int]) -> bool:
+        return self._boxes.is_done(*message)
+
+    def _part(
+        self,
+        channel: int,
+        number: int,
+        sender: int,
+        expected: tuple[int, int],
+        part: tuple[int, int, torch.dtype],
+        timeout: timedelta | None,
+    ) -> torch.Tensor:
+        """Elements `part` (first, count, dtype) of what a rank has posted, where they lie."""
+        offset = self._boxes.read(channel, number, sender, expected, timeout)
+        first, numel, dtype = part
+        return self._arenas[sender].view(offset + first * dtype.itemsize, numel, dtype)
+
+    def _rows(
+        self,
+        number: int,
+        own: torch.Tensor,
+        expected: tuple[int, int],
+        part: tuple[int, int, torch.dtype],
+        timeout: timedelta | None,
+    ) -> list[torch.Tensor]:
+        """The same part of what each rank has posted, in rank order."""
+        return [
+            own if rank == self._rank else self._part(_REDUCTIONS, number, rank, expected, part, timeout)
+            for rank in range(len(self._arenas))
+        ]
+
+
+def _add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Sum rows in order; in float32 if they have 16 bits, else into `out`, which may be none of them but the first."""
+    if rows[0].dtype.itemsize < torch.float32.itemsize and rows[0].dtype.is_floating_point:
+        total = rows[0].to(torch.float32)
+        rest = rows[1:]
+    else:
+        total = torch.add(rows[0], rows[1], out=out)
+        rest = rows[2:]
+    for row in rest:
+        total.add_(row)
+    return total
