@@ -32,12 +32,12 @@ class Bell:
     Who waits reads it, looks at what it waits for, and sleeps unless it was rung since.
 
     Args:
-        memory: Four bytes, aligned to four; kept alive.
+        address: Of the word, a multiple of four; whoever has the bell keeps the memory.
     """
 
-    def __init__(self, memory: memoryview) -> None:
-        self._word = ctypes.c_uint32.from_buffer(memory)
-        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+    def __init__(self, address: int) -> None:
+        self._word = ctypes.c_uint32.from_address(address)
+        self._address = ctypes.c_void_p(address)
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
 
     def read(self) -> int:

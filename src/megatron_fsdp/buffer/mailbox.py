@@ -13,6 +13,7 @@ Message n of a channel is one collective: every rank posts its part and reads th
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -47,10 +48,11 @@ class Mailboxes:
 
     def __init__(self, rank: int, arenas: Mapping[int, Arena], places: Mapping[int, Place], timeout: timedelta) -> None:
         self._rank = rank
+        self._arenas = dict(arenas)  # the memory of what follows
         self._places = places
         self._timeout = timeout
         self._words = {each: arena.words for each, arena in arenas.items()}
-        self._bells = {each: Bell(arena.header[8 * _BELL : 8 * _BELL + 4]) for each, arena in arenas.items()}
+        self._bells = {each: Bell(ctypes.addressof(arena.words) + 8 * _BELL) for each, arena in arenas.items()}
         self._own = self._words[rank]
         self._others = tuple(each for each in arenas if each != rank)
         self._finished: tuple[set[int], ...] = tuple(set() for _ in CHANNELS)

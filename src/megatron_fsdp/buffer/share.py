@@ -89,7 +89,7 @@ def _offer() -> tuple[Place, Arena] | None:
     try:
         machine, started = machine_of_process(), started_at(os.getpid())
         descriptor, arena = make_arena()
-    except (OSError, ValueError):
+    except OSError:
         return None
     return Place(machine, os.getpid(), started or 0, descriptor), arena
 
@@ -101,7 +101,7 @@ def _open_all(rank: int, own: Arena, offers: list[Place | None]) -> list[Arena] 
         return None
     try:
         return [own if other == rank else open_arena(place) for other, place in enumerate(places)]
-    except (OSError, ValueError):
+    except OSError:
         return None
 
 

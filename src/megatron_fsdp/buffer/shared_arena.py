@@ -7,6 +7,7 @@ is left behind however a rank ends, and what a rank has written stays readable f
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 HEADER_BYTES = 1 << 16
-ARENA_BYTES = 1 << 38
+ARENA_BYTES = 1 << 36
 _PAGE = 4096
 
 
@@ -57,34 +58,62 @@ def started_at(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+class _Mapping:
+    """A whole arena as memory of this process; a file of Python's own `mmap` would keep a descriptor open."""
+
+    def __init__(self, path: str) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != ARENA_BYTES:
+                raise OSError(f"{path} is not an arena")
+            how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, ctypes.c_long(0)
+            address = self._libc.mmap(None, ctypes.c_size_t(ARENA_BYTES), *how)
+        finally:
+            os.close(descriptor)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), "mmap: " + os.strerror(ctypes.get_errno()))
+        self.address: int = address
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(ARENA_BYTES))
+
+
 class Arena:
     """One rank's arena, as this process sees it.
 
     Args:
-        descriptor: An open file of `ARENA_BYTES`; it may be closed afterwards.
+        path: Of the open file; it may be closed afterwards.
 
     Attributes:
         words: Its header as 64-bit words.
-        header: The same as bytes.
+
+    Raises:
+        OSError: It is no arena, or cannot be mapped.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._map = mmap.mmap(descriptor, ARENA_BYTES)
-        self.header = memoryview(self._map)[:HEADER_BYTES]
-        self.words = self.header.cast("q")
-        with torch.inference_mode(False):
-            self._bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __init__(self, path: str) -> None:
+        self._mapping = _Mapping(path)
+        self.words = (ctypes.c_int64 * (HEADER_BYTES // 8)).from_address(self._mapping.address)
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements from `offset_bytes` on; the same tensor every time."""
+        """`numel` elements from `offset_bytes` on; the same tensor every time. It keeps the memory."""
         key = offset_bytes, numel, dtype
         view = self._views.get(key)
         if view is None:
-            with torch.inference_mode(False):
-                stop = offset_bytes + numel * dtype.itemsize
-                view = self._views[key] = self._bytes[offset_bytes:stop].view(dtype)
+            view = self._views[key] = self._make(offset_bytes, numel, dtype)
         return view
+
+    def _make(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):
+            if numel == 0:
+                return torch.empty(0, dtype=dtype)
+            memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(self._mapping.address + offset_bytes)
+            memory.mapping = self._mapping  # type: ignore[attr-defined]  # so that it lives as long as this
+            return torch.frombuffer(memory, dtype=dtype)
 
 
 def make_arena() -> tuple[int, Arena]:
@@ -96,7 +125,7 @@ def make_arena() -> tuple[int, Arena]:
     descriptor = os.memfd_create("megatron_fsdp", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, ARENA_BYTES)
-        return descriptor, Arena(descriptor)
+        return descriptor, Arena(_path(os.getpid(), descriptor))
     except BaseException:
         os.close(descriptor)
         raise
@@ -108,13 +137,11 @@ def open_arena(place: Place) -> Arena:
     Raises:
         OSError: It is gone, or may not be opened.
     """
-    descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(descriptor).st_size != ARENA_BYTES:
-            raise OSError(f"descriptor {place.descriptor} of process {place.pid} is not an arena")
-        return Arena(descriptor)
-    finally:
-        os.close(descriptor)
+    return Arena(_path(place.pid, place.descriptor))
+
+
+def _path(pid: int, descriptor: int) -> str:
+    return f"/proc/{pid}/fd/{descriptor}"
 
 
 class Stretches:

@@ -1,0 +1,230 @@
+"""Collectives through shared memory on 2 to 4 ranks: the values of sockets bit for bit; when it is used, when not."""
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.buffer import share
+from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
+from megatron_fsdp.buffer.futex import has_futex
+from megatron_fsdp.buffer.share import VARIABLE, over_shared_memory, resolve_shared_memory
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+
+pytestmark = pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")
+CPU = torch.device("cpu")
+FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SIZES = [0, 1, 1000]
+
+
+def world_axis() -> Axis:
+    return Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+
+
+def shared_axis() -> Axis:
+    axis = over_shared_memory(world_axis(), CPU)
+    assert axis.shared is not None
+    return axis
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(numel, generator=generator) * 100).to(dtype)
+
+
+def finish(work: dist.Work | None) -> None:
+    assert work is not None
+    assert work.wait() is True
+    assert work.is_completed()
+
+
+def _gathers() -> list[bool]:
+    axis, found = shared_axis(), []
+    for dtype in (*FLOATING, torch.int64, torch.uint8, torch.bool):
+        for numel in SIZES:
+            for is_in_place in (True, False):
+                full = torch.zeros(axis.num_ranks * numel, dtype=dtype)
+                own = values(axis.rank, numel, dtype)
+                shard = full[axis.rank * numel : (axis.rank + 1) * numel].copy_(own) if is_in_place else own.clone()
+                work = axis.all_gather(full, shard)
+                if not is_in_place:
+                    shard.zero_()  # what was launched needs nothing more
+                finish(work)
+                expected = torch.cat([values(rank, numel, dtype) for rank in range(axis.num_ranks)])
+                found.append(torch.equal(full, expected))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gathers_put_the_shards_in_rank_order(run_ranks: RunRanks, num_ranks: int) -> None:
+    assert run_ranks(num_ranks, _gathers) == [[True] * 7 * 3 * 2] * num_ranks
+
+
+def _reductions() -> tuple[list[bool], Traffic]:
+    axis, found = shared_axis(), []
+    for dtype in FLOATING:
+        for numel in SIZES:
+            full = values(axis.rank, axis.num_ranks * numel, dtype)
+            received = torch.empty_like(full)
+            dist.all_to_all_single(received, full)
+            work, result = axis.add_up(full.clone())
+            finish(work)
+            ours, theirs = result(), sum_received(received, axis.num_ranks)
+            found.append(ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+    return found, axis.traffic
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_sums_are_those_of_the_exchange_bit_for_bit(run_ranks: RunRanks, num_ranks: int) -> None:
+    sent = sum(numel * (num_ranks - 1) * dtype.itemsize for dtype in FLOATING for numel in SIZES)
+    for found, traffic in run_ranks(num_ranks, _reductions):
+        assert found == [True] * 12
+        assert traffic == Traffic(reductions=12, reduce_bytes=sent)
+
+
+def _all_reductions() -> list[list[float]]:
+    axis = shared_axis()
+    results = []
+    for dtype, average in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.int64, False)):
+        full = torch.arange(3).add(axis.rank).to(dtype)
+        finish(axis.all_reduce(full, average))
+        assert full.dtype == dtype
+        results.append(full.tolist())
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_all_reduce_sums_or_averages_in_place(run_ranks: RunRanks, num_ranks: int) -> None:
+    ranks = sum(range(num_ranks))
+    sums = [float(ranks + place * num_ranks) for place in range(3)]
+    averages = [total / num_ranks for total in sums]
+    rounded = torch.tensor(sums).bfloat16().div(num_ranks).tolist()
+    assert run_ranks(num_ranks, _all_reductions) == [[sums, averages, rounded, sums]] * num_ranks
+
+
+def _many_under_way() -> tuple[bool, list[int]]:
+    """Gathers and reductions three deep, waited for out of order, for long; rank 1 is slow."""
+    axis, right, held = shared_axis(), True, []
+    for number in range(60):
+        fulls = [torch.zeros(axis.num_ranks * 500) for _ in range(3)]
+        works = [
+            axis.all_gather(full, torch.full((500,), float(number * 10 + place + axis.rank)))
+            for place, full in enumerate(fulls)
+        ]
+        sum_work, total = axis.add_up(torch.full((axis.num_ranks * 500,), float(number + axis.rank)))
+        if axis.rank == 1 and number % 7 == 0:
+            threading.Event().wait(0.01)
+        for place in (2, 0, 1):
+            finish(works[place])
+            expected = [float(number * 10 + place + rank) for rank in range(axis.num_ranks) for _ in range(500)]
+            right = right and fulls[place].tolist() == expected
+        finish(sum_work)
+        right = right and total().tolist() == [float(sum(number + rank for rank in range(axis.num_ranks)))] * 500
+        assert axis.shared is not None
+        held.append(axis.shared.held_bytes)
+    return right, held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_many_at_a_time_in_any_order_and_memory_does_not_grow(run_ranks: RunRanks, num_ranks: int) -> None:
+    for right, held in run_ranks(num_ranks, _many_under_way):
+        assert right
+        assert held[-1] == held[20]
+        assert held[-1] <= 3 * (3 * 4096 + num_ranks * 4096)
+
+
+def _dropped() -> int:
+    axis = shared_axis()
+    for _ in range(300):
+        axis.all_gather(torch.zeros(axis.num_ranks), torch.zeros(1))
+        dist.barrier()
+    assert axis.shared is not None
+    return axis.shared.held_bytes
+
+
+def test_work_that_nobody_waits_for_keeps_no_memory(run_ranks: RunRanks) -> None:
+    assert all(held <= 2 * 4096 for held in run_ranks(2, _dropped))
+
+
+def _alone(expected: str) -> str:
+    """Rank 0 waits for rank 1, which does not come, does something else, or lets go."""
+    axis = shared_axis()
+    told = ""
+    if axis.rank == 0:
+        work = axis.all_gather(torch.zeros(4), torch.zeros(2))
+        assert work is not None
+        assert not work.is_completed()
+    dist.barrier()
+    if axis.rank == 1 and expected == "differ":
+        axis.all_gather(torch.zeros(2), torch.zeros(1))
+    if axis.rank == 1 and expected == "gone":
+        del axis
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistBackendError) as raised:
+            work.wait(timedelta(seconds=0.1))
+        told = str(raised.value)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [("late", "Timed out after 0.1 s: rank 1 has not come"), ("differ", "ranks differ in gather"), ("gone", "let go")],
+)
+def test_what_other_ranks_do_wrong_is_told(run_ranks: RunRanks, case: str, told: str) -> None:
+    assert told in run_ranks(2, _alone, case)[0]
+
+
+def _when(case: str) -> bool:
+    axis, device = world_axis(), CPU
+    if case == "another host":
+        machine = share.machine_of_process() if axis.rank == 0 else ("elsewhere",)
+        module: Any = share
+        before, module.machine_of_process = module.machine_of_process, lambda: machine
+        try:
+            return over_shared_memory(axis, device).shared is not None
+        finally:
+            module.machine_of_process = before
+    if case == "not allowed":
+        module = share
+        before = module.open_arena
+
+        def refuse(place: object) -> None:  # noqa: ARG001
+            raise PermissionError("no")
+
+        module.open_arena = refuse if axis.rank == 1 else before
+        try:
+            return over_shared_memory(axis, device).shared is not None
+        finally:
+            module.open_arena = before
+    return over_shared_memory(axis, torch.device("meta" if case == "device" else "cpu")).shared is not None
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"), [("here", True), ("another host", False), ("not allowed", False), ("device", False)]
+)
+def test_it_is_used_where_all_ranks_can(run_ranks: RunRanks, case: str, expected: bool) -> None:
+    assert run_ranks(2, _when, case) == [expected] * 2
+
+
+def _open_files() -> int:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    axes = [shared_axis() for _ in range(5)]
+    return len(os.listdir("/proc/self/fd")) - before if axes else -1  # noqa: PTH208
+
+
+def test_no_file_stays_open(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, _open_files) == [0] * 3
+
+
+def test_the_variable_is_0_or_1() -> None:
+    assert [resolve_shared_memory({VARIABLE: value}) for value in ("", "1", "0")] == [True, True, False]
+    assert resolve_shared_memory({})
+    with pytest.raises(ConfigurationError, match="MFSDP_SHARED_MEMORY='yes'; give 1"):
+        resolve_shared_memory({VARIABLE: "yes"})
