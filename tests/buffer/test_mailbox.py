@@ -65,6 +65,8 @@ def test_messages_are_done_in_order_whatever_order_they_are_read_in() -> None:
     for number in (1, 2, 3):
         assert left.next_number(1) == number
         left.post(1, 2, 8, HEADER_BYTES)
+    for number in (3, 2, 1):
+        left.done(1, number)
     right.done(1, 2)
     assert [left.is_done(1, number) for number in (1, 2, 3)] == [False, False, False]
     right.done(1, 1)
@@ -126,6 +128,9 @@ def test_more_messages_than_a_header_tells_of_are_refused_and_old_ones_forgotten
     with pytest.raises(DistBackendError, match=r"128 collectives \(gather\) are under way"):
         left.post(0, 1, 4, HEADER_BYTES)
     right.done(0, 1)
+    with pytest.raises(DistBackendError, match=r"128 collectives \(gather\) are under way"):
+        left.post(0, 1, 4, HEADER_BYTES)
+    left.done(0, 1)
     left.post(0, 1, 4, HEADER_BYTES + 64)
     assert right.read(0, 129, 0, (1, 4)) == HEADER_BYTES + 64
     assert right.read(0, 2, 0, (1, 4)) == HEADER_BYTES

@@ -138,6 +138,37 @@ def test_many_at_a_time_in_any_order_and_memory_does_not_grow(run_ranks: RunRank
         assert held[-1] <= 3 * (3 * 4096 + num_ranks * 4096)
 
 
+def _read_late() -> list[list[float]]:
+    """Several reductions of one kind under way; rank 1 is done with all of them before rank 0 looks at the first."""
+    axis = shared_axis()
+    fulls = [torch.full((axis.num_ranks * 100,), 10.0 * number + axis.rank) for number in range(3)]
+    works = [axis.all_reduce(full) for full in fulls]
+    sums = [axis.add_up(torch.full((axis.num_ranks * 100,), 10.0 * number + axis.rank)) for number in range(3)]
+    found = []
+    if axis.rank == 0:
+        dist.barrier()
+        full = torch.zeros(axis.num_ranks * 100)
+        late = axis.all_reduce(full), axis.add_up(full)[0]
+    for full, work in zip(fulls, works, strict=True):
+        finish(work)
+        found.append(full.unique().tolist())
+    for work, total in sums:
+        finish(work)
+        found.append(total().unique().tolist())
+    if axis.rank != 0:
+        dist.barrier()
+        late = axis.all_reduce(full), axis.add_up(full)[0]
+    for work in late:
+        finish(work)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_may_be_the_last_to_look_at_its_own_part(run_ranks: RunRanks, num_ranks: int) -> None:
+    expected = [[10.0 * number * num_ranks + sum(range(num_ranks))] for number in range(3)]
+    assert run_ranks(num_ranks, _read_late) == [expected * 2] * num_ranks
+
+
 def _dropped() -> int:
     axis = shared_axis()
     for _ in range(300):

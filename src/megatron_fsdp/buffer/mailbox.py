@@ -125,9 +125,9 @@ class Mailboxes:
         self._own[base + _DONE] = reached
 
     def is_done(self, channel: int, number: int) -> bool:
-        """Whether all other ranks are done with the messages of a number."""
+        """Whether all ranks, this one too, are done with the messages of a number."""
         word = _base(channel) + _DONE
-        return all(self._words[each][word] >= number for each in self._others)
+        return all(words[word] >= number for words in self._words.values())
 
     def leave(self) -> None:
         """Tell the others that nothing more will be posted."""
