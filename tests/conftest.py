@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import failures_at_once
+from tests.support.sockets import over_sockets
 from tests.support.worker_pool import DEFAULT_TIMEOUT_S, WorkerPool, preloaded_modules
 
 
@@ -58,15 +59,37 @@ class _Pools:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(pytestconfig: pytest.Config) -> Iterator[RunRanks]:
+def pools(pytestconfig: pytest.Config) -> Iterator[_Pools]:
+    """The worker processes of this session."""
+    made = _Pools(tuple(pytestconfig.getini("filterwarnings")))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(pools: _Pools) -> RunRanks:
     """Run a module-level function on `world_size` ranks: `run_ranks(2, fn, *args) -> [result of rank 0, of rank 1]`.
 
     Each rank runs `fn(*args)` in its own process with `torch.distributed` initialised (gloo; with
     `device_type="cuda"` NCCL for CUDA tensors, rank i on device i). What a rank raises comes back as `WorkerError`.
     """
-    pools = _Pools(tuple(pytestconfig.getini("filterwarnings")))
-    yield pools.run_ranks
-    pools.stop()
+    return pools.run_ranks
+
+
+@pytest.fixture(scope="session")
+def run_ranks_over_sockets(pools: _Pools) -> RunRanks:
+    """The same, where models do not use memory that ranks share; a file takes it for all its tests by a fixture."""
+
+    def run(
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        device_type: str = "cpu",
+    ) -> list[Any]:
+        return pools.run_ranks(world_size, over_sockets, fn, *args, timeout_s=timeout_s, device_type=device_type)
+
+    return run
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,6 +21,7 @@ class AxisDescription:
         ranks: Global ranks of its group, in order; just this one where it never communicates.
         backend: Of its group; None for a single rank.
         has_gather_group: Whether gathers run over a second group of the same ranks.
+        shares_memory: Whether they run through memory that the ranks share, and not over the group.
     """
 
     name: str
@@ -30,6 +31,7 @@ class AxisDescription:
     ranks: tuple[int, ...]
     backend: str | None
     has_gather_group: bool = False
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class MemoryDescription:
         optimizer_bytes: State of connected optimizers.
         gathered_bytes: What gathered weights take now.
         transient_peak_bytes: The most that gathered weights, buckets and scratch have taken so far.
+        shared_bytes: What this rank takes of memory that ranks share.
     """
 
     allocator: str
@@ -136,6 +139,7 @@ class MemoryDescription:
     optimizer_bytes: int
     gathered_bytes: int
     transient_peak_bytes: int
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,10 @@ def _ranks(axis: AxisDescription) -> str:
     if axis.backend is None:
         return "1 rank, never communicates"
     second = ", gathers over a second group" if axis.has_gather_group else ""
-    return f"{axis.size} ranks, this is {axis.position}, {axis.backend}, global ranks {_some(axis.ranks)}{second}"
+    shared = " and shared memory" if axis.shares_memory else ""
+    return (
+        f"{axis.size} ranks, this is {axis.position}, {axis.backend}{shared}, global ranks {_some(axis.ranks)}{second}"
+    )
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -128,6 +131,8 @@ def _memory_lines(memory: MemoryDescription) -> Iterator[str]:
         )
     yield f"  gradients on their way: {memory.buckets} buckets of {in_bytes(memory.bucket_bytes)}"
     yield f"  so far at most {in_bytes(memory.transient_peak_bytes)} of these, {in_bytes(memory.gathered_bytes)} now"
+    if memory.shared_bytes:
+        yield f"  shared memory: {in_bytes(memory.shared_bytes)}"
 
 
 def _optimizer_lines(told: Description) -> Iterator[str]:

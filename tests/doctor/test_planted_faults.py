@@ -21,6 +21,12 @@ LAST = "head.weight"
 """Its gradient is the first one that backward makes."""
 
 
+@pytest.fixture(scope="module")
+def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
+    """Some faults are planted in collectives of the back end."""
+    return run_ranks_over_sockets
+
+
 def check(shard_fn: Any, options: dict[str, Any]) -> ParityReport:
     return check_parity(
         options.pop("model_fn", patients.build), patients.tokens, shard_fn=shard_fn, checkpoint=False, **options

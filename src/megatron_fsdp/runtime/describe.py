@@ -56,7 +56,8 @@ def _axis(
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (_rank(),)
     backend = None if group is None else backend_of(group)
     has_second = axis is not None and axis.gather_group is not None and axis.gather_group is not axis.group
-    return AxisDescription(name, role, size, rank, ranks, backend, has_second)
+    shares_memory = axis is not None and axis.shared is not None
+    return AxisDescription(name, role, size, rank, ranks, backend, has_second, shares_memory)
 
 
 def _rank() -> int:
@@ -144,6 +145,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=sum(_state_bytes(optimizer) for optimizer in engine.connected),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
+        shared_bytes=held.shared_bytes,
     )
 
 

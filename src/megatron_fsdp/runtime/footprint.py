@@ -19,6 +19,8 @@ class MemoryUse:
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
             as taken.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
+        shared_bytes: What this rank takes of memory that ranks of one machine share, which no allocator of torch
+            counts; it replaces the scratch that reductions over gloo take.
     """
 
     compute_weight_bytes: int
@@ -26,6 +28,7 @@ class MemoryUse:
     main_grad_bytes: int
     transient_peak_bytes: int
     gathered_bytes: int
+    shared_bytes: int = 0
 
     @property
     def persistent_bytes(self) -> int:
@@ -42,7 +45,13 @@ def memory_of(engine: Engine) -> MemoryUse:
         sum(group.gradients.main.local.nbytes for group in groups if group.gradients is not None),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
+        _shared_bytes(engine),
     )
+
+
+def _shared_bytes(engine: Engine) -> int:
+    domains = (engine.dense,) if engine.experts is None else (engine.dense, engine.experts)
+    return sum(axis.shared.held_bytes for domain in domains for axis in domain.axes if axis.shared is not None)
 
 
 def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
