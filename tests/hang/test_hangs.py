@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
-from megatron_fsdp.cli.main import main
 from megatron_fsdp.buffer.futex import has_futex
+from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
 from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until_said
 
