@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.buffer import share
 from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
 from megatron_fsdp.buffer.futex import has_futex
@@ -259,3 +260,29 @@ def test_the_variable_is_0_or_1() -> None:
     assert resolve_shared_memory({})
     with pytest.raises(ConfigurationError, match="MFSDP_SHARED_MEMORY='yes'; give 1"):
         resolve_shared_memory({VARIABLE: "yes"})
+
+
+def _told() -> tuple[str, int, int, int]:
+    """What a model that was trained says of its axis and memory, with and without."""
+    found: list[Any] = []
+    for value in ("1", "0"):
+        os.environ[VARIABLE] = value
+        try:
+            torch.manual_seed(0)
+            model = fully_shard_model(torch.nn.Linear(40, 40))
+            model(torch.ones(2, 40)).sum().backward()
+            found += [str(model.describe()), model.memory().shared_bytes, model.memory().transient_peak_bytes]
+        finally:
+            del os.environ[VARIABLE]
+    line = next(line for line in found[0].splitlines() if "gloo" in line)
+    assert line.replace(" and shared memory", "") in found[3]
+    return line, found[1], found[4], found[5] - found[2]
+
+
+def test_a_model_says_that_its_axis_shares_memory_and_how_much(run_ranks: RunRanks) -> None:
+    bucket = (40 * 40 + 40) * 4
+    pages = -(-bucket // 4096) * 4096 + -(-bucket // 2 // 4096) * 4096
+    for line, shared, without, scratch in run_ranks(2, _told):
+        assert "gloo and shared memory, global ranks 0, 1" in line
+        assert (shared, without) == (pages, 0)
+        assert bucket <= scratch <= bucket + 128
