@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
 from benchmarks.environment import prepare
-from benchmarks.page import page
-from benchmarks.suite import Run, gpu_runs, runs
+from benchmarks.page import comparisons, page
+from benchmarks.suite import CHECKPOINTS, Run, gpu_runs, runs
 from benchmarks.targets import judge
 from megatron_fsdp.errors import ConfigurationError
 
@@ -72,7 +71,7 @@ def write_page(results: dict[str, dict[str, Any]], failures: dict[str, str], fol
     """Write the page, its pictures and the results for programs; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[str] = []
-    if any("contenders" in document for document in results.values()):
+    if comparisons(results):
         try:
             from benchmarks.plots import draw
 
@@ -82,11 +81,30 @@ def write_page(results: dict[str, dict[str, Any]], failures: dict[str, str], fol
     verdicts = judge(results)
     text = page("Benchmark", results, failures, verdicts, pictures)
     (folder / f"{stem}.json").write_text(
-        json.dumps({"results": results, "failures": failures}) + "\n", encoding="utf-8"
+        json.dumps(shortened({"results": results, "failures": failures})) + "\n", encoding="utf-8"
     )
     path = folder / f"{stem}.md"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def shortened(value: Any) -> Any:
+    """The same with six significant digits of every float, which is more than any measurement has."""
+    if isinstance(value, dict):
+        return {key: shortened(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def stored_checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the benchmark of checkpoints has left in a folder."""
+    files = {name: folder / f"{name}.json" for name in CHECKPOINTS}
+    return {
+        name: {"what": "checkpoints", **json.loads(file.read_text(encoding="utf-8"))}
+        for name, file in files.items()
+        if file.exists()
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,6 +112,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure this engine beside its peers; one page.")
     parser.add_argument("--quick", action="store_true", help="few rounds, fewer models and ranks")
     parser.add_argument("--rounds", type=int, metavar="N", help="measured steps of every run")
+    parser.add_argument("--minutes", type=float, default=35.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-bench", help="made where it is not there")
@@ -101,6 +120,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "bench", help="where single runs write")
     given = parser.parse_args(argv)
+    until = time.monotonic() + 60 * given.minutes
     chosen = [run for run in runs(given.quick, given.rounds) if _is_wanted(run.name, given.only)]
     if given.list:
         print(*(run.name for run in [*chosen, *gpu_runs()]), sep="\n")
@@ -111,22 +131,25 @@ def main(argv: Sequence[str]) -> int:
         failures["peers"] = missing
         print(missing, file=sys.stderr)
     if _has_gpu(python):
-        chosen += gpu_runs()
+        chosen = [*gpu_runs(), *chosen]
     else:
         failures["gpu"] = "there is no CUDA device here"
-    results = _perform_all(chosen, python, given.work, failures)
-    stem = f"bench-{datetime.now(UTC):%Y-%m-%d}-{os.cpu_count()}xcpu"
-    print(write_page(results, failures, given.out, stem))
+    results = _perform_all(chosen, python, given.work, failures, until)
+    stored = {} if given.only else stored_checkpoints(ROOT / "benchmarks" / "results")
+    print(write_page({**results, **stored}, failures, given.out, f"bench-{os.cpu_count()}xcpu"))
     return 0 if results else 1
 
 
 def _perform_all(
-    chosen: Sequence[Run], python: Path, folder: Path, failures: dict[str, str]
+    chosen: Sequence[Run], python: Path, folder: Path, failures: dict[str, str], until: float
 ) -> dict[str, dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     results = {}
     for index, run in enumerate(chosen, 1):
         begun = time.monotonic()
+        if begun > until:
+            failures[run.name] = "the time was over (--minutes)"
+            continue
         document, problem = perform(run, python, folder)
         if document is not None:
             results[run.name] = document

@@ -28,12 +28,13 @@ from megatron_fsdp.buffer.collectives import Traffic
 
 FLOOR = "floor"
 FSDP2 = "fsdp2"
+FSDP2_DEFERRED = "fsdp2-deferred"
 FSDP1 = "fsdp1"
 DDP = "ddp"
 DDP_VIEW = "ddp-view"
 DDP_ZERO = "ddp-zero"
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in (1, 2, 3))
-PEERS = (FSDP2, FSDP1, DDP, DDP_VIEW, DDP_ZERO, *DEEPSPEED)
+PEERS = (FSDP2, FSDP2_DEFERRED, FSDP1, DDP, DDP_VIEW, DDP_ZERO, *DEEPSPEED)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 FLOORS = (FLOOR, FLOOR + COMPILED)
 """Those that do not communicate, so that their losses are their own."""
@@ -129,7 +130,6 @@ class Contender:
         """What this rank has sent so far; None for those that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
 
-
     def unseen_bytes(self) -> int:
         """Bytes that this rank holds and torch's allocator knows nothing of: shared memory, where the engine uses it.
 
@@ -201,7 +201,8 @@ def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
 def _varied(name: str, variant: Variant, model: nn.Module, setting: Setting) -> Contender:
     with in_environment(variant.environment), variant.around():
         whole = _ours(3, model, setting, variant.options)
-    return replace(whole, name=name, around=variant.around, clips=variant.clips)
+    deferring = cast(MegatronFSDP, whole.model).no_sync if variant.defers else nullcontext
+    return replace(whole, name=name, deferring=deferring, around=variant.around, clips=variant.clips)
 
 
 def _ours(

@@ -127,9 +127,7 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         Variant(environment=_OVER_SOCKETS, around=no_overlap),
         SOCKETS,
     ),
-    Optimisation(
-        "no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)
-    ),
+    Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
     Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
     Optimisation("no-flat-step", "optimizer steps on one tensor per unit", Variant(around=no_flat_runs)),
     Optimisation("no-local-step", "optimizer steps without DTensors", Variant(around=no_local_step)),

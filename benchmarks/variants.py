@@ -16,6 +16,7 @@ COMPILED = "-compiled"
 
 SOCKETS = "ours-3-sockets"
 CLIPPING = "ours-3-clipping"
+DEFERRED = "ours-3-deferred"
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,21 @@ class Variant:
         options: Further arguments of `fully_shard`.
         environment: Variables while it is built.
         around: Surrounds building and every step.
+        defers: Whether only the last of several microbatches is reduced.
         clips: Whether gradients are clipped between backward and the optimizer's step, at a norm that is never reached.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    defers: bool = False
     clips: bool = False
 
 
 PLAIN: Mapping[str, Variant] = {
     SOCKETS: Variant(environment={SHARED_MEMORY: "0"}),
     CLIPPING: Variant(clips=True),
+    DEFERRED: Variant(defers=True),
 }
 """Variants that are no optimisation switched off."""
 
