@@ -36,12 +36,20 @@ class Optimisation:
     base: str = MAIN
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """In place of something that is found."""
+
+
 @contextmanager
 def no_flat_runs() -> Iterator[None]:
     """Optimizers step on one tensor for each parameter."""
     from megatron_fsdp.runtime import flat_runs
 
-    with mock.patch.object(flat_runs, "_continues", lambda _before, _member: False):
+    with mock.patch.object(flat_runs, "_continues", _never):
         yield
 
 
@@ -102,7 +110,7 @@ def no_flat_norm() -> Iterator[None]:
     """The norm is taken over one tensor for each parameter."""
     from megatron_fsdp.unit.gradients import GradientBuffers
 
-    with mock.patch.object(GradientBuffers, "shown_as_one", lambda _buffers, _params: None):
+    with mock.patch.object(GradientBuffers, "shown_as_one", _nothing):
         yield
 
 

@@ -57,8 +57,8 @@ _LEGEND = (
     "sends in a step; seen is what the step issues below every contender, by gloo what gloo's reduce-scatter makes of "
     "that. Through shared memory nothing passes the back end, so there sent is what ranks hand to each other and seen "
     "is 0; `ours-3-sockets` is the same engine with `MFSDP_SHARED_MEMORY=0`, over gloo as everybody else. Held and "
-    "peak are live bytes, shared memory included. Copied is what is copied, cast or scaled into other memory in a step, "
-    "per parameter of the model."
+    "peak are live bytes, shared memory included. Copied is what is copied, cast or scaled into other memory in a "
+    "step, per parameter of the model."
 )
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # run as a plain script, this folder is no package
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
 from benchmarks.gains import SMALL, gains
 from benchmarks.markup import spread, table
@@ -19,6 +18,7 @@ from benchmarks.sections import ablation_table
 from benchmarks.suite import WORKLOADS
 from benchmarks.targets import MET, MISSED, OPEN, Results, Verdict, judge
 
+ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "bench-2xcpu"
 """Name of the published results, without folder and suffix."""
 
@@ -35,15 +35,15 @@ here is typed by hand, and a test holds it to that file. The whole run, with eve
 - Every contender trains the same model from the same weights on the same data with the same optimizer (fused AdamW), in
   the same processes. They take turns, one step each, in an order that rotates and reverses, so that what disturbs the
   machine disturbs all of them.
-- A ratio is the median over rounds of one contender's time over the other's in the same round, with quartiles in brackets.
-  Wall time is that of the slowest rank. CPU time is that of all threads of a rank, and survives noise.
+- A ratio is the median over rounds of one contender's time over the other's in the same round, with quartiles in
+  brackets. Wall time is that of the slowest rank. CPU time is that of all threads of a rank, and survives noise.
 - The floor trains on each rank alone, without communication: what computing takes.
 - A speed counts only if the losses of every step equal those of one process on the whole batch to six digits.
 - Peaks are live bytes on the rank with most, activations, gradients and optimizer included, counted allocation by
   allocation; memory that ranks share counts too. Bytes are what a rank sends in a step. Both are exact and repeat.
 - Ranks of one machine hand tensors to each other through shared memory (`MFSDP_SHARED_MEMORY=0` turns that off).
-  `ours-3-sockets` is the engine without it, over gloo as all peers are; it shows what comes from the engine and what from
-  the transport. Through shared memory nothing passes the back end, so its bytes are those of the engine's own counters.
+  `ours-3-sockets` is the engine without it, over gloo as all peers are; it shows what comes from the engine and what
+  from the transport. Through shared memory nothing passes the back end, so its bytes are those of the engine's counters.
 - Peers have their defaults; `benchmarks/README.md` says what each got.
 """
 
@@ -58,7 +58,7 @@ def render(results: Results) -> str:
     if not results:
         return "\n\n".join([*parts, "## Results", "No run has been published yet."]) + "\n"
     verdicts = judge(results)
-    parts += ["## Results", _facts(results), _main_table(results), _wire_and_memory_note(results)]
+    parts += ["## Results", _facts(results), _main_table(results), _without_speed(results)]
     parts += _by_verdict(verdicts)
     ablations = {name: document for name, document in results.items() if document.get("what") == "ablation"}
     if ablations:
@@ -75,13 +75,13 @@ def _facts(results: Results) -> str:
 
 def _main_table(results: Results) -> str:
     head = ("workload", "contender", "wall / floor", "CPU / floor", "wall / fsdp2", "CPU / fsdp2", "wall / ddp")
-    rows = []
-    for model in WORKLOADS:
-        for ranks in _RANKS:
-            document = results.get(f"{model}-{ranks}")
-            for line in [] if document is None else document["contenders"]:
-                if line["name"] != "floor":
-                    rows.append([f"{model}, {ranks} ranks", line["name"], *_ratios(line), *_costs(document, line)])
+    shown = [(model, ranks) for model in WORKLOADS for ranks in _RANKS if f"{model}-{ranks}" in results]
+    rows = [
+        [f"{model}, {ranks} ranks", line["name"], *_ratios(line), *_costs(results[f"{model}-{ranks}"], line)]
+        for model, ranks in shown
+        for line in results[f"{model}-{ranks}"]["contenders"]
+        if line["name"] != "floor"
+    ]
     return table((*head, "peak MiB", "peak / fsdp2"), rows) if rows else ""
 
 
@@ -90,14 +90,14 @@ def _ratios(line: Mapping[str, Any]) -> list[str]:
     return [spread(line[kind].get(rival), 1, 2) for kind, rival in (*asked, ("wall_over", "ddp"))]
 
 
-def _costs(document: Mapping[str, Any] | None, line: Mapping[str, Any]) -> list[str]:
-    assert document is not None
+def _costs(document: Mapping[str, Any], line: Mapping[str, Any]) -> list[str]:
     peers = [each["live"]["peak"] for each in document["contenders"] if each["name"] == "fsdp2"]
     peak = line["live"]["peak"]
     return [f"{peak / 2**20:.1f}", f"{peak / peers[0]:.2f}" if peers else "-"]
 
 
-def _wire_and_memory_note(results: Results) -> str:
+def _without_speed(results: Results) -> str:
+    """Who disagrees with one process, and where."""
     wrong = [
         f"- {name}, {line['name']}: no speed, since {line['disagrees']}"
         for name, document in results.items()

@@ -30,8 +30,8 @@ def ablation_table(name: str, document: Mapping[str, Any]) -> str:
     parts = [
         f"### {name}",
         (
-            f"{request['model']}, {request['ranks']} ranks, {request['steps']} rounds; before -> after, medians; what is "
-            "saved is taken within a round, with quartiles. Each line has everything but the one optimisation on its left."
+            f"{request['model']}, {request['ranks']} ranks, {request['steps']} rounds; before -> after, medians; "
+            "what is saved is taken within a round, with quartiles. Before, everything is there but the optimisation."
         ),
         table(head, [gain_row(gain) for gain in found]),
         "\n".join(f"- {title} was not measured: {why}" for title, why in missing.items()),
@@ -145,8 +145,8 @@ def facts_section(document: Mapping[str, Any]) -> str:
         ),
         table(("import", "median", "least"), imports),
         (
-            "Padding of each layer of docs/padding.md, the worst of 2 to 1,024 ranks, beside the rule of the least common "
-            "multiple."
+            "Padding of each layer of docs/padding.md, the worst of 2 to 1,024 ranks, beside the rule of the least "
+            "common multiple."
         ),
         table(("layer", "padding", "LCM rule"), padding),
     ]
