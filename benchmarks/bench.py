@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,46 @@ def _attempt(run: Run, arguments: Sequence[str], python: Path, folder: Path) -> 
     command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / run.script), *arguments, *where]
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=run.limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
+    finished = run_to_end(command, environment, run.limit_s)
+    if finished is None:
         return None, f"given up after {run.limit_s:.0f} s"
-    if file.exists() and done.returncode in (0, _DISAGREEMENT):
+    code, errors = finished
+    if file.exists() and code in (0, _DISAGREEMENT):
         return json.loads(file.read_text(encoding="utf-8")), ""
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return None, f"ended with exit code {done.returncode}: {last}"
+    last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+    return None, f"ended with exit code {code}: {last}"
+
+
+def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> tuple[int, str] | None:
+    """Run a program that starts processes of its own, and leave none of them behind.
+
+    Ranks that outlive a program that was given up would take time from every run that follows.
+
+    Args:
+        command: The program and its arguments.
+        environment: All its variables.
+        limit_s: When to give it up.
+
+    Returns:
+        The exit code and what it wrote to its standard error; None where it was given up.
+    """
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as program:
+        try:
+            _, errors = program.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(program.pid, signal.SIGKILL)
+    return program.returncode, errors
 
 
 def _has_gpu(python: Path) -> bool:

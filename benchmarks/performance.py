@@ -43,7 +43,7 @@ here is typed by hand, and a test holds it to that file. The whole run, with eve
   allocation; memory that ranks share counts too. Bytes are what a rank sends in a step. Both are exact and repeat.
 - Ranks of one machine hand tensors to each other through shared memory (`MFSDP_SHARED_MEMORY=0` turns that off).
   `ours-3-sockets` is the engine without it, over gloo as all peers are; it shows what comes from the engine and what
-  from the transport. Through shared memory nothing passes the back end, so its bytes are those of the engine's counters.
+  from the transport. Through shared memory nothing passes the back end, so its bytes are those of its own counters.
 - Peers have their defaults; `benchmarks/README.md` says what each got.
 """
 

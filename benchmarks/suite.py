@@ -89,24 +89,24 @@ def _phases(is_quick: bool, rounds: int | None) -> Iterator[Run]:
     for model in ("many-small", "tiny-tensors"):
         for kernels in ("fused", "foreach"):
             arguments = ("step", "--model", model, "--optimizer", kernels, "--rounds", count)
-            yield Run(f"step-{model}-{kernels}", "phases.py", arguments, 300)
+            yield Run(f"step-{model}-{kernels}", "phases.py", arguments, 600)
     starts = "2" if is_quick else "4"
-    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", "--rounds", starts), 300)
+    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", "--rounds", starts), 600)
     host = ("host", "--rounds", str(rounds or (5 if is_quick else 30)))
-    yield Run("host", "phases.py", (*host, "--model", "narrow", "--simulated-ranks", "2"), 300)
-    yield Run("host-one-parameter", "phases.py", (*host, "--model", "trivial", "--simulated-ranks", "2"), 300)
+    yield Run("host", "phases.py", (*host, "--model", "narrow", "--simulated-ranks", "2"), 600)
+    yield Run("host-one-parameter", "phases.py", (*host, "--model", "trivial", "--simulated-ranks", "2"), 600)
     for simulated in ("8",) if is_quick else ("8", "64"):
         arguments = ("host", "--model", "many-small", "--rounds", count, "--simulated-ranks", simulated)
         yield Run(f"simulated-{simulated}", "phases.py", arguments, 600)
-    yield Run("facts", "phases.py", ("facts", "--rounds", "2" if is_quick else "5"), 300)
+    yield Run("facts", "phases.py", ("facts", "--rounds", "2" if is_quick else "5"), 600)
 
 
 def _ablation(model: str, rounds: int) -> Run:
-    return Run(f"ablation-{model}", "ablation.py", ("--model", model, "--rounds", str(rounds), "--warmup", "2"), 900)
+    return Run(f"ablation-{model}", "ablation.py", ("--model", model, "--rounds", str(rounds), "--warmup", "2"), 1200)
 
 
 def _breakdown(model: str, rounds: int) -> Run:
-    return Run(f"breakdown-{model}", "breakdown.py", ("--model", model, "--rounds", str(rounds)), 300)
+    return Run(f"breakdown-{model}", "breakdown.py", ("--model", model, "--rounds", str(rounds)), 600)
 
 
 def _comparison(model: str, ranks: int, rounds: int, ours: tuple[str, ...], peers: tuple[str, ...]) -> tuple[str, ...]:
@@ -117,4 +117,4 @@ def _comparison(model: str, ranks: int, rounds: int, ours: tuple[str, ...], peer
 def _compared(name: str, arguments: tuple[str, ...]) -> Run:
     """Without DeepSpeed the second time: it changes more of its process than the others."""
     kept = tuple(argument for argument in arguments if not argument.startswith("deepspeed"))
-    return Run(name, "compare.py", arguments, 900, kept if kept != arguments else ())
+    return Run(name, "compare.py", arguments, 1200, kept if kept != arguments else ())
