@@ -146,6 +146,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, metavar="N", help="measured steps of every run")
     parser.add_argument("--minutes", type=float, default=35.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
+    parser.add_argument("--again", action="store_true", help="measure nothing; write the page of the results in --out")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-bench", help="made where it is not there")
     parser.add_argument("--no-environment", action="store_true", help="use this interpreter; install nothing")
@@ -156,6 +157,11 @@ def main(argv: Sequence[str]) -> int:
     chosen = [run for run in runs(given.quick, given.rounds) if _is_wanted(run.name, given.only)]
     if given.list:
         print(*(run.name for run in [*chosen, *gpu_runs()]), sep="\n")
+        return 0
+    stem = f"bench-{os.cpu_count()}xcpu"
+    if given.again:
+        before = json.loads((given.out / f"{stem}.json").read_text(encoding="utf-8"))
+        print(write_page(before["results"], before["failures"], given.out, stem))
         return 0
     failures: dict[str, str] = {}
     python, missing = (Path(sys.executable), "") if given.no_environment else prepare(given.environment)
@@ -168,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
         failures["gpu"] = "there is no CUDA device here"
     results = _perform_all(chosen, python, given.work, failures, until)
     stored = {} if given.only else stored_checkpoints(ROOT / "benchmarks" / "results")
-    print(write_page({**results, **stored}, failures, given.out, f"bench-{os.cpu_count()}xcpu"))
+    print(write_page({**results, **stored}, failures, given.out, stem))
     return 0 if results else 1
 
 

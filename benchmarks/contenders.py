@@ -140,7 +140,7 @@ class Contender:
 
 def missing_peers(names: Sequence[str]) -> dict[str, str]:
     """Contenders that cannot take part here, each with the reason."""
-    absent = {}
+    absent: dict[str, str] = {}
     if find_spec("deepspeed") is None:
         absent |= {name: "the package deepspeed is not installed" for name in names if name in DEEPSPEED}
     if not any(map(which, _COMPILERS)):

@@ -225,15 +225,15 @@ def _times() -> list[Target]:
         for kind, key in (("wall time", "wall_over"), ("CPU time", "cpu_over"))
     ]
     for model in against:
-        run = [f"{model}-2"]
-        whole = largest_ratio(run, ["ours-0", "ours-1", "ours-2"], "ddp", "wall_over")
+        run = f"{model}-2"
+        whole = largest_ratio([run], ["ours-0", "ours-1", "ours-2"], "ddp", "wall_over")
         found += [
             Target(f"{model}, 2 ranks: the slowest of strategies 0 to 2 over ddp, wall time", 1.02, whole),
-            Target(f"{model}, 2 ranks: mddp over ddp, wall time", 1.02, ratio(*run, "ddp", name="mddp")),
+            Target(f"{model}, 2 ranks: mddp over ddp, wall time", 1.02, ratio(run, "ddp", name="mddp")),
             Target(
                 f"{model}, 2 ranks: mddp-optim over ddp-zero, wall time",
                 1.02,
-                ratio(*run, "ddp-zero", name="mddp-optim"),
+                ratio(run, "ddp-zero", name="mddp-optim"),
             ),
         ]
     return found
