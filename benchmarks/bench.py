@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure this engine beside its peers; one page.")
     parser.add_argument("--quick", action="store_true", help="few rounds, fewer models and ranks")
     parser.add_argument("--rounds", type=int, metavar="N", help="measured steps of every run")
-    parser.add_argument("--minutes", type=float, default=35.0, help="after which no further run is begun")
+    parser.add_argument("--minutes", type=float, default=33.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
     parser.add_argument("--again", action="store_true", help="measure nothing; write the page of the results in --out")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")

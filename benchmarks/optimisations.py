@@ -8,13 +8,13 @@ building fails, and the contender takes no part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks.variants import CLIPPING, PLAIN, SOCKETS, Variant
+from benchmarks.variants import CLIPPING, FUSED, PLAIN, SOCKETS, Variant
 
 MAIN = "ours-3"
 
@@ -26,13 +26,13 @@ class Optimisation:
     Attributes:
         name: Of the contender that goes without it.
         title: What it is.
-        without: That contender.
+        without: That contender; None: the engine as it is, since the optimisation is off by default.
         base: The contender with it; both differ in nothing else.
     """
 
     name: str
     title: str
-    without: Variant
+    without: Variant | None
     base: str = MAIN
 
 
@@ -114,6 +114,16 @@ def no_flat_norm() -> Iterator[None]:
         yield
 
 
+def no_waiting_gradients() -> AbstractContextManager[object]:
+    """Each gradient is copied into its bucket when it comes, the small ones too."""
+    return mock.patch("megatron_fsdp.runtime.engine.Engine.gradients_may_wait", False)
+
+
+def no_returned_gradients() -> AbstractContextManager[object]:
+    """Main gradients keep their memory when they are cleared."""
+    return mock.patch("megatron_fsdp.unit.main_gradient.MainGradient.release", _nothing)
+
+
 _NO_PREFETCH = {"forward_prefetch_units": 0, "backward_prefetch_units": 0}
 _OVER_SOCKETS = PLAIN[SOCKETS].environment
 
@@ -137,8 +147,17 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
     ),
     Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
     Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
+    Optimisation(
+        "no-waiting-gradients", "small gradients of a unit copied by one call", Variant(around=no_waiting_gradients)
+    ),
+    Optimisation(
+        "no-returned-gradients",
+        "main gradients give their memory back while cleared",
+        Variant(around=no_returned_gradients),
+    ),
     Optimisation("no-flat-step", "optimizer steps on one tensor per unit", Variant(around=no_flat_runs)),
     Optimisation("no-local-step", "optimizer steps without DTensors", Variant(around=no_local_step)),
+    Optimisation(MAIN, "weight gradients straight into the bucket (an option)", None, FUSED),
     Optimisation(
         "no-flat-norm", "norm and clipping on one tensor per unit", Variant(around=no_flat_norm, clips=True), CLIPPING
     ),

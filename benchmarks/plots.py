@@ -82,6 +82,7 @@ def savings(results: Results) -> dict[str, dict[str, float]]:
 
 def _bars(found: Mapping[str, Mapping[str, float]], label: str, path: Path) -> None:
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigurationError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
@@ -89,9 +90,10 @@ def _bars(found: Mapping[str, Mapping[str, float]], label: str, path: Path) -> N
     figure = Figure(figsize=(max(6.0, 1.6 * len(runs)), 4.5), layout="constrained")
     axes = figure.add_subplot()
     width = _BAR / max(1, len(found))
+    colours = colormaps["tab20" if len(found) > 10 else "tab10"]
     for index, (name, values) in enumerate(found.items()):
         places = [runs.index(run) - _BAR / 2 + (index + 0.5) * width for run in values]
-        axes.bar(places, list(values.values()), width, label=name, color=f"C{index}" if index < 10 else None)
+        axes.bar(places, list(values.values()), width, label=name, color=colours(index % colours.N))
     axes.set_xticks(range(len(runs)), runs, rotation=20, ha="right", fontsize=8)
     axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.3)

@@ -46,7 +46,7 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
     found = [
         *(_everybody(model, rounds or (3 if is_quick else 5 if model == "large" else 7)) for model in models),
         *_phases(is_quick, rounds),
-        *(_ablation(model, rounds or (3 if is_quick else 5)) for model in traced),
+        *(_ablation(model, rounds or (3 if is_quick else 4 if model == "large" else 6)) for model in traced),
         *(_breakdown(model, rounds or (2 if is_quick else 5)) for model in traced),
     ]
     if is_quick:
@@ -67,21 +67,28 @@ def _everybody(model: str, rounds: int) -> Run:
 
 def _varied(rounds: int | None) -> Iterator[Run]:
     """Fewer contenders where the number of ranks, microbatches, the wire's dtype or compilation is varied."""
-    few, ours, two = rounds or 4, ("--strategies", "0", "1", "3"), ("fsdp2", "ddp")
+    few = rounds or 4
     for model in WORKLOADS:
         yield _compared(f"{model}-4", _comparison(model, 4, few, ("--strategies", "3"), CLOSE_PEERS))
-    for model in WORKLOADS:
-        deferred = ("--strategies", "0", "3", "--variants", "ours-3-deferred")
-        accumulating = _comparison(model, 2, rounds or 3, deferred, ("fsdp2", "fsdp2-deferred", "ddp"))
-        yield _compared(f"{model}-2-accumulation", (*accumulating, "--grad-accumulation", "4"))
-    for model in WORKLOADS:
-        yield _compared(f"{model}-1", _comparison(model, 1, few, ours, two))
-    for model in WORKLOADS:
-        narrow = _comparison(model, 2, few, ours, CLOSE_PEERS[:3])
-        yield _compared(f"{model}-2-bf16", (*narrow, "--comm-dtype", "bfloat16"))
+    for model in BY_SOCKETS_TOO:
+        yield _accumulating(model, rounds or 3)
     for model in BY_SOCKETS_TOO:
         compiled = _comparison(model, 2, few, ("--strategies", "3"), ("fsdp2",))
         yield _compared(f"{model}-2-compiled", (*compiled, "--compiled"))
+    for model in WORKLOADS:
+        yield _compared(f"{model}-1", _comparison(model, 1, few, ("--strategies", "0", "3"), ("fsdp2", "ddp")))
+    for model in WORKLOADS:
+        narrow = _comparison(model, 2, rounds or 3, ("--strategies", "0", "3"), ("fsdp2", "ddp"))
+        yield _compared(f"{model}-2-bf16", (*narrow, "--comm-dtype", "bfloat16"))
+    for model in WORKLOADS:
+        if model not in BY_SOCKETS_TOO:
+            yield _accumulating(model, rounds or 3)
+
+
+def _accumulating(model: str, rounds: int) -> Run:
+    deferred = ("--strategies", "0", "3", "--variants", "ours-3-deferred")
+    compared = _comparison(model, 2, rounds, deferred, ("fsdp2", "fsdp2-deferred", "ddp"))
+    return _compared(f"{model}-2-accumulation", (*compared, "--grad-accumulation", "4"))
 
 
 def _phases(is_quick: bool, rounds: int | None) -> Iterator[Run]:

@@ -17,6 +17,7 @@ COMPILED = "-compiled"
 SOCKETS = "ours-3-sockets"
 CLIPPING = "ours-3-clipping"
 DEFERRED = "ours-3-deferred"
+FUSED = "ours-3-fused"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ PLAIN: Mapping[str, Variant] = {
     SOCKETS: Variant(environment={SHARED_MEMORY: "0"}),
     CLIPPING: Variant(clips=True),
     DEFERRED: Variant(defers=True),
+    FUSED: Variant({"gradient_accumulation_fusion": True}),
 }
 """Variants that are no optimisation switched off."""
 
@@ -50,7 +52,7 @@ def variants() -> dict[str, Variant]:
     """All of them by name."""
     from benchmarks.optimisations import OPTIMISATIONS
 
-    return {**PLAIN, **{each.name: each.without for each in OPTIMISATIONS}}
+    return {**PLAIN, **{each.name: each.without for each in OPTIMISATIONS if each.without is not None}}
 
 
 def in_environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
