@@ -1,14 +1,16 @@
 """The page says what the documents say, and names what is missing."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.bench import write_page
+from benchmarks.bench import main, shortened, write_page
 from benchmarks.markup import spread, table
 from benchmarks.page import page
 from benchmarks.plots import heights, over_floor, peak_mib
+from benchmarks.reasons import REASONS
 from benchmarks.targets import Target, Verdict
 from tests.benchmarks.documents import comparison, contender, phases
 
@@ -97,3 +99,20 @@ def test_page_pictures_and_results_lie_in_one_folder(tmp_path: Path) -> None:
     assert "- moe-2: it stopped" in text
     assert "![bench-x-time.png](bench-x-time.png)" in text
     assert (path.parent / "bench-x-time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_is_written_again_from_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what `reasons.py` says by then; nothing is measured."""
+    monkeypatch.setattr("benchmarks.bench.prepare", lambda _: pytest.fail("it was going to measure"))
+    slow = contender("ours-3", over={"floor": 1.5000004, "fsdp2": 0.75})
+    before = write_page({"large-2": comparison(slow)}, {"moe-2": "it stopped"}, tmp_path, f"bench-{os.cpu_count()}xcpu")
+    first = before.read_text()
+    title = "large, 2 ranks: wall time of a step over the floor's"
+    monkeypatch.setitem(REASONS, title, "sockets")
+    assert main(["--again", "--out", str(tmp_path)]) == 0
+    missed = f"| {title} | at most 1.25 | 1.5 | missed"
+    assert before.read_text() == first.replace(f"{missed} |", f"{missed}; sockets |") != first
+
+
+def test_figures_are_stored_with_six_digits() -> None:
+    assert shortened({"a": [1.23456789, 12345678, "x", None, (0.1,)]}) == {"a": [1.23457, 12345678, "x", None, [0.1]]}
