@@ -6,27 +6,25 @@ import argparse
 import json
 import math
 import os
-import pickle
 import platform
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.multiprocessing.spawn import spawn
 
-from benchmarks.contenders import DDP, DEEPSPEED, FLOOR, FSDP2, OURS, OURS_BY_BUCKETS, PEERS
+from benchmarks.contenders import ALL_COMPILED, DDP, DEEPSPEED, FLOOR, FSDP2, OURS, OURS_BY_BUCKETS, PEERS
+from benchmarks.launching import measure_on_ranks
 from benchmarks.readings import Request, RunReading
 from benchmarks.report import TOLERANCES, disagreements, document, markdown, summarise, tolerance_of
+from benchmarks.variants import variants
 from benchmarks.worker import run_rank
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.package_info import __version__
-from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, rank_environment
+from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type
 
 EXIT_DISAGREEMENT = 1
 
@@ -41,6 +39,8 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     parser.add_argument("--warmup", type=_positive, default=3, help="steps before them (the first ones build up state)")
     parser.add_argument("--strategies", type=int, nargs="*", choices=range(4), default=[3], help="of this engine")
     parser.add_argument("--ddp", nargs="*", choices=OURS_BY_BUCKETS, default=[], help="this engine by buckets")
+    parser.add_argument("--variants", nargs="*", choices=list(variants()), default=[], help="strategy 3, changed")
+    parser.add_argument("--compiled", action="store_true", help="floor, ours-3 and fsdp2 with compiled blocks, too")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[FSDP2, DDP])
     parser.add_argument("--bucket-mib", type=_size, default=25.0, metavar="MIB", help="of all that cut by size")
     parser.add_argument("--grad-accumulation", type=_positive, default=1, metavar="N", help="microbatches per step")
@@ -57,7 +57,8 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     except ConfigurationError as error:
         parser.error(str(error))
     ours = [*(OURS[strategy] for strategy in given.strategies), *given.ddp]
-    contenders = (FLOOR, *dict.fromkeys(ours), *dict.fromkeys(given.peers))
+    compiled = ALL_COMPILED if given.compiled else ()
+    contenders = (FLOOR, *dict.fromkeys([*ours, *given.variants, *given.peers, *compiled]))
     request = Request(
         given.model,
         ranks,
@@ -77,14 +78,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
 
 def run(request: Request) -> RunReading:
     """Start the ranks, wait for them, and return what they measured."""
-    os.environ.update(rank_environment(os.environ, request.ranks, count_cores()))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop are no news
-    threads = int(os.environ["OMP_NUM_THREADS"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "reading"
-        spawn(run_rank, (request, store.port, threads, answer), nprocs=request.ranks)
-        reading: RunReading = pickle.loads(answer.read_bytes())
+    reading: RunReading = measure_on_ranks(run_rank, request, request.ranks)
     return reading
 
 
@@ -92,11 +86,13 @@ def command_of(request: Request) -> str:
     """The command that repeats a run, defaults spelled out."""
     strategies = [str(OURS.index(name)) for name in request.contenders if name in OURS]
     by_buckets = [name for name in request.contenders if name in OURS_BY_BUCKETS]
+    varied = [name for name in request.contenders if name in variants()]
     peers = [name for name in request.contenders if name in PEERS]
+    compiled = "--compiled " if ALL_COMPILED[0] in request.contenders else ""
     return (
         f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
         f"--steps {request.steps} --warmup {request.warmup} {_listed('--strategies', strategies)}"
-        f"{_listed('--ddp', by_buckets)}{_listed('--peers', peers)}"
+        f"{_listed('--ddp', by_buckets)}{_listed('--variants', varied)}{_listed('--peers', peers)}{compiled}"
         f"--grad-accumulation {request.microbatches} --dtype {request.dtype} --bucket-mib {request.bucket_mib:g} "
         f"--comm-dtype {request.comm_dtype} --optimizer {request.optimizer}"
     )
@@ -135,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     request, files = parse(argv)
     reading = run(request)
     facts = describe_run(request)
-    lines = summarise(reading, (FLOOR, *PEERS))
+    lines = summarise(reading, request.contenders)
     text = markdown(lines, request, reading, facts)
     print(text)
     if files is not None:

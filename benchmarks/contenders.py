@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Literal
+from shutil import which
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.variants import COMPILED, Variant, in_environment, variants
 from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of
 from megatron_fsdp import (
     DistributedDataParallel,
@@ -25,19 +28,26 @@ from megatron_fsdp.buffer.collectives import Traffic
 
 FLOOR = "floor"
 FSDP2 = "fsdp2"
+FSDP2_DEFERRED = "fsdp2-deferred"
 FSDP1 = "fsdp1"
 DDP = "ddp"
 DDP_VIEW = "ddp-view"
 DDP_ZERO = "ddp-zero"
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in (1, 2, 3))
-PEERS = (FSDP2, FSDP1, DDP, DDP_VIEW, DDP_ZERO, *DEEPSPEED)
+PEERS = (FSDP2, FSDP2_DEFERRED, FSDP1, DDP, DDP_VIEW, DDP_ZERO, *DEEPSPEED)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
+FLOORS = (FLOOR, FLOOR + COMPILED)
+"""Those that do not communicate, so that their losses are their own."""
+ALL_COMPILED = (FLOOR + COMPILED, OURS[3] + COMPILED, FSDP2 + COMPILED)
 OUR_DDP = "mddp"
 OUR_DDP_OPTIM = "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
 
 LEARNING_RATE = 1e-4
 _MEBIBYTE = 2**20
+_NEVER_REACHED = 1e9
+"""A norm at which nothing is clipped, so that losses stay those of everybody."""
+_COMPILERS = ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True)
@@ -80,22 +90,29 @@ class Contender:
     """A model and its optimizer, ready to train.
 
     Attributes:
-        name: `FLOOR`, or one of `PEERS`, `OURS`, `OURS_BY_BUCKETS`.
+        name: `FLOOR`, or one of `PEERS`, `OURS`, `OURS_BY_BUCKETS`, `variants()` or `ALL_COMPILED`.
         model: Called with tokens.
         optimizer: AdamW, or that inside of ZeRO's.
         deferring: Surrounds every microbatch of a step but the last.
+        around: Surrounds every step.
+        clips: Whether the norm of gradients is taken, and clipped by, before the optimizer's step.
     """
 
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    clips: bool = False
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Train on one step's microbatches of this rank; returns this rank's mean loss, a scalar, detached."""
-        loss = self.backward(microbatches)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self.around():
+            loss = self.backward(microbatches)
+            if self.clips and isinstance(self.model, MegatronFSDP):
+                self.model.clip_grad_norm_(_NEVER_REACHED)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return loss
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -113,16 +130,33 @@ class Contender:
         """What this rank has sent so far; None for those that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
 
+    def unseen_bytes(self) -> int:
+        """Bytes that this rank holds and torch's allocator knows nothing of: shared memory, where the engine uses it.
+
+        They count as held and at the peak.
+        """
+        return int(getattr(self.model.memory(), "shared_bytes", 0)) if isinstance(self.model, MegatronFSDP) else 0
+
 
 def missing_peers(names: Sequence[str]) -> dict[str, str]:
-    """Peers that cannot take part here, each with the reason."""
-    is_missing = find_spec("deepspeed") is None
-    return {name: "the package deepspeed is not installed" for name in names if name in DEEPSPEED and is_missing}
+    """Contenders that cannot take part here, each with the reason."""
+    absent: dict[str, str] = {}
+    if find_spec("deepspeed") is None:
+        absent |= {name: "the package deepspeed is not installed" for name in names if name in DEEPSPEED}
+    if not any(map(which, _COMPILERS)):
+        absent |= {name: "there is no C++ compiler here" for name in names if name.endswith(COMPILED)}
+    return absent
 
 
 def build_contender(name: str, setting: Setting, model: nn.Module | None = None) -> Contender:
     """Build one contender by name, around a model or the workload's own; collective."""
     model = build_model(setting.workload, setting.dtype, setting.device) if model is None else model
+    if name.endswith(COMPILED):
+        for block in blocks_of(model):
+            block.compile()
+        return replace(build_contender(name.removesuffix(COMPILED), setting, model), name=name)
+    if name in variants():
+        return _varied(name, variants()[name], model, setting)
     if name == FLOOR:
         return Contender(name, model, make_optimizer(model, setting))
     if name in OURS_BY_BUCKETS:
@@ -164,7 +198,16 @@ def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
     return Contender(name, wrapped, fully_shard_optimizer(make_optimizer(wrapped, setting)), wrapped.no_sync)
 
 
-def _ours(strategy: int, model: nn.Module, setting: Setting) -> Contender:
+def _varied(name: str, variant: Variant, model: nn.Module, setting: Setting) -> Contender:
+    with in_environment(variant.environment), variant.around():
+        whole = _ours(3, model, setting, variant.options)
+    deferring = cast(MegatronFSDP, whole.model).no_sync if variant.defers else nullcontext
+    return replace(whole, name=name, deferring=deferring, around=variant.around, clips=variant.clips)
+
+
+def _ours(
+    strategy: int, model: nn.Module, setting: Setting, options: Mapping[str, object] = MappingProxyType({})
+) -> Contender:
     """Dtypes follow the model's. Where gradients are whole until the sync (0 and 1), they defer as DDP's does."""
     sharded, optimizer = fully_shard(
         model,
@@ -175,5 +218,6 @@ def _ours(strategy: int, model: nn.Module, setting: Setting) -> Contender:
         mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=None, main_grads_dtype=None, grad_comm_dtype=setting.narrow_dtype
         ),
+        **cast(Any, options),
     )
     return Contender(OURS[strategy], sharded, optimizer, sharded.no_sync if strategy < 2 else nullcontext)

@@ -30,6 +30,7 @@ class Moved:
         gloo_bytes: The same where a reduce-scatter moves what an all-reduce does, as gloo's.
         copied_numel: Elements of the results of copies, casts and multiplications into other memory.
         copies: How many operators did that.
+        reduced_bytes: Of `sent_bytes` those of reductions.
     """
 
     issued: int
@@ -37,6 +38,7 @@ class Moved:
     gloo_bytes: int
     copied_numel: int
     copies: int
+    reduced_bytes: int = 0
 
 
 def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int) -> int | None:
@@ -97,6 +99,7 @@ class MovedModel(TorchDispatchMode):
             sent + sum(self._bytes[name] for name in _ONCE),
             self._copied.total(),
             self._copies,
+            sum(self._bytes[name] for name in _ONCE | _EXCHANGED | _REDUCED),
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

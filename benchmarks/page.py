@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.markup import spread, table
+from benchmarks.sections import special_sections
 from benchmarks.targets import MET, MISSED, OPEN, Results, Verdict
 
 _MEBIBYTE = 2**20
@@ -12,7 +14,7 @@ _ADAM_BYTES = 16
 """Of a float32 parameter with its gradient and both moments."""
 
 _HEAD = ("contender", "wall ms", "CPU ms", "wall / floor", "CPU / floor", "wall / fsdp2", "CPU / fsdp2", "wall / ddp")
-_COSTS = ("peak MiB", "peak / 16 P/N", "seen MiB", "by gloo MiB", "allocations", "copied / P")
+_COSTS = ("held MiB", "peak MiB", "peak / 16 P/N", "sent MiB", "seen MiB", "by gloo MiB", "allocations", "copied / P")
 
 
 def page(
@@ -37,12 +39,13 @@ def page(
         f"{len(verdicts)} targets: {told}. Losses of all that have a speed equal those of one process.",
     ]
     parts.append(_facts(results))
-    parts.append("## Targets\n\n" + _targets(verdicts))
+    parts.append("## Targets\n\n" + targets_table(verdicts))
     parts += [f"![{picture}]({picture})" for picture in pictures]
     parts.append("## Steps\n\n" + _LEGEND)
-    parts += [_comparison(name, document) for name, document in results.items() if "contenders" in document]
+    parts += [_comparison(name, document) for name, document in comparisons(results).items()]
     parts.append("## Phases")
     parts += [_phase_table(name, document) for name, document in results.items() if "rows" in document]
+    parts += special_sections(results)
     if failures:
         parts.append("## Left out\n\n" + "\n".join(f"- {name}: {why}" for name, why in failures.items()))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -50,23 +53,18 @@ def page(
 
 _LEGEND = (
     "Medians with quartiles in brackets; wall is the slowest rank, CPU the mean of the ranks over all threads, ratios "
-    "are taken within a round. The floor does not communicate. Seen is what a step issues, by gloo what its "
-    "reduce-scatter makes of that; copied is what is copied, cast or scaled into other memory in a step, per parameter "
-    "of the model."
+    "are taken within a round. The floor does not communicate. Sent is what this engine's own counters say that a rank "
+    "sends in a step; seen is what the step issues below every contender, by gloo what gloo's reduce-scatter makes of "
+    "that. Through shared memory nothing passes the back end, so there sent is what ranks hand to each other and seen "
+    "is 0; `ours-3-sockets` is the same engine with `MFSDP_SHARED_MEMORY=0`, over gloo as everybody else. Held and "
+    "peak are live bytes, shared memory included. Copied is what is copied, cast or scaled into other memory in a "
+    "step, per parameter of the model."
 )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
-
-
-def spread(value: Mapping[str, float] | None, factor: float, digits: int) -> str:
-    """Such as `1.25 [1.21, 1.31]`; a dash for None."""
-    if value is None:
-        return "-"
-    low, middle, high = (f"{value[key] * factor:.{digits}f}" for key in ("lower", "median", "upper"))
-    return f"{middle} [{low}, {high}]"
+def comparisons(results: Results) -> Results:
+    """Those of the documents that compare steps of this engine with those of its peers."""
+    return {name: document for name, document in results.items() if "contenders" in document and "what" not in document}
 
 
 def _facts(results: Results) -> str:
@@ -74,13 +72,14 @@ def _facts(results: Results) -> str:
     return "" if found is None else "\n".join(f"- {key}: {found[key]}" for key in ("date", "versions", "hardware"))
 
 
-def _targets(verdicts: Sequence[Verdict]) -> str:
+def targets_table(verdicts: Sequence[Verdict]) -> str:
+    """Every target beside what was reached, with the reason where it is missed."""
     rows = []
     for verdict in verdicts:
         target = verdict.target
         unit = f" {target.unit}" if target.unit else ""
         reached = "-" if verdict.value is None else f"{verdict.value:.3g}{unit}"
-        why = f"; {target.reason}" if target.reason and verdict.word == MISSED else ""
+        why = f"; {target.told_reason}" if target.told_reason and verdict.word == MISSED else ""
         rows.append([target.title, f"at most {target.limit:g}{unit}", reached, verdict.word + why])
     return table(("what", "target", "reached", "verdict"), rows)
 
@@ -107,7 +106,7 @@ def _comparison(name: str, document: Mapping[str, Any]) -> str:
 
 def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]:
     over = [spread(line[kind].get(rival), 1, 2) for rival in ("floor", "fsdp2") for kind in ("wall_over", "cpu_over")]
-    moved, peak = line["moved"], line["live"]["peak"]
+    moved, sent, peak = line["moved"], line["sent"], line["live"]["peak"]
     seen = ["-", "-"] if moved is None else [f"{moved[key] / _MEBIBYTE:.2f}" for key in ("sent_bytes", "gloo_bytes")]
     return [
         line["name"],
@@ -115,8 +114,10 @@ def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]
         spread(line["cpu_s"], 1000, 1),
         *over,
         spread(line["wall_over"].get("ddp"), 1, 2),
+        f"{line['live']['persistent'] / _MEBIBYTE:.1f}",
         f"{peak / _MEBIBYTE:.1f}",
         f"{peak / (_ADAM_BYTES * whole / ranks):.2f}",
+        "-" if sent is None else f"{(sent['gather_bytes'] + sent['reduce_bytes']) / _MEBIBYTE:.2f}",
         *seen,
         str(line["live"]["allocations"]),
         "-" if moved is None else f"{moved['copied_numel'] / whole:.2f}",
@@ -143,5 +144,7 @@ def _phase_table(name: str, document: Mapping[str, Any]) -> str:
     head = ("phase", "contender", "wall ms", "CPU ms", f"wall / {first}", f"CPU / {first}", "peak MiB")
     host = document.get("host_us_per_unit_and_pass", {})
     told = "; ".join(f"{who} {value:.0f} us" for who, value in sorted(host.items()))
+    for phase, values in sorted(document.get("host_us_by_pass", {}).items()):
+        told += f"; {phase} alone: " + ", ".join(f"{who} {value:.0f} us" for who, value in sorted(values.items()))
     parts = [f"### {name}", f"{request['model']}, {where}, {request['rounds']} rounds.", table(head, rows)]
     return "\n\n".join([*parts, *([f"Host time per unit and pass beyond the bare model: {told}."] if told else [])])

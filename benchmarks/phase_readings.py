@@ -118,6 +118,17 @@ def host_microseconds(rows: Sequence[PhaseRow], floor: str, units: int) -> dict[
     return {name: (seconds - total[floor]) / (2 * units) * 1e6 for name, seconds in total.items() if name != floor}
 
 
+def host_microseconds_by_pass(rows: Sequence[PhaseRow], floor: str, units: int) -> dict[str, dict[str, float]]:
+    """The same for each pass alone: by "forward" and "backward", then by contender."""
+    found = {}
+    for phase in {row.phase for row in rows}:
+        medians = {row.name: row.cpu_s.median for row in rows if row.phase == phase}
+        found[phase] = {
+            name: (seconds - medians[floor]) / units * 1e6 for name, seconds in medians.items() if name != floor
+        }
+    return found
+
+
 def phase_document(request: PhaseRequest, rows: Sequence[PhaseRow]) -> dict[str, Any]:
     """For programs; times in seconds."""
     return {"request": asdict(request), "rows": [asdict(row) for row in rows]}

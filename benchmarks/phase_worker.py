@@ -31,9 +31,9 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "whole step"
 Notes = dict[str, PhaseNotes]
 
 
-def run_rank(rank: int, request: PhaseRequest, store_port: int, answer: Path) -> None:
+def run_rank(rank: int, request: PhaseRequest, store_port: int, threads: int, answer: Path) -> None:
     """Join the ranks, or pretend to be the first of many, measure, and let the first write `{name: [per rank]}`."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.set_flush_denormal(True)  # what simulated ranks receive is whatever lies in memory
     if request.simulated_ranks:
         from torch.testing._internal.distributed.fake_pg import FakeStore

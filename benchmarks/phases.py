@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,34 +13,38 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.multiprocessing.spawn import spawn
-
 from benchmarks.contenders import FLOOR, FSDP2, OURS
-from benchmarks.phase_readings import PhaseNotes, PhaseRequest, host_microseconds, phase_document, phase_rows
+from benchmarks.launching import measure_on_ranks
+from benchmarks.phase_readings import (
+    PhaseNotes,
+    PhaseRequest,
+    host_microseconds,
+    host_microseconds_by_pass,
+    phase_document,
+    phase_rows,
+)
 from benchmarks.phase_worker import run_rank
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.layout import plan_layout
-from megatron_fsdp.train.launch.launcher import count_cores, rank_environment
 
 _OF_ALL = (FSDP2, OURS[3])
-_IMPORTS = {"megatron_fsdp": "import megatron_fsdp", "fsdp2": "from torch.distributed.fsdp import fully_shard"}
+_IMPORTS = {
+    "megatron_fsdp": "import megatron_fsdp",
+    "megatron_fsdp and its engine": "import megatron_fsdp.megatron_fsdp",
+    "fsdp2": "from torch.distributed.fsdp import fully_shard",
+}
 _TIMED_IMPORT = "import time, torch; t = time.process_time(); {}; print(time.process_time() - t)"
 
 
 def measure(request: PhaseRequest) -> dict[str, Any]:
     """Start the ranks and return what they measured, as data for programs."""
-    os.environ.update(rank_environment(os.environ, request.ranks, count_cores()))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "reading"
-        spawn(run_rank, (request, store.port, answer), nprocs=request.ranks)
-        notes: dict[str, list[PhaseNotes]] = pickle.loads(answer.read_bytes())
+    notes: dict[str, list[PhaseNotes]] = measure_on_ranks(run_rank, request, request.ranks, threads=1)
     rows = phase_rows(request, notes)
     found = phase_document(request, rows)
     if request.what == "host":
-        found["host_us_per_unit_and_pass"] = host_microseconds(rows, FLOOR, WORKLOADS[request.model].layers)
+        units = WORKLOADS[request.model].layers
+        found["host_us_per_unit_and_pass"] = host_microseconds(rows, FLOOR, units)
+        found["host_us_by_pass"] = host_microseconds_by_pass(rows, FLOOR, units)
     return found
 
 
@@ -58,15 +59,17 @@ def import_seconds(rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def largest_padding() -> float:
-    """The largest fraction that a layout pads, of all real layers and rank counts of docs/padding.md."""
-    from tools.padding_table import BF16_ALIGNMENT_NUMEL, RANK_COUNTS, groups
+def padding() -> list[tuple[str, float, float]]:
+    """By layer of docs/padding.md: the largest fractions that a layout, and the rule of the LCM, pad at any count."""
+    from tools.padding_table import BF16_ALIGNMENT_NUMEL, RANK_COUNTS, groups, lcm_rule_numel
 
-    return max(
-        plan_layout(group.shapes, count, alignment_numel=BF16_ALIGNMENT_NUMEL).padding_fraction
-        for group in groups()
-        for count in RANK_COUNTS
-    )
+    found = []
+    for group in groups():
+        layouts = [plan_layout(group.shapes, count, alignment_numel=BF16_ALIGNMENT_NUMEL) for count in RANK_COUNTS]
+        payload = layouts[0].payload_numel
+        lcm = max(lcm_rule_numel(group.shapes, count) / payload - 1 for count in RANK_COUNTS)
+        found.append((group.name, max(layout.padding_fraction for layout in layouts), lcm))
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,7 +85,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     if given.what == "facts":
-        found: dict[str, Any] = {"import_cpu_s": import_seconds(given.rounds), "largest_padding": largest_padding()}
+        padded = padding()
+        found: dict[str, Any] = {
+            "import_cpu_s": import_seconds(given.rounds),
+            "padding": padded,
+            "largest_padding": max(worst for _, worst, _ in padded),
+        }
     else:
         names = (FLOOR, *_OF_ALL) if given.what == "host" else _OF_ALL
         ranks = 1 if given.simulated_ranks else given.ranks

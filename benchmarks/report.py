@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median, quantiles
 from typing import Any
 
+from benchmarks.contenders import FLOORS
 from benchmarks.operators import Moved
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
 from benchmarks.theory import needed_bytes
@@ -14,7 +15,7 @@ from benchmarks.theory import needed_bytes
 TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-4}
 """Largest relative difference of losses by dtype, well below the 1e-3 by which ranks that do not communicate differ."""
 
-_FLOOR = "floor"
+_FLOOR = FLOORS[0]
 _RIVALS = (_FLOOR, "fsdp2", "ddp")
 """Those that everybody is set against in the table; the document has all."""
 
@@ -82,10 +83,10 @@ class Line:
 
 
 def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
-    """By contender whose loss is not that of one process on the whole batch, a sentence; the floor is left out."""
+    """By contender whose loss is not that of one process on the whole batch, a sentence; floors are left out."""
     found = {}
     for name, ranks in reading.contenders.items():
-        if name == _FLOOR:
+        if name in FLOORS:
             continue
         pairs = zip(_mean_losses(ranks), reading.reference_losses, strict=True)
         for step, (loss, expected) in enumerate(pairs):
@@ -132,7 +133,7 @@ def markdown(lines: Sequence[Line], request: Request, reading: RunReading, facts
         rows.append([line.name, *speeds, *_costs(line, request, reading)])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    right = [line for line in lines if line.name != _FLOOR and line.name not in wrong]
+    right = [line for line in lines if line.name not in FLOORS and line.name not in wrong]
     worst = max((_largest_difference(line, reading) for line in right), default=0.0)
     left_out = [f"- {name} is shown without speeds: {why}" for name, why in wrong.items()]
     left_out += [f"- {name} took no part: {why}" for name, why in reading.absent.items()]

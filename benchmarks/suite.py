@@ -1,14 +1,18 @@
-"""Which runs make the benchmark, in which order, and what each costs about (pure)."""
+"""Which runs make the benchmark, most important first, and what each costs about (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-ALL_OURS = ("--strategies", "0", "1", "2", "3")
+ALL_OURS = ("--strategies", "0", "1", "2", "3", "--ddp", "mddp", "mddp-optim")
 ALL_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp")
+CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero")
 WORKLOADS = ("many-small", "large", "llama", "moe")
+BY_SOCKETS_TOO = ("many-small", "large")
+"""Workloads on which the engine also takes part without shared memory, and on which optimisations are switched off."""
+CHECKPOINTS = ("checkpoints-many-small-2xcpu", "checkpoints-large-2xcpu")
+"""Results of `checkpoints.py` that the page shows; they are read, not made again."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Run:
 
     Attributes:
         name: Of its file of results, unique.
-        script: "compare.py" or "phases.py".
+        script: In this folder.
         arguments: Without those that say where the results go.
         limit_s: When it is given up.
         spare: Arguments to try again with where it fails; empty: it is not tried again.
@@ -31,13 +35,23 @@ class Run:
 
 
 def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
-    """All runs on the CPU.
+    """All runs on the CPU, those first that most targets hang on.
 
     Args:
         is_quick: Few rounds, two ranks and two models.
         rounds: Measured steps of each; None: as each has them.
     """
-    return (*_comparisons(is_quick, rounds), *_phases(is_quick, rounds))
+    models = ("many-small", "llama") if is_quick else WORKLOADS
+    traced = models[:1] if is_quick else BY_SOCKETS_TOO
+    found = [
+        *(_everybody(model, rounds or (3 if is_quick else 5 if model == "large" else 7)) for model in models),
+        *_phases(is_quick, rounds),
+        *(_ablation(model, rounds or (3 if is_quick else 4 if model == "large" else 6)) for model in traced),
+        *(_breakdown(model, rounds or (2 if is_quick else 5)) for model in traced),
+    ]
+    if is_quick:
+        return tuple(found)
+    return (*found, *_varied(rounds))
 
 
 def gpu_runs() -> tuple[Run, ...]:
@@ -46,21 +60,35 @@ def gpu_runs() -> tuple[Run, ...]:
     return (Run("gpu", "compare.py", (*arguments, "--device", "cuda", "--dtype", "bfloat16"), 600),)
 
 
-def _comparisons(is_quick: bool, rounds: int | None) -> Iterator[Run]:
-    """Everybody at two ranks; fewer where the number of ranks, microbatches or the wire's dtype is varied."""
-    for model in WORKLOADS[:1] + WORKLOADS[2:3] if is_quick else WORKLOADS:
-        count = rounds or (3 if is_quick else 8)
-        yield _compared(f"{model}-2", _comparison(model, 2, count, ALL_OURS, ALL_PEERS))
-        if is_quick:
-            continue
-        few = rounds or 5
-        ours = ("--strategies", "0", "1", "3")
-        yield _compared(f"{model}-4", _comparison(model, 4, few, ALL_OURS, CLOSE_PEERS))
-        yield _compared(f"{model}-1", _comparison(model, 1, few, ours, ("fsdp2", "ddp")))
-        accumulating = _comparison(model, 2, max(2, few - 2), ours, ("fsdp2", "ddp"))
-        yield _compared(f"{model}-2-accumulation", (*accumulating, "--grad-accumulation", "4"))
-        narrow = _comparison(model, 2, few, ours, CLOSE_PEERS)
+def _everybody(model: str, rounds: int) -> Run:
+    sockets = ("--variants", "ours-3-sockets") if model in BY_SOCKETS_TOO else ()
+    return _compared(f"{model}-2", _comparison(model, 2, rounds, (*ALL_OURS, *sockets), ALL_PEERS))
+
+
+def _varied(rounds: int | None) -> Iterator[Run]:
+    """Fewer contenders where the number of ranks, microbatches, the wire's dtype or compilation is varied."""
+    few = rounds or 4
+    for model in WORKLOADS:
+        yield _compared(f"{model}-4", _comparison(model, 4, few, ("--strategies", "3"), CLOSE_PEERS))
+    for model in BY_SOCKETS_TOO:
+        yield _accumulating(model, rounds or 3)
+    for model in BY_SOCKETS_TOO:
+        compiled = _comparison(model, 2, few, ("--strategies", "3"), ("fsdp2",))
+        yield _compared(f"{model}-2-compiled", (*compiled, "--compiled"))
+    for model in WORKLOADS:
+        yield _compared(f"{model}-1", _comparison(model, 1, few, ("--strategies", "0", "3"), ("fsdp2", "ddp")))
+    for model in WORKLOADS:
+        narrow = _comparison(model, 2, rounds or 3, ("--strategies", "0", "3"), ("fsdp2", "ddp"))
         yield _compared(f"{model}-2-bf16", (*narrow, "--comm-dtype", "bfloat16"))
+    for model in WORKLOADS:
+        if model not in BY_SOCKETS_TOO:
+            yield _accumulating(model, rounds or 3)
+
+
+def _accumulating(model: str, rounds: int) -> Run:
+    deferred = ("--strategies", "0", "3", "--variants", "ours-3-deferred")
+    compared = _comparison(model, 2, rounds, deferred, ("fsdp2", "fsdp2-deferred", "ddp"))
+    return _compared(f"{model}-2-accumulation", (*compared, "--grad-accumulation", "4"))
 
 
 def _phases(is_quick: bool, rounds: int | None) -> Iterator[Run]:
@@ -68,14 +96,24 @@ def _phases(is_quick: bool, rounds: int | None) -> Iterator[Run]:
     for model in ("many-small", "tiny-tensors"):
         for kernels in ("fused", "foreach"):
             arguments = ("step", "--model", model, "--optimizer", kernels, "--rounds", count)
-            yield Run(f"step-{model}-{kernels}", "phases.py", arguments, 300)
+            yield Run(f"step-{model}-{kernels}", "phases.py", arguments, 600)
     starts = "2" if is_quick else "4"
-    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", "--rounds", starts), 300)
-    yield Run("host", "phases.py", ("host", "--model", "trivial", "--ranks", "1", "--rounds", count), 300)
+    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", "--rounds", starts), 600)
+    host = ("host", "--rounds", str(rounds or (5 if is_quick else 30)))
+    yield Run("host", "phases.py", (*host, "--model", "narrow", "--simulated-ranks", "2"), 600)
+    yield Run("host-one-parameter", "phases.py", (*host, "--model", "trivial", "--simulated-ranks", "2"), 600)
     for simulated in ("8",) if is_quick else ("8", "64"):
         arguments = ("host", "--model", "many-small", "--rounds", count, "--simulated-ranks", simulated)
         yield Run(f"simulated-{simulated}", "phases.py", arguments, 600)
-    yield Run("facts", "phases.py", ("facts", "--rounds", "2" if is_quick else "5"), 300)
+    yield Run("facts", "phases.py", ("facts", "--rounds", "2" if is_quick else "5"), 600)
+
+
+def _ablation(model: str, rounds: int) -> Run:
+    return Run(f"ablation-{model}", "ablation.py", ("--model", model, "--rounds", str(rounds), "--warmup", "2"), 1200)
+
+
+def _breakdown(model: str, rounds: int) -> Run:
+    return Run(f"breakdown-{model}", "breakdown.py", ("--model", model, "--rounds", str(rounds)), 600)
 
 
 def _comparison(model: str, ranks: int, rounds: int, ours: tuple[str, ...], peers: tuple[str, ...]) -> tuple[str, ...]:
@@ -86,4 +124,4 @@ def _comparison(model: str, ranks: int, rounds: int, ours: tuple[str, ...], peer
 def _compared(name: str, arguments: tuple[str, ...]) -> Run:
     """Without DeepSpeed the second time: it changes more of its process than the others."""
     kept = tuple(argument for argument in arguments if not argument.startswith("deepspeed"))
-    return Run(name, "compare.py", arguments, 900, kept if kept != arguments else ())
+    return Run(name, "compare.py", arguments, 1200, kept if kept != arguments else ())

@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.reasons import REASONS
+from benchmarks.sections import checkpoint_ratio
+from benchmarks.suite import CHECKPOINTS, WORKLOADS
+
 Results = Mapping[str, Mapping[str, Any]]
 """By the name of a run, its document; runs that failed are not there."""
 
@@ -22,14 +26,19 @@ class Target:
         limit: The largest value that meets it.
         unit: Of the value, "" for ratios.
         read: Results to the value; raises KeyError or TypeError where something was not measured.
-        reason: Why it is missed where it is; shown only then.
+        reason: Why it is missed where it is; shown only then. None: what `benchmarks/reasons.py` has for the title.
     """
 
     title: str
     limit: float
     read: Callable[[Results], float]
     unit: str = ""
-    reason: str = ""
+    reason: str | None = None
+
+    @property
+    def told_reason(self) -> str:
+        """The reason, or "" where there is none."""
+        return REASONS.get(self.title, "") if self.reason is None else self.reason
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,12 @@ def largest_ratio(runs: Sequence[str], names: Sequence[str], rival: str, kind: s
     return lambda results: max(ratio(run, rival, kind, name)(results) for run in runs for name in names)
 
 
-def peak_ratio(run: str, rival: str) -> Callable[[Results], float]:
+def peak_ratio(run: str, rival: str, name: str = MAIN) -> Callable[[Results], float]:
     """Read the live bytes at the peak over those of a rival."""
 
     def read(results: Results) -> float:
         document = results[run]
-        return contender(document, MAIN)["live"]["peak"] / contender(document, rival)["live"]["peak"]
+        return contender(document, name)["live"]["peak"] / contender(document, rival)["live"]["peak"]
 
     return read
 
@@ -88,24 +97,46 @@ def peak_over_plan(run: str) -> Callable[[Results], float]:
     return read
 
 
+def wire_bytes(line: Mapping[str, Any]) -> int:
+    """What a rank sends in a step: by the engine's own counters, or seen below it at what gloo makes of it.
+
+    The larger of both: through shared memory nothing is seen, and peers have no counters.
+    """
+    sent, moved = line["sent"], line["moved"]
+    counted = 0 if sent is None else sent["gather_bytes"] + sent["reduce_bytes"]
+    return int(max(counted, 0 if moved is None else moved["gloo_bytes"]))
+
+
 def sent_over_needed(run: str, name: str) -> Callable[[Results], float]:
-    """Read what the wire carries over what the algorithm has to send."""
+    """Read what is sent over what the algorithm has to send."""
 
     def read(results: Results) -> float:
         found = contender(results[run], name)
-        return found["moved"]["gloo_bytes"] / found["needed_bytes"]
+        return wire_bytes(found) / found["needed_bytes"]
 
     return read
 
 
 def sent_over_parts(run: str, name: str, parts: int) -> Callable[[Results], float]:
-    """Read what the wire carries over some times what all but its own part of the float32 weights are to a rank."""
+    """Read what is sent over some times what all but its own part of the float32 weights are to a rank."""
 
     def read(results: Results) -> float:
         document = results[run]
         ranks = document["request"]["ranks"]
         needed = parts * 4 * document["parameter_numel"] * (ranks - 1) / ranks
-        return contender(document, name)["moved"]["gloo_bytes"] / needed
+        return wire_bytes(contender(document, name)) / needed
+
+    return read
+
+
+def seen_over_needed(run: str, name: str, parts: int) -> Callable[[Results], float]:
+    """The same by what is seen below the engine alone; 0 bytes are no measurement."""
+
+    def read(results: Results) -> float:
+        seen = contender(results[run], name)["moved"]["gloo_bytes"]
+        if not seen:
+            raise KeyError(name)
+        return sent_over_parts(run, name, parts)(results)
 
     return read
 
@@ -140,14 +171,25 @@ def extra_copies(run: str) -> Callable[[Results], float]:
     return read
 
 
-def reduce_bytes_ratio(run: str, rival: str) -> Callable[[Results], float]:
-    """Read the bytes on the wire over a rival's."""
+def reduce_bytes_ratio(run: str, rival: str, name: str = MAIN) -> Callable[[Results], float]:
+    """Read the bytes of reductions over those that a rival issues."""
 
     def read(results: Results) -> float:
-        document = results[run]
-        return contender(document, MAIN)["moved"]["gloo_bytes"] / contender(document, rival)["moved"]["gloo_bytes"]
+        line = contender(results[run], name)
+        ours = max(line["sent"]["reduce_bytes"], line["moved"]["reduced_bytes"])
+        return ours / contender(results[run], rival)["moved"]["reduced_bytes"]
 
     return read
+
+
+def host_us(run: str, phase: str, name: str = MAIN) -> Callable[[Results], float]:
+    """Read the host time per unit of one pass, in microseconds."""
+    return lambda results: results[run]["host_us_by_pass"][phase][name]
+
+
+def checkpointing(run: str, act: str) -> Callable[[Results], float]:
+    """Read the time of a save or a load over that of FSDP2 with `dcp`."""
+    return lambda results: checkpoint_ratio(results[run]["readings"], "ours", act)
 
 
 def import_beyond_torch(results: Results) -> float:
@@ -177,19 +219,38 @@ def _times() -> list[Target]:
         for model, limit in floors.items()
     ]
     found += [
-        Target(
-            f"{model}, 2 ranks: the slowest of strategies 0 to 2 over ddp, wall time",
-            1.02,
-            largest_ratio([f"{model}-2"], ["ours-0", "ours-1", "ours-2"], "ddp", "wall_over"),
-        )
+        Target(f"{model}, {about}: {kind} of a step over fsdp2's", 1.0, ratio(f"{model}-{run}", rival, key, name))
         for model in against
+        for run, about, name, rival in _ELSEWHERE
+        for kind, key in (("wall time", "wall_over"), ("CPU time", "cpu_over"))
     ]
+    for model in against:
+        run = f"{model}-2"
+        whole = largest_ratio([run], ["ours-0", "ours-1", "ours-2"], "ddp", "wall_over")
+        found += [
+            Target(f"{model}, 2 ranks: the slowest of strategies 0 to 2 over ddp, wall time", 1.02, whole),
+            Target(f"{model}, 2 ranks: mddp over ddp, wall time", 1.02, ratio(run, "ddp", name="mddp")),
+            Target(
+                f"{model}, 2 ranks: mddp-optim over ddp-zero, wall time",
+                1.02,
+                ratio(run, "ddp-zero", name="mddp-optim"),
+            ),
+        ]
     return found
+
+
+_ELSEWHERE = (
+    ("1", "1 rank", MAIN, "fsdp2"),
+    ("2-accumulation", "4 microbatches", MAIN, "fsdp2"),
+    ("2-accumulation", "4 microbatches, reduced once", "ours-3-deferred", "fsdp2-deferred"),
+    ("2-bf16", "gradients in bf16", MAIN, "fsdp2"),
+)
+"""Runs besides the main ones: name, words, who, and whom it must not be slower than."""
 
 
 def _memory_and_wire() -> list[Target]:
     found = []
-    for model in ("many-small", "large", "llama", "moe"):
+    for model in WORKLOADS:
         for ranks in (2, 4):
             run = f"{model}-{ranks}"
             found.append(
@@ -205,11 +266,18 @@ def _memory_and_wire() -> list[Target]:
         found.append(Target(f"large, 2 ranks: bytes on the wire over the ring minimum, {name}", 1.01, read))
     gathered_twice = sent_over_parts("large-2", MAIN, 3)
     found.append(Target("large, 2 ranks: bytes on the wire over 3 P (N - 1) / N, ours-3", 1.0, gathered_twice))
-    deferred = "many-small-2-accumulation"
+    seen = seen_over_needed("large-2", "ours-3-sockets", 3)
+    found.append(Target("large, 2 ranks: the same as seen by gloo, ours-3-sockets", 1.0, seen))
+    deferred, pair = "many-small-2-accumulation", ("fsdp2-deferred", "ours-3-deferred")
     return [
         *found,
         Target(
-            "many-small, 4 microbatches: bytes on the wire over fsdp2's", 1.0, reduce_bytes_ratio(deferred, "fsdp2")
+            "many-small, 4 microbatches reduced once: bytes of reductions over fsdp2's",
+            1.0,
+            reduce_bytes_ratio(deferred, *pair),
+        ),
+        Target(
+            "many-small, 4 microbatches reduced once: peak of live bytes over fsdp2's", 1.0, peak_ratio(deferred, *pair)
         ),
         Target(
             "many-small, 2 ranks: allocated beyond the bare model in step 3, over its gradients",
@@ -235,11 +303,23 @@ def _phases() -> list[Target]:
         Target("many-small: clip_grad_norm_ over fsdp2's", 0.2, clipping),
         Target("many-small: time to wrap over fsdp2's", 1.0, phase_ratio("start-many-small", "wrapping")),
         Target("many-small: first step over fsdp2's", 1.0, phase_ratio("start-many-small", "first step")),
-        Target("host time per unit and pass", 100.0, lambda r: r["host"]["host_us_per_unit_and_pass"][MAIN], "us"),
+        Target("host time per unit of 20 parameters, forward", 100.0, host_us("host", "forward"), "us"),
+        Target("host time per unit of 20 parameters, backward", 100.0, host_us("host", "backward"), "us"),
+        Target("host time per unit of 1 parameter, forward", 100.0, host_us("host-one-parameter", "forward"), "us"),
+        Target("host time per unit of 1 parameter, backward", 100.0, host_us("host-one-parameter", "backward"), "us"),
         Target("CPU time of an import beyond torch's", 0.3, import_beyond_torch, "s"),
+        *(
+            Target(
+                f"{run.split('-', 1)[1].removesuffix('-2xcpu')}: time to {act} over fsdp2's",
+                1.0,
+                checkpointing(run, act),
+            )
+            for run in CHECKPOINTS
+            for act in ("save", "load")
+        ),
         Target("padding, the worst of docs/padding.md", 0.01, lambda r: r["facts"]["largest_padding"]),
     ]
 
 
 TARGETS: tuple[Target, ...] = (*_times(), *_memory_and_wire(), *_phases())
-"""Every promise that this benchmark can check; saving and loading have a benchmark of their own."""
+"""Every promise that this benchmark can check; saving and loading are read from the benchmark of their own."""

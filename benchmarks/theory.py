@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.contenders import DDP, DDP_VIEW, DDP_ZERO, FLOOR, OUR_DDP, OUR_DDP_OPTIM, OURS
+from benchmarks.contenders import DDP, DDP_VIEW, DDP_ZERO, FLOORS, OUR_DDP, OUR_DDP_OPTIM, OURS
 from benchmarks.readings import Request, RunReading
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -22,7 +22,7 @@ def needed_bytes(name: str, request: Request, reading: RunReading) -> int | None
     Returns:
         None where it depends on what stays gathered.
     """
-    parts = {FLOOR: (0, 0)}  # of gradients, and of weights
+    parts = dict.fromkeys(FLOORS, (0, 0))  # of gradients, and of weights
     parts |= dict.fromkeys((OURS[0], OUR_DDP, DDP, DDP_VIEW), (2, 0))  # an all-reduce
     parts |= dict.fromkeys((OURS[1], OUR_DDP_OPTIM), (1, 1))  # a reduce-scatter and a gather
     parts[DDP_ZERO] = (2, 1)  # an all-reduce, and broadcasts

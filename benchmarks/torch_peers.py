@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,6 +20,7 @@ from benchmarks.contenders import (
     DDP_ZERO,
     FSDP1,
     FSDP2,
+    FSDP2_DEFERRED,
     LEARNING_RATE,
     Contender,
     Setting,
@@ -28,6 +34,9 @@ def build_torch_peer(name: str, model: nn.Module, setting: Setting) -> Contender
     """Build one of PyTorch's contenders by name; collective."""
     if name == FSDP2:
         return _fsdp2(model, setting)
+    if name == FSDP2_DEFERRED:
+        deferring = partial(_unsynchronised, cast(fsdp.FSDPModule, model))
+        return replace(_fsdp2(model, setting), name=name, deferring=deferring)
     return _fsdp1(model, setting) if name == FSDP1 else _ddp(name, model, setting)
 
 
@@ -38,6 +47,16 @@ def _fsdp2(model: nn.Module, setting: Setting) -> Contender:
         fsdp.fully_shard(block, mesh=setting.mesh, mp_policy=policy)
     fsdp.fully_shard(model, mesh=setting.mesh, mp_policy=policy)
     return Contender(FSDP2, model, make_optimizer(model, setting))
+
+
+@contextmanager
+def _unsynchronised(model: fsdp.FSDPModule) -> Iterator[None]:
+    """Keep whole gradients of a microbatch, as `no_sync` does."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def _fsdp1(model: nn.Module, setting: Setting) -> Contender:

@@ -235,7 +235,8 @@ def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) 
     contender.step(microbatches)
     peak = torch.accelerator.max_memory_allocated(setting.device)
     gc.collect()
-    return LiveBytes(torch.accelerator.memory_allocated(setting.device) - before, peak - before)
+    unseen = contender.unseen_bytes()
+    return LiveBytes(torch.accelerator.memory_allocated(setting.device) - before + unseen, peak - before + unseen)
 
 
 def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
@@ -253,6 +254,7 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
         with record_function(_MEASURED_STEP):
             contender.step(microbatches)
         gc.collect()
+    unseen = contender.unseen_bytes()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
@@ -266,4 +268,4 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
             if measuring and event.nbytes() > 0:
                 allocations += 1
                 allocated += event.nbytes()
-    return LiveBytes(held, peak, allocations, allocated)
+    return LiveBytes(held + unseen, peak + unseen, allocations, allocated)

@@ -54,6 +54,7 @@ WORKLOADS: dict[str, Workload] = {
     "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
     "tiny-tensors": Workload(10, 256, 1, vocabulary=256, samples=1, tokens=4, kind="tiny-tensors"),
     "trivial": Workload(64, 64, 1, vocabulary=64, samples=1, tokens=2, kind="tiny-tensors"),
+    "narrow": Workload(layers=48, features=16, heads=2, vocabulary=64, samples=1, tokens=8),
     "llama-8b-layers": Workload(4, 4096, 32, vocabulary=32768, samples=1, tokens=2048, kind="llama", wide=14336),
 }
 

@@ -17,7 +17,15 @@ def contender(name: str, *, over: dict[str, float], peak: int = 100, sent: int =
         "wall_over": {rival: spread(value) for rival, value in over.items()},
         "cpu_over": {rival: spread((1 + value) / 2) for rival, value in over.items()},
         "live": {"persistent": 10, "peak": peak, "allocations": 7, "allocated": 400},
-        "moved": {"issued": 3, "sent_bytes": sent, "gloo_bytes": 2 * sent, "copied_numel": 100, "copies": 4},
+        "sent": None,
+        "moved": {
+            "issued": 3,
+            "sent_bytes": sent,
+            "gloo_bytes": 2 * sent,
+            "copied_numel": 100,
+            "copies": 4,
+            "reduced_bytes": sent // 2,
+        },
         "needed_bytes": sent,
         "disagrees": None,
     } | changed

@@ -14,6 +14,7 @@ from benchmarks.operators import Moved
 from benchmarks.readings import LiveBytes, RankReading, RunReading, SentPerStep
 from benchmarks.report import Spread, disagreements, document, markdown, summarise
 from benchmarks.theory import needed_bytes
+from benchmarks.variants import SHARED_MEMORY
 from benchmarks.worker import turns
 from tests.support.source_tree import ROOT, SOURCE
 
@@ -38,16 +39,20 @@ def reading(**losses: tuple[float, float]) -> RunReading:
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output."""
+    """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output.
+
+    Over sockets, where everything that is sent can be seen below the engine.
+    """
     folder = tmp_path_factory.mktemp("results")
     arguments = (
         "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --strategies 0 1 2 3 --ddp mddp mddp-optim "
-        "--peers fsdp2 fsdp1 ddp ddp-view ddp-zero deepspeed-1 deepspeed-2 deepspeed-3 --grad-accumulation 2 "
-        "--bucket-mib 0.05"
+        "--variants ours-3-sockets ours-3-deferred "
+        "--peers fsdp2 fsdp2-deferred fsdp1 ddp ddp-view ddp-zero deepspeed-1 deepspeed-2 deepspeed-3 "
+        "--grad-accumulation 2 --bucket-mib 0.05"
     )
     finished = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *arguments.split(), "--out", str(folder)],
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        env=os.environ | {"PYTHONPATH": str(SOURCE), SHARED_MEMORY: "0"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -65,9 +70,10 @@ def lines(tiny_run: Run) -> dict[str, dict[str, Any]]:
 
 
 def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[str, Any]]) -> None:
-    ours, peers = [*OURS, "mddp", "mddp-optim"], ["fsdp2", "fsdp1", "ddp", "ddp-view", "ddp-zero", *DEEPSPEED]
+    ours = [*OURS, "mddp", "mddp-optim"]
+    peers = ["fsdp2", "fsdp2-deferred", "fsdp1", "ddp", "ddp-view", "ddp-zero", *DEEPSPEED]
     present = [name for name in peers if name not in missing_peers(peers)]
-    assert list(lines) == ["floor", *ours, *present]
+    assert list(lines) == ["floor", *ours, "ours-3-sockets", "ours-3-deferred", *present]
     assert tuple(peers) == PEERS
     assert set(ours) == {*OURS, *OURS_BY_BUCKETS}
 
@@ -110,6 +116,15 @@ def test_what_is_seen_on_the_wire_is_what_is_needed(lines: dict[str, dict[str, A
         assert moved["sent_bytes"] == moved["gloo_bytes"] == lines[name]["needed_bytes"], name
     ours = lines["ours-3"]
     assert ours["moved"]["sent_bytes"] == ours["sent"]["gather_bytes"] + ours["sent"]["reduce_bytes"]
+
+
+def test_what_is_deferred_is_reduced_once(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
+    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
+    reduced = {name: lines[name]["moved"]["reduced_bytes"] for name in lines}
+    assert (lines["ours-3"]["sent"]["reductions"], lines["ours-3-deferred"]["sent"]["reductions"]) == (8, 4)
+    assert (reduced["ours-3"], reduced["ours-3-deferred"]) == (weights_bytes, weights_bytes // 2)
+    assert reduced["ours-3-deferred"] <= reduced["fsdp2-deferred"] == reduced["fsdp2"] // 2
+    assert lines["ours-3-sockets"]["sent"] == lines["ours-3"]["sent"]
 
 
 def test_native_reduce_scatters_count_twice_on_gloo(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
@@ -161,13 +176,16 @@ def test_memory_between_steps_holds_weights_and_optimizer_state(
 def test_report_is_printed_and_written(tiny_run: Run) -> None:
     document, table, printed = tiny_run
     assert table.strip() == printed.strip()
-    assert "--ddp mddp mddp-optim --peers fsdp2 fsdp1 ddp ddp-view ddp-zero" in document["facts"]["command"]
+    assert (
+        "--ddp mddp mddp-optim --variants ours-3-sockets ours-3-deferred --peers fsdp2 fsdp2-deferred fsdp1 ddp"
+        in document["facts"]["command"]
+    )
     assert (
         "--grad-accumulation 2 --dtype float32 --bucket-mib 0.05 --comm-dtype float32 --optimizer fused"
         in document["facts"]["command"]
     )
     assert document["facts"]["command"] in table
-    assert table.count("\n| ours-") == 4
+    assert table.count("\n| ours-") == 6
 
 
 def test_turns_rotate_and_reverse() -> None:
@@ -245,16 +263,27 @@ def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -
 
 @pytest.mark.parametrize("ours", ["--strategies 3 1", "--strategies --ddp mddp-optim"])
 def test_recorded_command_repeats_the_run(ours: str) -> None:
-    given = f"--model large {ours} --peers ddp --steps 7 --device cpu --bucket-mib 1.5"
+    changed = "--variants no-flat-step ours-3-sockets --compiled"
+    given = f"--model large {ours} {changed} --peers ddp --steps 7 --device cpu --bucket-mib 1.5"
     request, files = parse([*given.split(), "--out", "somewhere", "--name", "one"])
     repeated, nowhere = parse(command_of(request).split()[2:])
     assert repeated == request
-    assert request.contenders in (("floor", "ours-3", "ours-1", "ddp"), ("floor", "mddp-optim", "ddp"))
+    varied = ("no-flat-step", "ours-3-sockets", "ddp", "floor-compiled", "ours-3-compiled", "fsdp2-compiled")
+    assert request.contenders in (("floor", "ours-3", "ours-1", *varied), ("floor", "mddp-optim", *varied))
     assert (files, nowhere) == (Path("somewhere/one"), None)
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--steps 0", "--strategies 4", "--ddp fsdp2", "--peers horovod", "--dtype float8", "--bucket-mib 0"]
+    "arguments",
+    [
+        "--steps 0",
+        "--strategies 4",
+        "--ddp fsdp2",
+        "--variants ours-3",
+        "--peers horovod",
+        "--dtype float8",
+        "--bucket-mib 0",
+    ],
 )
 def test_impossible_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -1,17 +1,21 @@
 """The page says what the documents say, and names what is missing."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.bench import write_page
-from benchmarks.page import page, spread, table
+from benchmarks.bench import main, shortened, write_page
+from benchmarks.markup import spread, table
+from benchmarks.page import page
 from benchmarks.plots import heights, over_floor, peak_mib
+from benchmarks.reasons import REASONS
 from benchmarks.targets import Target, Verdict
 from tests.benchmarks.documents import comparison, contender, phases
 
-OURS = contender("ours-3", over={"floor": 1.5, "fsdp2": 0.25}, peak=1600)
+COUNTED = {"gathers": 2, "reductions": 1, "gather_bytes": 2**20, "reduce_bytes": 2**19}
+OURS = contender("ours-3", over={"floor": 1.5, "fsdp2": 0.25}, peak=1600) | {"sent": COUNTED}
 WRONG = contender("fsdp1", over={}, wall_s=None, cpu_s=None, disagrees="loss 3 at step 1", moved=None)
 
 
@@ -25,7 +29,7 @@ def written(verdicts: list[Verdict] | None = None, **failures: str) -> str:
     documents: dict[str, Any] = {
         "large-2": comparison(OURS, WRONG, absent={"deepspeed-1": "not installed"}, planned_peak=2**20),
         "host": phases("host", ("forward", "floor", 1.0), ("forward", "ours-3", 4.0))
-        | {"host_us_per_unit_and_pass": {"ours-3": 75.4}},
+        | {"host_us_per_unit_and_pass": {"ours-3": 75.4}, "host_us_by_pass": {"forward": {"ours-3": 60.2}}},
     }
     return page("A page", documents, failures, verdicts or [], ["a.png"])
 
@@ -35,8 +39,9 @@ def test_a_row_has_times_ratios_memory_and_counts() -> None:
     assert cells[1:3] == ["250.0 [250.0, 250.0]", "500.0 [500.0, 500.0]"]
     assert [cell.split()[0] for cell in cells[3:7]] == ["1.50", "1.25", "0.25", "0.62"]
     assert cells[7] == "-"  # no ddp took part
-    assert cells[9] == "2.00"  # 1600 bytes of 16 * 100 / 2
-    assert cells[12:] == ["7", "1.00"]
+    assert cells[10] == "2.00"  # 1600 bytes of 16 * 100 / 2
+    assert cells[11] == "1.50"  # as the engine counts
+    assert cells[14:] == ["7", "1.00"]
 
 
 def test_who_disagrees_has_a_row_without_speeds_and_a_reason() -> None:
@@ -54,7 +59,7 @@ def test_what_is_missing_is_said() -> None:
 def test_phases_facts_pictures_and_the_plan_are_there() -> None:
     text = written()
     assert row(text, "forward", "ours-3")[4] == "4.000 [4.000, 4.000]"
-    assert "Host time per unit and pass beyond the bare model: ours-3 75 us." in text
+    assert "Host time per unit and pass beyond the bare model: ours-3 75 us; forward alone: ours-3 60 us." in text
     assert "![a.png](a.png)" in text
     assert "- hardware: one abacus" in text
     assert "the planner says that ours-3 takes 1.0 MiB at its peak" in text
@@ -94,3 +99,20 @@ def test_page_pictures_and_results_lie_in_one_folder(tmp_path: Path) -> None:
     assert "- moe-2: it stopped" in text
     assert "![bench-x-time.png](bench-x-time.png)" in text
     assert (path.parent / "bench-x-time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_is_written_again_from_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what `reasons.py` says by then; nothing is measured."""
+    monkeypatch.setattr("benchmarks.bench.prepare", lambda _: pytest.fail("it was going to measure"))
+    slow = contender("ours-3", over={"floor": 1.5000004, "fsdp2": 0.75})
+    before = write_page({"large-2": comparison(slow)}, {"moe-2": "it stopped"}, tmp_path, f"bench-{os.cpu_count()}xcpu")
+    first = before.read_text()
+    title = "large, 2 ranks: wall time of a step over the floor's"
+    monkeypatch.setitem(REASONS, title, "sockets")
+    assert main(["--again", "--out", str(tmp_path)]) == 0
+    missed = f"| {title} | at most 1.25 | 1.5 | missed"
+    assert before.read_text() == first.replace(f"{missed} |", f"{missed}; sockets |") != first
+
+
+def test_figures_are_stored_with_six_digits() -> None:
+    assert shortened({"a": [1.23456789, 12345678, "x", None, (0.1,)]}) == {"a": [1.23457, 12345678, "x", None, [0.1]]}

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks import targets
-from benchmarks.suite import runs
+from benchmarks.reasons import REASONS
+from benchmarks.suite import CHECKPOINTS, runs
 from benchmarks.targets import MET, MISSED, OPEN, TARGETS, Results, Target, judge
 from tests.benchmarks.documents import comparison, contender, phases
 
@@ -14,12 +15,26 @@ FLOOR = contender("floor", over={"floor": 1.0}, moved={"copied_numel": 60, "gloo
 OURS = contender("ours-3", over={"floor": 1.5, "fsdp2": 0.25, "ddp": 1.1}, peak=90, sent=60)
 FSDP2 = contender("fsdp2", over={"floor": 6.0, "fsdp2": 1.0}, peak=120, sent=80)
 DDP_LIKE = contender("ours-0", over={"ddp": 1.25}, needed_bytes=80)
+COUNTED = {"gathers": 2, "reductions": 1, "gather_bytes": 30, "reduce_bytes": 30}
+NOTHING_SEEN = {"copied_numel": 60, "gloo_bytes": 0, "reduced_bytes": 0}
+DEFERRED = contender("ours-3-deferred", over={"fsdp2-deferred": 0.5}, peak=60) | {
+    "sent": COUNTED,
+    "moved": NOTHING_SEEN,
+}
+PEER = contender("fsdp2-deferred", over={}, peak=120, sent=80)
 
 
 def results() -> dict[str, Any]:
     ours = {**OURS, "live": {**OURS["live"], "allocated": 600}}
-    host = {"host_us_per_unit_and_pass": {"ours-3": 75.0, "fsdp2": 150.0}}
+    host = {"host_us_by_pass": {"forward": {"ours-3": 75.0}, "backward": {"ours-3": 150.0}}}
+    saved = [
+        {"save": {"wall_s": [1.0, 6.0], "cpu_s": [1.0, 1.0]}},
+        {"save": {"wall_s": [3.0, 2.0], "cpu_s": [3.0, 3.0]}},
+    ]
+    plain = [{"save": {"wall_s": [4.0, 3.0], "cpu_s": [4.0, 8.0]}}]
     return {
+        "many-small-2-accumulation": comparison(DEFERRED, PEER),
+        "checkpoints-large-2xcpu": {"what": "checkpoints", "readings": {"ours": saved, "fsdp2, dcp": plain}},
         "many-small-2": comparison(FLOOR, ours, FSDP2, DDP_LIKE, planned_peak=100),
         "step-many-small-fused": phases("step", ("optimizer.step", "fsdp2", 1.0), ("optimizer.step", "ours-3", 0.375)),
         "host": phases("host", ("forward", "floor", 1.0)) | host,
@@ -37,7 +52,12 @@ def results() -> dict[str, Any]:
         (targets.peak_over_plan("many-small-2"), 0.1),
         (targets.sent_over_needed("many-small-2", "ours-0"), 1.25),
         (targets.sent_over_parts("many-small-2", "ours-3", 3), 0.2),  # 120 of 3 * 4 * 100 / 2
-        (targets.reduce_bytes_ratio("many-small-2", "fsdp2"), 0.75),
+        (targets.sent_over_parts("many-small-2-accumulation", "ours-3-deferred", 3), 0.1),  # 60, of which none is seen
+        (targets.seen_over_needed("many-small-2", "ours-3", 3), 0.2),
+        (targets.reduce_bytes_ratio("many-small-2-accumulation", "fsdp2-deferred", "ours-3-deferred"), 0.75),
+        (targets.peak_ratio("many-small-2-accumulation", "fsdp2-deferred", "ours-3-deferred"), 0.5),
+        (targets.host_us("host", "backward"), 150.0),
+        (targets.checkpointing("checkpoints-large-2xcpu", "save"), 1.375),  # 3 over 4, and 6 over 3
         (targets.extra_allocated("many-small-2"), 0.5),
         (targets.extra_copies("many-small-2"), 0.4),
         (targets.phase_ratio("step-many-small-fused", "optimizer.step"), 0.375),
@@ -52,6 +72,16 @@ def test_figures_are_read_from_where_they_stand(read: Callable[[Results], float]
 def test_a_limit_is_the_largest_value_that_meets_it(value: float, word: str) -> None:
     (verdict,) = judge({}, [Target("some", 0.4, lambda _: value)])
     assert verdict.word == word
+
+
+def test_bytes_that_nobody_sees_are_not_taken_for_none_sent() -> None:
+    read = targets.seen_over_needed("many-small-2-accumulation", "ours-3-deferred", 3)
+    (verdict,) = judge(results(), [Target("t", 1, read)])
+    assert verdict.word == OPEN
+
+
+def test_reasons_belong_to_targets() -> None:
+    assert REASONS.keys() <= {target.title for target in TARGETS}
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
@@ -70,7 +100,9 @@ def test_verdicts_of_the_small_document() -> None:
     assert words["many-small, 2 ranks: CPU time of a step over fsdp2's"] == MISSED
     assert words["many-small: optimizer.step over fsdp2's, fused AdamW"] == MET
     assert words["many-small, 2 ranks: peak off the planner's, fraction"] == MISSED
-    assert words["host time per unit and pass"] == MET
+    assert words["host time per unit of 20 parameters, forward"] == MET
+    assert words["host time per unit of 20 parameters, backward"] == MISSED
+    assert words["large: time to save over fsdp2's"] == MISSED
     assert words["large, 2 ranks: wall time of a step over fsdp2's"] == OPEN
 
 
@@ -82,5 +114,5 @@ def test_every_target_reads_a_run_that_the_suite_has() -> None:
 
     asked: set[str] = set()
     judge(Names())
-    assert asked <= {run.name for run in runs(is_quick=False)}
+    assert asked <= {run.name for run in runs(is_quick=False)} | set(CHECKPOINTS)
     assert len({target.title for target in TARGETS}) == len(TARGETS)

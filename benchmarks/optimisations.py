@@ -1,0 +1,165 @@
+"""Single optimisations, and how each is switched off in a contender while the others stay.
+
+A switch is an option of `fully_shard`, an environment variable, or a part of the engine that is replaced while the
+contender is built and in each of its steps. Where an option or a part is not there (another version of the engine),
+building fails, and the contender takes no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from benchmarks.variants import CLIPPING, FUSED, PLAIN, SOCKETS, Variant
+
+MAIN = "ours-3"
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """One thing that is done to be fast or small.
+
+    Attributes:
+        name: Of the contender that goes without it.
+        title: What it is.
+        without: That contender; None: the engine as it is, since the optimisation is off by default.
+        base: The contender with it; both differ in nothing else.
+    """
+
+    name: str
+    title: str
+    without: Variant | None
+    base: str = MAIN
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """In place of something that is found."""
+
+
+@contextmanager
+def no_flat_runs() -> Iterator[None]:
+    """Optimizers step on one tensor for each parameter."""
+    from megatron_fsdp.runtime import flat_runs
+
+    with mock.patch.object(flat_runs, "_continues", _never):
+        yield
+
+
+@contextmanager
+def no_local_step() -> Iterator[None]:
+    """Optimizers step on DTensors."""
+    from megatron_fsdp.runtime import local_step
+
+    with mock.patch.dict(local_step._SLOTS, clear=True):
+        yield
+
+
+@contextmanager
+def no_exchange() -> Iterator[None]:
+    """Gradients are reduced by the back end's own reduce-scatter."""
+    from megatron_fsdp.buffer.collectives import Axis
+
+    with mock.patch.object(Axis, "exchanges_pairwise", property(lambda _axis: False)):
+        yield
+
+
+@contextmanager
+def no_kept_slots() -> Iterator[None]:
+    """Units that are still gathered when backward begins are gathered again."""
+    from megatron_fsdp.runtime.schedule import Scheduler
+
+    begin = Scheduler.backward_begins
+
+    def backward_begins(self: Scheduler, unit: int, epoch: int) -> tuple[Any, ...]:
+        others = () if self.in_backward or not self.config.gathers else range(1, len(self._units))
+        released = [operation for other in others for operation in self._release(other)]
+        return (*released, *begin(self, unit, epoch))
+
+    with mock.patch.object(Scheduler, "backward_begins", backward_begins):
+        yield
+
+
+@contextmanager
+def no_overlap() -> Iterator[None]:
+    """Whoever launches a collective waits for it there and then."""
+    from megatron_fsdp.buffer.lanes import HostLane
+
+    submit = HostLane.submit
+    with mock.patch.object(
+        HostLane, "submit", lambda self, launch, finish=None: submit(self, partial(_at_once, launch), finish)
+    ):
+        yield
+
+
+def _at_once(launch: Callable[[], Any]) -> None:
+    work = launch()
+    if work is not None:
+        work.wait()
+
+
+@contextmanager
+def no_flat_norm() -> Iterator[None]:
+    """The norm is taken over one tensor for each parameter."""
+    from megatron_fsdp.unit.gradients import GradientBuffers
+
+    with mock.patch.object(GradientBuffers, "shown_as_one", _nothing):
+        yield
+
+
+def no_waiting_gradients() -> AbstractContextManager[object]:
+    """Each gradient is copied into its bucket when it comes, the small ones too."""
+    return mock.patch("megatron_fsdp.runtime.engine.Engine.gradients_may_wait", False)
+
+
+def no_returned_gradients() -> AbstractContextManager[object]:
+    """Main gradients keep their memory when they are cleared."""
+    return mock.patch("megatron_fsdp.unit.main_gradient.MainGradient.release", _nothing)
+
+
+_NO_PREFETCH = {"forward_prefetch_units": 0, "backward_prefetch_units": 0}
+_OVER_SOCKETS = PLAIN[SOCKETS].environment
+
+OPTIMISATIONS: tuple[Optimisation, ...] = (
+    Optimisation(SOCKETS, "shared memory between ranks of one machine", PLAIN[SOCKETS]),
+    Optimisation(
+        "no-exchange",
+        "reduce-scatter of minimal bytes (over sockets)",
+        Variant(environment=_OVER_SOCKETS, around=no_exchange),
+        SOCKETS,
+    ),
+    Optimisation("no-prefetch", "next unit gathered ahead", Variant(_NO_PREFETCH)),
+    Optimisation(
+        "no-prefetch-sockets", "next unit gathered ahead (over sockets)", Variant(_NO_PREFETCH, _OVER_SOCKETS), SOCKETS
+    ),
+    Optimisation(
+        "no-overlap-sockets",
+        "collectives beside compute (over sockets)",
+        Variant(environment=_OVER_SOCKETS, around=no_overlap),
+        SOCKETS,
+    ),
+    Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
+    Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
+    Optimisation(
+        "no-waiting-gradients", "small gradients of a unit copied by one call", Variant(around=no_waiting_gradients)
+    ),
+    Optimisation(
+        "no-returned-gradients",
+        "main gradients give their memory back while cleared",
+        Variant(around=no_returned_gradients),
+    ),
+    Optimisation("no-flat-step", "optimizer steps on one tensor per unit", Variant(around=no_flat_runs)),
+    Optimisation("no-local-step", "optimizer steps without DTensors", Variant(around=no_local_step)),
+    Optimisation(MAIN, "weight gradients straight into the bucket (an option)", None, FUSED),
+    Optimisation(
+        "no-flat-norm", "norm and clipping on one tensor per unit", Variant(around=no_flat_norm, clips=True), CLIPPING
+    ),
+)
+"""All that can be switched off, in the order of the table."""
