@@ -199,9 +199,9 @@ def test_peak_of_a_step_is_within_the_formula(
         own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
         gradient = persistent_bytes(reading.groups, strategy).main_grad
         transient = borrowed(reading, strategy)
-        given_back = transient.buckets + transient.scratch + gradient
-        assert given_back <= reading.later_bytes <= given_back + own
-        assert given_back + transient.gathered <= reading.first_bytes <= given_back + transient.gathered + own
+        least, most = transient.buckets + gradient, transient.buckets + transient.scratch + gradient
+        assert least <= reading.later_bytes <= most + own
+        assert least + transient.gathered <= reading.first_bytes <= most + transient.gathered + own
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)

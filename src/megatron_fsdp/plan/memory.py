@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from heapq import nlargest
 
 from megatron_fsdp.accounting import persistent_bytes
 from megatron_fsdp.plan.planned_model import PlannedModel
@@ -96,8 +97,9 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """What the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     groups = model.optimizer_elements(used)
-    if kind.one_by_one:
-        return kind.temporaries * max((group.largest * group.itemsize for group in groups), default=0)
+    if kind.one_by_one:  # for one run of parameters that lie side by side; the last value of the one before is still there
+        first, second = nlargest(2, [*(group.elements * group.itemsize for group in groups), 0, 0])
+        return kind.temporaries * first + second
     return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
 
 

@@ -280,6 +280,10 @@ class Executor:
     def _scratch_for(self, unit: Unit) -> Block | None:
         if not any(group.exchanges_inside for group in unit.groups):
             return None
+        if unit.index == ROOT:  # the last of a backward: what brought the others' gradients here may go first
+            while self._retire_oldest():
+                pass
+            self._buckets.empty()
         scratch = self._scratch.borrow(unit.bucket_bytes)
         self.observers.lends(Memory.SCRATCH, unit.index, scratch)
         return scratch
