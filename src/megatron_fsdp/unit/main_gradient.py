@@ -111,4 +111,5 @@ class MainGradient:
 
 def _is_kept(view: DTensor) -> bool:
     """Whether something that is not Python, such as a graph of autograd, or a name of its own refers to a DTensor."""
-    return view._use_count() > 1 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
+    in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
+    return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
