@@ -98,7 +98,12 @@ def table(costs: dict[tuple[int, str], Cost], num_ranks: int) -> str:
     for strategy in range(4):
         for label, mode in MODES.items():
             cost = costs[strategy, mode]
-            numbers = [_held(cost.held_bytes, num_ranks), cost.gathers, _in_p(cost.gather_bytes, num_ranks), cost.reductions]
+            numbers = [
+                _held(cost.held_bytes, num_ranks),
+                cost.gathers,
+                _in_p(cost.gather_bytes, num_ranks),
+                cost.reductions,
+            ]
             numbers.append(_in_p(cost.reduce_bytes, num_ranks))
             lines.append(f"| {strategy} | {label} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines)

@@ -97,7 +97,7 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """What the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     groups = model.optimizer_elements(used)
-    if kind.one_by_one:  # for one run of parameters that lie side by side; the last value of the one before is still there
+    if kind.one_by_one:  # a run of parameters at a time, and the last value of the run before is still there
         first, second = nlargest(2, [*(group.elements * group.itemsize for group in groups), 0, 0])
         return kind.temporaries * first + second
     return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
