@@ -266,6 +266,21 @@ def test_a_unit_with_a_kept_buffer_of_its_own_is_gathered_once_per_step() -> Non
     assert traffic.gather_bytes == 2 * (3200 + 400) * 3 // 4
 
 
-@pytest.mark.parametrize(("buckets", "blocks"), [(1, 1), (2, 1), (3, 2), (5, 4), (9, 4)])
-def test_every_bucket_but_the_one_that_fills_may_be_exchanged(buckets: int, blocks: int) -> None:
-    assert exchange_scratch_bytes(MODEL, OPTIM, buckets) == blocks * LARGEST_BLOCK
+EVERY_BLOCK = 2 * (ROOT_BLOCK + LARGEST_BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "expected"),
+    [(1, LARGEST_BLOCK), (2, LARGEST_BLOCK), (3, 2 * LARGEST_BLOCK), (5, EVERY_BLOCK), (9, EVERY_BLOCK)],
+)
+def test_every_bucket_but_the_one_that_fills_may_be_exchanged(buckets: int, expected: int) -> None:
+    assert exchange_scratch_bytes(MODEL, OPTIM, buckets) == expected
+
+
+def test_buckets_are_as_long_as_units_that_follow_one_another() -> None:
+    groups = [mixed(0, 64), mixed(1, 640), mixed(2, 64), mixed(3, 640), mixed(4, 128)]
+    root, large, small, last = 128, 1280, 128, 256
+    assert transient_bytes(groups, OPTIM, buckets=1).buckets == root + large
+    assert transient_bytes(groups, OPTIM, buckets=2).buckets == root + large + last
+    assert transient_bytes(groups, OPTIM, buckets=3).buckets == root + large + small + large
+    assert exchange_scratch_bytes(groups, OPTIM, buckets=3) == large + last

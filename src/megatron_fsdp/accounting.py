@@ -74,12 +74,12 @@ class GroupFootprint:
 
 @dataclass(frozen=True)
 class PersistentBytes:
-    """Bytes that one rank holds between steps.
+    """Bytes that one rank holds when an optimizer steps; between steps the same without gradients.
 
     Attributes:
         compute_weight: Weights that forward and backward use.
         main_weight: Weights that the optimizer updates, where they are memory of their own.
-        main_grad: Accumulated gradients.
+        main_grad: Accumulated gradients; there from a backward until they are cleared.
         optimizer: Optimizer state.
     """
 
@@ -96,12 +96,12 @@ class PersistentBytes:
 
 @dataclass(frozen=True)
 class TransientBytes:
-    """Full-size memory that one rank borrows during a step; taken in the first step, lent again in all others.
+    """Full-size memory that one rank borrows during a step, each part where it takes most.
 
     Attributes:
         gathered: Whole compute weights of the units that are gathered at a time.
-        buckets: Whole gradients on their way into reductions.
-        scratch: What the back end needs in addition.
+        buckets: Whole gradients on their way into reductions; given back at the end of each backward.
+        scratch: What the back end needs in addition; likewise.
     """
 
     gathered: int
@@ -151,7 +151,7 @@ def persistent_bytes(
     optimizer_states_per_param: int = 2,
     deferred: bool = False,
 ) -> PersistentBytes:
-    """Count what stays allocated between steps.
+    """Count what the engine and the optimizer hold when gradients are there.
 
     Args:
         groups: All parameter groups.
@@ -206,14 +206,14 @@ def transient_bytes(
         Bytes per rank.
     """
     gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
-    return TransientBytes(gathered, _root_and_largest(_bucket_bytes(groups), buckets), scratch_bytes)
+    return TransientBytes(gathered, _buckets_in_turn(_bucket_bytes(groups), buckets), scratch_bytes)
 
 
 def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
     """Bytes of the blocks into which pairwise exchanges receive gradients, where the back end needs them (gloo).
 
-    Each is as large as the largest bucket, the root's included; there is one for each bucket but the one that fills,
-    and units take turns. Nothing is exchanged under ``no_shard`` or on one rank.
+    There is one for each bucket but the one that fills, and units take turns, from the last to the root; each takes as
+    much as its bucket. Nothing is exchanged under ``no_shard`` or on one rank.
 
     Args:
         groups: All parameter groups.
@@ -221,7 +221,8 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
         buckets: How many units besides the root fill a bucket or have one in reduction at a time.
     """
     exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
-    return min(max(1, buckets - 1), len(exchanged)) * max(_bucket_bytes(groups).values(), default=0)
+    sizes = _bucket_bytes(groups)
+    return _largest_in_a_row([sizes[unit] for unit in sorted(exchanged)], max(1, buckets - 1))
 
 
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
@@ -294,7 +295,7 @@ def step_traffic(
 
 def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
     """Units other than the root, in forward order."""
-    return sorted({group.unit for group in groups} - {ROOT_UNIT})
+    return _without_root(group.unit for group in groups)
 
 
 def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
@@ -370,10 +371,19 @@ def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
     return _block_bytes((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
 
 
-def _root_and_largest(block_bytes: dict[int, int], count: int) -> int:
-    """The root's block and `count` blocks that fit each of the others, or as many as there are others."""
-    others = [num_bytes for unit, num_bytes in block_bytes.items() if unit != ROOT_UNIT]
-    return block_bytes.get(ROOT_UNIT, 0) + min(count, len(others)) * max(others, default=0)
+def _buckets_in_turn(bucket_bytes: dict[int, int], count: int) -> int:
+    """The root's bucket, and the largest sum over `count` of the others that follow one another."""
+    others = [bucket_bytes[unit] for unit in _without_root(bucket_bytes)]
+    return bucket_bytes.get(ROOT_UNIT, 0) + _largest_in_a_row(others, count)
+
+
+def _without_root(units: Iterable[int]) -> list[int]:
+    return sorted(set(units) - {ROOT_UNIT})
+
+
+def _largest_in_a_row(sizes: Sequence[int], count: int) -> int:
+    """The largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
+    return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
 
 
 def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:

@@ -22,7 +22,7 @@ from megatron_fsdp.plan.replay import StepCosts, replay_step
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.workload import Workload
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.tower import FEATURES, Floor, Tower
 from tests.support.transformer import Block, TinyTransformer
 
@@ -173,7 +173,7 @@ def _measure(case: Case) -> Measured:
     for _ in range(2):
         _step(case, model, optimizer, inputs)
     between = held_bytes() - before
-    with LiveBytes() as live:
+    with LiveBytes(comes_and_goes(model)) as live:
         _step(case, model, optimizer, inputs)
     memory = model.memory()
     states = [v for state in optimizer.state.values() for v in state.values()]
@@ -209,7 +209,8 @@ def _step(case: Case, model: Any, optimizer: torch.optim.Optimizer, inputs: Any)
     optimizer.zero_grad()
 
 
-def planned(case: Case, rank: int) -> RankMemory:
+def planned(case: Case, rank: int) -> tuple[RankMemory, int]:
+    """What a rank holds on paper, and the most that it borrows."""
     spec = MODELS[case.model]
     with torch.device("meta"):
         module = spec.build(case.dtype)
@@ -235,25 +236,22 @@ def planned(case: Case, rank: int) -> RankMemory:
         optimizer_bytes=step_bytes(model, profile.used),
     )
     workload = Workload(case.model, module, inputs, 1)
-    return memory_of(
-        model,
-        replay_step(model, profile, costs),
-        profile.input_bytes,
-        workload.buffer_bytes,
-        workload.saved_buffer_bytes,
-        profile.used,
+    step = replay_step(model, profile, costs)
+    memory = memory_of(
+        model, step, profile.input_bytes, workload.buffer_bytes, workload.saved_buffer_bytes, profile.used
     )
+    return memory, step.borrowed_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
     for rank, measured in enumerate(run_ranks(case.world, _measure, case)):
-        plan = planned(case, rank)
+        plan, borrowed_bytes = planned(case, rank)
         held = plan.held
         assert measured.buffers == (held.compute_weights, held.main_weights, held.main_gradients)
         assert measured.state_bytes == held.optimizer
         assert measured.saved_bytes == plan.saving_bytes
-        assert measured.transient_bytes == plan.peak.gathered_bytes + plan.peak.bucket_bytes
-        kept = held.total + plan.input_bytes + measured.transient_bytes
+        assert measured.transient_bytes == borrowed_bytes
+        kept = held.at_all_times + plan.input_bytes + plan.peak.gathered_bytes
         assert measured.between_bytes == kept, (measured.between_bytes - kept, plan)
         assert measured.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03), plan

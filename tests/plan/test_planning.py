@@ -113,8 +113,7 @@ def test_a_replayed_step_sends_and_borrows_what_the_formulas_say(
         assert "dp_outer" not in axes
     scratch = exchange_scratch_bytes(groups, strategy) if gloo else 0
     borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch).total
-    peak = found.memory.peak
-    assert peak.gathered_bytes + peak.bucket_bytes == borrowed
+    assert found.step.borrowed_bytes == borrowed
 
 
 def test_tokens_from_which_communication_hides_as_published() -> None:
@@ -242,7 +241,8 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
     assert found("momentum") == (4 * numel // 2, cast)
     assert found("adamw-fused") == (8 * numel // 2 + 4 * params, cast)
     assert found("adamw") == (8 * numel // 2 + 4 * params, cast + 4 * numel // 2)
-    assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + 2 * 4 * FEATURES * 32)
+    run = 2 * FEATURES * 32 // 2  # this rank's part of a unit; of the one before the denominator is still there
+    assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + (2 + 1) * 4 * run)
     assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop"}
 
 

@@ -99,10 +99,20 @@ def table(costs: dict[tuple[int, str], Cost], num_ranks: int) -> str:
     for strategy in range(4):
         for label, mode in MODES.items():
             cost = costs[strategy, mode]
-            numbers = [_in_p(cost.held_bytes, 1), cost.gathers, _in_p(cost.gather_bytes, num_ranks), cost.reductions]
+            numbers = [
+                _held(cost.held_bytes, num_ranks),
+                cost.gathers,
+                _in_p(cost.gather_bytes, num_ranks),
+                cost.reductions,
+            ]
             numbers.append(_in_p(cost.reduce_bytes, num_ranks))
             lines.append(f"| {strategy} | {label} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines)
+
+
+def _held(num_bytes: int, num_ranks: int) -> str:
+    """Elements over P; a shard is P / N."""
+    return "P / N" if num_bytes * num_ranks == 4 * NUMEL else _in_p(num_bytes, 1)
 
 
 def _in_p(num_bytes: int, num_ranks: int) -> str:

@@ -90,8 +90,8 @@ def _slot_given_twice() -> Any:
 def _used_block_handed_out() -> Any:
     original = BucketPool.borrow
 
-    def always_the_same(self: BucketPool) -> Block:
-        return self._made[0] if self._made else original(self)
+    def always_the_same(self: BucketPool, num_bytes: int) -> Block:
+        return self._made[0] if self._made else original(self, num_bytes)
 
     return mock.patch.object(BucketPool, "borrow", always_the_same)
 

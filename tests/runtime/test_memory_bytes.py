@@ -1,5 +1,6 @@
 """What one rank holds, to the byte, against the formulas of `megatron_fsdp.accounting`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -24,7 +25,7 @@ from megatron_fsdp.buffer.pools import pack_bytes
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.runtime.footprint import MemoryUse
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.models import MODEL_CASES
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
@@ -100,7 +101,7 @@ def _measure(mesh: DeviceMesh, strategy: ShardingStrategy, policy_name: str) -> 
     peaks = []
     for _ in range(3):
         optimizer.zero_grad()
-        peaks.append(_backward_peak(model, x))
+        peaks.append(_backward_peak(model, x, comes_and_goes(model)))
         optimizer.step()
     counters = sum(state["step"].nbytes for state in optimizer.state.values())
     held = held_bytes() - before - counters
@@ -122,8 +123,8 @@ def _measure(mesh: DeviceMesh, strategy: ShardingStrategy, policy_name: str) -> 
     )
 
 
-def _backward_peak(model: nn.Module, x: torch.Tensor) -> int:
-    with LiveBytes() as live:
+def _backward_peak(model: nn.Module, x: torch.Tensor, watched: Sequence[torch.Tensor] = ()) -> int:
+    with LiveBytes(watched) as live:
         tower_loss(model, x).backward()
     return live.peak_bytes
 
@@ -166,10 +167,10 @@ def test_every_byte_that_is_held_is_in_a_formula(
         assert persistent == PersistentBytes(
             memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes, reading.state_bytes
         )
-        transient = borrowed(reading, strategy).total
-        assert memory.transient_peak_bytes == transient
+        transient = borrowed(reading, strategy)
+        assert memory.transient_peak_bytes == transient.total
         cast = passing_bytes(reading.groups, strategy).cast_grads
-        assert reading.held_bytes == persistent.total + transient + cast
+        assert reading.held_bytes == persistent.total + transient.gathered + cast
 
 
 @pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
@@ -178,8 +179,9 @@ def test_cleared_gradients_leave_what_is_persistent(
 ) -> None:
     for rank in readings[num_ranks]:
         reading = rank[strategy, policy_name]
-        kept = persistent_bytes(reading.groups, strategy).total + borrowed(reading, strategy).total
-        assert reading.cleared_bytes == kept
+        persistent = persistent_bytes(reading.groups, strategy)
+        gathered = borrowed(reading, strategy).gathered
+        assert reading.cleared_bytes == persistent.total - persistent.main_grad + gathered
 
 
 @pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
@@ -201,9 +203,11 @@ def test_peak_of_a_step_is_within_the_formula(
         reading = rank[strategy, policy_name]
         passing = passing_bytes(reading.groups, strategy)
         own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
-        assert reading.later_bytes <= own
-        transient = borrowed(reading, strategy).total
-        assert transient <= reading.first_bytes <= transient + own
+        gradient = persistent_bytes(reading.groups, strategy).main_grad
+        transient = borrowed(reading, strategy)
+        least, most = transient.buckets + gradient, transient.buckets + transient.scratch + gradient
+        assert least <= reading.later_bytes <= most + own
+        assert least + transient.gathered <= reading.first_bytes <= most + transient.gathered + own
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 STEPS = 50
@@ -45,8 +45,7 @@ def peaks_and_ends(name: str) -> list[tuple[int, int]]:
     x = torch.ones(2, FEATURES)
     found = []
     for _ in range(STEPS):
-        blocks = [block._bytes for block in model._engine.executor.weight_memory._own.values()]
-        with LiveBytes(blocks) as live:
+        with LiveBytes(comes_and_goes(model)) as live:
             step(model, optimizer, x)
         found.append((live.peak_bytes, live.now_bytes))
     return found

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp import MegatronFSDP
 from tests.support.settling import steady
 
 
@@ -66,6 +67,17 @@ def held_bytes(collect: bool = True) -> int:
         return _held_now()
     gc.collect()
     return steady(_held_now)
+
+
+def comes_and_goes(model: MegatronFSDP) -> list[torch.Tensor]:
+    """Tensors over the memory that a sharded model gives back and takes again, for `LiveBytes` to watch."""
+    executor = model._engine.executor
+    blocks = list(executor.weight_memory._own.values())
+    for pool in executor._pools:
+        blocks += pool._made
+    gradients = [group.gradients.main for group in model._engine.groups() if group.gradients is not None]
+    buffers = [main._buffer.local for main in gradients if main._buffer is not None]
+    return [*(block._bytes for block in blocks), *buffers]
 
 
 def _held_now() -> int:

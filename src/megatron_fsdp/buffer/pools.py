@@ -12,10 +12,10 @@ _POISON = 0xFF
 
 
 class Block:
-    """A fixed stretch of memory that hands out typed views.
+    """A stretch of memory that hands out typed views.
 
-    It can be emptied and refilled: the memory goes back to the allocator and comes anew, and views stay valid, since
-    the storage object that they refer to is the same. What they hold is lost.
+    It can be emptied and refilled, whole or in part: the memory goes back to the allocator and comes anew, and views
+    stay valid, since the storage object that they refer to is the same. What they hold is lost.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Its size, the most that it can hold."""
         return self._bytes.numel()
 
     @property
@@ -42,10 +42,17 @@ class Block:
         if not self.held_bytes:
             self._bytes.untyped_storage().resize_(self.num_bytes)
 
+    def hold(self, num_bytes: int) -> None:
+        """Take memory for views that end at `num_bytes`; what is there stays where it is just that much."""
+        if self.held_bytes != num_bytes:
+            storage = self._bytes.untyped_storage()
+            storage.resize_(0)  # else both would be there for a moment, and the content would be copied
+            storage.resize_(num_bytes)
+
     def poison(self) -> None:
         """Fill it with bytes of ones, which is NaN in every floating dtype; nothing happens where it is empty."""
         if self.held_bytes:
-            self._bytes.fill_(_POISON)
+            self._bytes[: self.held_bytes].fill_(_POISON)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
@@ -100,15 +107,18 @@ class SlotPool:
 
 
 class BucketPool:
-    """A few equal blocks that are borrowed and given back.
+    """A few blocks that are borrowed and given back, each as long as whoever borrows it needs.
 
     Args:
         count: How many blocks there are.
-        num_bytes: Bytes of each.
+        num_bytes: The most that anyone needs of one.
         device: Where they live.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool
             grows: several units that fill at once each need one).
+
+    Attributes:
+        peak_bytes: The most that was held at a time.
     """
 
     def __init__(self, count: int, num_bytes: int, device: torch.device, make_room: Callable[[], bool]) -> None:
@@ -118,15 +128,23 @@ class BucketPool:
         self._make_room = make_room
         self._free: list[Block] = []
         self._made: list[Block] = []
+        self.peak_bytes = 0
 
-    def borrow(self) -> Block:
-        """A block nobody else uses; makes room first where all are out."""
+    def borrow(self, num_bytes: int | None = None) -> Block:
+        """A block nobody else uses; makes room first where all are out.
+
+        Args:
+            num_bytes: How much of it is needed; None: all.
+        """
         while not self._free and len(self._made) >= self._count and self._make_room():
             pass
         if not self._free:
             self._made.append(Block(self._num_bytes, self._device))
-            return self._made[-1]
-        return self._free.pop(0)
+            self._free.append(self._made[-1])
+        block = self._free.pop(0)
+        block.hold(self._num_bytes if num_bytes is None else num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return block
 
     def give_back(self, block: Block) -> None:
         """Return a borrowed block."""
@@ -143,7 +161,12 @@ class BucketPool:
         """Take every block back, whoever has it (after an exception)."""
         self._free = list(self._made)
 
+    def empty(self) -> None:
+        """Give the memory of the blocks that are not out back to the allocator; they take some when they are lent."""
+        for block in self._free:
+            block.empty()
+
     @property
     def held_bytes(self) -> int:
-        """Bytes taken so far."""
-        return sum(block.num_bytes for block in self._made)
+        """Bytes held now."""
+        return sum(block.held_bytes for block in self._made)

@@ -117,10 +117,9 @@ def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
             _backward(plan, simulated.model)
         simulated.optimizer.step()
         simulated.optimizer.zero_grad()
-    peak = plan.memory.peak
     borrowed = simulated.model.memory().transient_peak_bytes
     found = [
-        Checked("gathered weights, buckets and scratch", peak.gathered_bytes + peak.bucket_bytes, borrowed),
+        Checked("gathered weights, buckets and scratch", plan.step.borrowed_bytes, borrowed),
         Checked("optimizer", plan.memory.held.optimizer, _state_bytes(simulated.optimizer)),
     ]
     for axis, traffic in simulated.model.traffic_by_axis().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from heapq import nlargest
 
 from megatron_fsdp.accounting import persistent_bytes
 from megatron_fsdp.plan.planned_model import PlannedModel
@@ -14,12 +15,12 @@ _COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What is there between steps.
+    """What is there when an optimizer steps; without the main gradients at all times.
 
     Attributes:
         compute_weights: Weights that forward and backward use.
         main_weights: Weights that the optimizer updates, where they are memory of their own.
-        main_gradients: Accumulated gradients.
+        main_gradients: Accumulated gradients; only from a backward until they are cleared.
         optimizer: Optimizer state, counters of steps included.
         module_buffers: Buffers of modules, which every rank holds.
     """
@@ -35,15 +36,20 @@ class HeldBytes:
         """All of it."""
         return sum(vars(self).values())
 
+    @property
+    def at_all_times(self) -> int:
+        """What is there also when gradients are cleared."""
+        return self.total - self.main_gradients
+
 
 @dataclass(frozen=True)
 class RankMemory:
     """One rank over a step.
 
     Attributes:
-        held: At all times.
+        held: At all times, main gradients excepted.
         input_bytes: Of a microbatch.
-        peak: The moment at which most is borrowed on top.
+        peak: The moment at which most is there on top.
         saving_bytes: Host memory that a checkpoint in the background takes for its copy; saving at once takes none.
     """
 
@@ -55,7 +61,7 @@ class RankMemory:
     @property
     def peak_bytes(self) -> int:
         """The most that is there at a time."""
-        return self.held.total + self.input_bytes + self.peak.total_bytes
+        return self.held.at_all_times + self.input_bytes + self.peak.total_bytes
 
 
 def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0, used: Collection[str] | None = None) -> HeldBytes:
@@ -91,8 +97,9 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """What the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     groups = model.optimizer_elements(used)
-    if kind.one_by_one:
-        return kind.temporaries * max((group.largest * group.itemsize for group in groups), default=0)
+    if kind.one_by_one:  # a run of parameters at a time, and the last value of the run before is still there
+        first, second = nlargest(2, [*(group.elements * group.itemsize for group in groups), 0, 0])
+        return kind.temporaries * first + second
     return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
 
 

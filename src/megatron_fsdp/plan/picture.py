@@ -10,6 +10,7 @@ from megatron_fsdp.plan.report import GIB
 
 _KINDS = (
     ("held between steps", "#4c566a"),
+    ("main gradients", "#81a1c1"),
     ("gathered weights", "#5e81ac"),
     ("buckets and scratch", "#88c0d0"),
     ("reductions and casts", "#b48ead"),
@@ -36,9 +37,10 @@ def draw_memory(plan: Plan, path: Path) -> None:
         ) from error
     moments = plan.step.moments
     times = [1e3 * moment.time_s for moment in moments]
-    held = plan.memory.held.total + plan.memory.input_bytes
+    held = plan.memory.held.at_all_times + plan.memory.input_bytes
     rows = [
         [held] * len(moments),
+        [moment.gradient_bytes for moment in moments],
         [moment.gathered_bytes for moment in moments],
         [moment.bucket_bytes for moment in moments],
         [moment.passing_bytes for moment in moments],

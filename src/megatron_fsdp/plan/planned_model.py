@@ -107,14 +107,12 @@ class OptimizerElements:
     Attributes:
         elements: Without padding.
         parameters: How many it knows, those without an element here included.
-        largest: Elements of the largest piece of one parameter.
         itemsize: Bytes of an element of the main weights.
         compute_itemsize: Bytes of an element of the compute weights.
     """
 
     elements: int
     parameters: int
-    largest: int
     itemsize: int
     compute_itemsize: int
 
@@ -126,7 +124,6 @@ def _optimizer_elements(group: GroupPlan, used: Collection[str] | None) -> Optim
     return OptimizerElements(
         sum(owned),
         len(owned),
-        max(owned, default=0),
         group.precision.main_params.itemsize,
         group.precision.compute.itemsize,
     )

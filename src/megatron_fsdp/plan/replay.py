@@ -34,6 +34,7 @@ class Moment:
         activation_bytes: As the profile says.
         gathered_bytes: Memory for gathered weights.
         bucket_bytes: Communication buckets and scratch.
+        gradient_bytes: Main gradients of the units that were reduced since gradients were cleared.
         passing_bytes: Tensors of reductions on their way, gradients cast for the optimizer, what its step borrows.
     """
 
@@ -42,12 +43,14 @@ class Moment:
     activation_bytes: int
     gathered_bytes: int
     bucket_bytes: int
+    gradient_bytes: int
     passing_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.activation_bytes + self.gathered_bytes + self.bucket_bytes + self.passing_bytes
+        borrowed = self.gathered_bytes + self.bucket_bytes
+        return self.activation_bytes + borrowed + self.gradient_bytes + self.passing_bytes
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class ReplayedStep:
         seconds: From the first event to the end of the optimizer's step.
         exposed_s: Of these, waiting for collectives.
         operations: What the scheduler decided in the last microbatch, in compact form.
+        borrowed_bytes: The most that gathered weights, buckets and scratch took, each at a time.
     """
 
     moments: tuple[Moment, ...]
@@ -67,6 +71,7 @@ class ReplayedStep:
     seconds: float
     exposed_s: float
     operations: tuple[str, ...]
+    borrowed_bytes: int
 
     @property
     def peak(self) -> Moment:
@@ -123,6 +128,9 @@ class _Replay:
             PlannedUnitDriver(index, unit.name or "(root)", unit.groups, self._wires, setup.backend, self._passing)
             for index, unit in enumerate(model.units)
         )
+        self._gradients = [
+            group.gradients for unit in self._units for group in unit.groups if group.gradients is not None
+        ]
         self._index = {unit.name: index for index, unit in enumerate(model.units)}
         self._owners = {
             info.name: (index, position)
@@ -163,6 +171,7 @@ class _Replay:
             self._wires.now_s - self._began_s,
             self._wires.exposed_s - self._began_exposed_s,
             tuple(self._operations),
+            self._executor.transient_bytes,
         )
 
     def _note(self, label: str, activation_bytes: int, passing_bytes: int) -> None:
@@ -173,7 +182,8 @@ class _Replay:
                 label,
                 activation_bytes,
                 held,
-                self._executor.transient_bytes - self._executor.weight_memory.peak_bytes,
+                self._executor.bucket_bytes,
+                sum(gradients.main_bytes for gradients in self._gradients),
                 passing_bytes + self._cast_bytes,
             )
         )
@@ -183,6 +193,8 @@ class _Replay:
     def step(self, profile: ComputeProfile) -> None:
         """All microbatches and the optimizer."""
         self._cast_bytes = 0
+        for gradients in self._gradients:
+            gradients.has_main = False
         for microbatch in range(self._setup.microbatches):
             is_last = microbatch == self._setup.microbatches - 1
             self._mode = self._setup.mode(is_last)

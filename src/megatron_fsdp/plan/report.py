@@ -126,7 +126,8 @@ def facts(plan: Plan) -> list[Row]:
 def memory_rows(plan: Plan) -> list[Row]:
     """Bytes of a rank at the peak of a step, one row per kind."""
     memory, peak = plan.memory, plan.memory.peak
-    held = [(name.replace("_", " "), count) for name, count in vars(memory.held).items() if count]
+    at_peak = {**vars(memory.held), "main_gradients": peak.gradient_bytes}
+    held = [(name.replace("_", " "), count) for name, count in at_peak.items() if count]
     rows = [
         *held,
         ("inputs", memory.input_bytes),

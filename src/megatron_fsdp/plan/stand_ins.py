@@ -17,6 +17,7 @@ from megatron_fsdp.buffer.pools import Block, pack_bytes
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.plan.setup import Backend
 from megatron_fsdp.plan.wires import Wire, Wires
+from megatron_fsdp.region import held_region
 from megatron_fsdp.unit.group_plan import GroupPlan
 
 _NOTHING = torch.empty(0, device="meta")
@@ -76,6 +77,13 @@ class PlannedGradients:
     is_filling: bool = False
     has_deferred: bool = False
     has_pending: bool = False
+    has_main: bool = False
+
+    @property
+    def main_bytes(self) -> int:
+        """Of the main gradient: from the first reduction of a step until gradients are cleared."""
+        numel = held_region(self.plan.layout.numel, self.plan.placements.main_grad, self.plan.axes).numel
+        return numel * self.plan.precision.main_grads.itemsize if self.has_main else 0
 
     def needs_bucket(self, defer: bool) -> bool:
         """As the engine's."""
@@ -125,6 +133,7 @@ class PlannedGradients:
         times = 1 if self.scatters_inside else 2
         sent = times * (full_bytes - full_bytes // inner.num_ranks)
         result_bytes = self._result_bytes()
+        self.has_main |= not self.crosses
         if self.crosses and not self.has_pending:
             self.has_pending = True
             self.passing.take(self._pending_bytes)
@@ -141,7 +150,7 @@ class PlannedGradients:
 
     def reduce_across(self, _lane: object, _params: object) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Send over the outer axis."""
-        self.has_pending = False
+        self.has_pending, self.has_main = False, True
         outer = self.plan.axes[0]
         wire_bytes = self.inner_numel * self.plan.precision.grad_comm.itemsize
         scatters = self.plan.placements.main_grad[0] is Placement.SHARD

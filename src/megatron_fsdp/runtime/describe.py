@@ -109,7 +109,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         compute=_name(group.full[0].dtype),
         gather=_name(group.weights.compute.local.dtype) if group.is_gathered or group.plan.gathers_across else None,
         reduce=_name(plan.precision.grad_comm) if sends and gradients is not None else None,
-        accumulate=None if gradients is None else _name(gradients.main.local.dtype),
+        accumulate=None if gradients is None else _name(gradients.main.dtype),
         main=_name(group.weights.main.local.dtype),
         optimizer_state=tuple(dict.fromkeys(dtype for param in group.sharded for dtype in states.get(id(param), ()))),
         compute_weight=_placed(plan.placements.compute_weight),
@@ -117,7 +117,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         main_weight=_placed(plan.placements.main_weight),
         compute_bytes=group.weights.compute.local.nbytes,
         main_bytes=0 if group.weights.shares_memory else group.weights.main.local.nbytes,
-        gradient_bytes=0 if gradients is None else gradients.main.local.nbytes,
+        gradient_bytes=0 if gradients is None else gradients.main.num_bytes,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,7 @@ class Engine(OnRequest):
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
         if self.handed_out.changed() or self.stepped or any(unit.main_changed for unit in self.units):
             self.install_main_weights()
+        self.release_gradients()
         for group in self.groups():
             group.check_parameters()
         if self.structure is not None:
@@ -338,13 +339,6 @@ class Engine(OnRequest):
                 gradients.attach(group.sharded, used[first:last], group.describe_piece)
                 first = last
         run_gradient_hooks(renewed)
-
-    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
-        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
-            for group, index in (self.places[id(param)] for param in params):
-                if group.gradients is not None:
-                    group.gradients.forget_pending(index)
 
     @property
     def has_gradients_on_their_way(self) -> bool:

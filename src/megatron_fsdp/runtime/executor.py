@@ -273,14 +273,18 @@ class Executor:
 
     def _bucket(self, unit: Unit) -> Block:
         if unit.index not in self._borrowed:
-            self._borrowed[unit.index] = self._pool(unit).borrow()
+            self._borrowed[unit.index] = self._pool(unit).borrow(unit.bucket_bytes)
             self.observers.lends(Memory.BUCKET, unit.index, self._borrowed[unit.index])
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
         if not any(group.receives_inside for group in unit.groups):
             return None
-        scratch = self._scratch.borrow()
+        if unit.index == ROOT:  # the last of a backward: what brought the others' gradients here may go first
+            while self._retire_oldest():
+                pass
+            self._buckets.empty()
+        scratch = self._scratch.borrow(unit.bucket_bytes)
         self.observers.lends(Memory.SCRATCH, unit.index, scratch)
         return scratch
 
@@ -302,11 +306,13 @@ class Executor:
         return True
 
     def retire_all(self) -> None:
-        """Wait for every reduction."""
+        """Wait for every reduction, and give back the memory that brought gradients here: others may need it."""
         while self._retire_oldest():
             pass
         while self._crossing:
             self._finish_crossing()
+        for pool in self._pools:
+            pool.empty()
 
     # ---- after an exception, and for reports --------------------------------------------------------------------
 
@@ -324,22 +330,28 @@ class Executor:
                 if group.gradients is not None:
                     group.gradients.abandon()
         self._borrowed.clear()
-        for pool in (self._root_bucket, self._buckets, self._scratch):
+        for pool in self._pools:
             pool.reclaim()
+            pool.empty()
+
+    @property
+    def _pools(self) -> tuple[BucketPool, ...]:
+        return self._root_bucket, self._buckets, self._scratch
 
     @property
     def transient_bytes(self) -> int:
-        """The most that gathered weights have taken at a time, and buckets and scratch as far as taken."""
-        return self.weight_memory.peak_bytes + self._pool_bytes
+        """The most that gathered weights, buckets and scratch have taken, each at a time."""
+        return self.weight_memory.peak_bytes + sum(pool.peak_bytes for pool in self._pools)
 
     @property
     def held_bytes(self) -> int:
         """What gathered weights, buckets and scratch take now."""
-        return self.weight_memory.held_bytes + self._pool_bytes
+        return self.weight_memory.held_bytes + self.bucket_bytes
 
     @property
-    def _pool_bytes(self) -> int:
-        return sum(pool.held_bytes for pool in (self._root_bucket, self._buckets, self._scratch))
+    def bucket_bytes(self) -> int:
+        """What buckets and scratch take now."""
+        return sum(pool.held_bytes for pool in self._pools)
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

@@ -15,7 +15,7 @@ class MemoryUse:
     Attributes:
         compute_weight_bytes: Compute weights at rest.
         main_weight_bytes: Main weights that are memory of their own.
-        main_grad_bytes: Main gradients.
+        main_grad_bytes: Main gradients while there are any: from a backward until they are cleared.
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
             as taken.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
@@ -42,7 +42,7 @@ def memory_of(engine: Engine) -> MemoryUse:
     return MemoryUse(
         sum(group.weights.compute.local.nbytes for group in groups),
         sum(group.weights.main.local.nbytes for group in groups if not group.weights.shares_memory),
-        sum(group.gradients.main.local.nbytes for group in groups if group.gradients is not None),
+        sum(group.gradients.main.num_bytes for group in groups if group.gradients is not None),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
         _shared_bytes(engine),

@@ -30,6 +30,7 @@ class OnRequest:
     executor: Executor
     memory: MemoryPlan
     lifetimes: LifetimeChecker | None = None
+    places: dict[int, tuple[ParameterGroup, int]]
     _sharding: Sharding
 
     @property
@@ -55,6 +56,22 @@ class OnRequest:
     def groups(self) -> list[ParameterGroup]:
         """All parameter groups, in unit order."""
         raise NotImplementedError
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+            for group, index in (self.places[id(param)] for param in params):
+                if group.gradients is not None:
+                    group.gradients.forget_pending(index)
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Give the memory of gradients that were cleared back: forward and evaluation may need it."""
+        if self.scheduler.in_backward:
+            return  # some may be on their way
+        for group in self.groups():
+            if group.gradients is not None:
+                group.gradients.release(group.sharded)
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; what was gathered is out of date."""

@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, gaps_of, padding_ranges, piece_view
+from megatron_fsdp.buffer.flat_buffer import full_view, padding_ranges, piece_view
 from megatron_fsdp.buffer.lanes import Lane, Ticket
-from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, set_grad
+from megatron_fsdp.unit.main_gradient import MainGradient
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
@@ -50,16 +50,14 @@ class GradientBuffers:
         self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # sees what is about to travel: tensor i of each bucket
-        self.main = FlatBuffer(layout, self.reducer.main_region, precision.main_grads, device)
+        self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
-        self._gaps: list[torch.Tensor] | None = None  # of the main gradient; found when first asked for
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
         self._attached = [False] * count  # `.grad` was handed out and not taken back since
         self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
-        self._views: list[DTensor | None] = [None] * count
         self._target: torch.Tensor | None = None
-        self._target_views: dict[int, list[torch.Tensor]] = {}
+        self._target_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
@@ -139,11 +137,13 @@ class GradientBuffers:
         self.arrived[index] = True
 
     def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """Each tensor's place in a bucket; made once for each memory that is lent."""
-        key = address_of(bucket)
-        if key not in self._target_views:
-            self._target_views[key] = [full_view(self.layout, bucket, i) for i in range(len(self.layout.shapes))]
-        return self._target_views[key]
+        """Each tensor's place in a bucket; made once for each, whose memory comes and goes beneath its views."""
+        key = id(bucket)
+        found = self._target_views.get(key)
+        if found is None or found[0] is not bucket:
+            views = [full_view(self.layout, bucket, i) for i in range(len(self.layout.shapes))]
+            found = self._target_views[key] = bucket, views
+        return found[1]
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
@@ -175,6 +175,7 @@ class GradientBuffers:
                 self.inspect(index, view)
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
+            self._take_main()
             return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
         if self._pending is None:
             self._pending = self._zeros(self.reducer.inner_region.numel)
@@ -189,9 +190,14 @@ class GradientBuffers:
         """
         pending, self._pending = self._pending, None
         assert pending is not None
+        self._take_main()
         stage = self.reducer.across(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
         return ticket, (pending, *stage.memory)
+
+    def _take_main(self) -> None:
+        """Have memory for what is reduced: on CUDA it has to come from the stream that will give it back."""
+        _discard(self.main.local)
 
     def _accumulate(self, reduced: torch.Tensor, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Bring a reduced gradient, shaped as the local main gradient, into it."""
@@ -222,7 +228,7 @@ class GradientBuffers:
             self._kept[index] |= grad is not None
             if grad is None:
                 self._live[index] = self._live[index] and not attached
-            elif grad is not self._views[index]:
+            elif grad is not self.main.views[index]:
                 if attached:
                     self._take_back(index, grad)
                 else:
@@ -262,7 +268,7 @@ class GradientBuffers:
         for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
-            if grad is None or grad is self._views[index]:
+            if grad is None or grad is self.main.views[index]:
                 continue
             if attached:
                 self._take_back(index, grad)
@@ -277,9 +283,7 @@ class GradientBuffers:
                 self._live[index] = False
                 continue
             if cast is None:
-                grad = self._views[index]
-                if grad is None:
-                    grad = self._views[index] = describe(index, self.main.piece(index))
+                grad = self.main.view(index, describe)
             else:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
             if grad is not shown:
@@ -295,13 +299,9 @@ class GradientBuffers:
         None where any shows none, or one that is not its part of the main gradient.
         """
         shown = get_grads(params, self.grad_attribute)
-        if any(grad is None for grad in shown) or not all(map(is_, shown, self._views)):
+        if any(grad is None for grad in shown) or not all(map(is_, shown, self.main.views)):
             return None
-        if self._gaps is None:
-            self._gaps = gaps_of(self.main)
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)  # which a scale that is not finite has made NaN
-        return self.main.local
+        return self.main.clear_gaps()  # which a scale that is not finite has made NaN
 
     @property
     def shown_dtype(self) -> torch.dtype:
@@ -317,8 +317,9 @@ class GradientBuffers:
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply what has been accumulated, visible or not, reduced or not."""
-        self.main.local.mul_(factor)
-        for view, param in zip(self._views, params, strict=True):
+        if self.main.held_bytes:
+            self.main.local.mul_(factor)
+        for view, param in zip(self.main.views, params, strict=True):
             grad = get_grad(param, self.grad_attribute)
             if grad is not None and grad is not view:
                 grad.mul_(factor)  # a copy in another dtype, or what the user put there
@@ -343,6 +344,17 @@ class GradientBuffers:
         if self._pending is not None:
             piece_view(self.layout, self.reducer.inner_region, self._pending, index).zero_()
 
+    def release(self, params: Sequence[nn.Parameter]) -> None:
+        """Give the memory of the main gradient back where nobody shows a gradient and none counts.
+
+        Not to be called while reductions are on their way.
+        """
+        if not self.main.held_bytes:
+            return
+        counts = any(live and not attached for live, attached in zip(self._live, self._attached, strict=True))
+        if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):
+            self.main.release()
+
     def clear(self) -> None:
         """Forget everything accumulated and everything deferred."""
         count = len(self._live)
@@ -365,7 +377,7 @@ class GradientBuffers:
             self._pending = self._zeros(self.reducer.inner_region.numel)
 
     def _zeros(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.local.device)
+        return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)
 
 
 def _discard(_result: object) -> None:
