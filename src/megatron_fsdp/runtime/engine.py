@@ -54,6 +54,9 @@ class Engine(OnRequest):
         parts: What it is put together from.
     """
 
+    gradients_may_wait = True
+    """Whether nobody has to hear of each gradient as it comes."""
+
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
         self.units = tuple(parts.units)
@@ -201,6 +204,8 @@ class Engine(OnRequest):
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
             self.executor.begin_filling(self.units[index], position, self.reach)
+            if self.observers.are_there or self._checks:
+                gradients.inbox.is_open = False  # they see every gradient as it comes
         for check in self._checks:
             check.look_at(group.names[parameter], grad)
         if self.observers.are_there:

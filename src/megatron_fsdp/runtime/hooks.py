@@ -56,8 +56,11 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
                 continue
+            waits = group.small_gradients if engine.gradients_may_wait else ()
             for parameter, param in enumerate(group.full):
                 hook = partial(_take_gradient, reference, unit.index, position, parameter)
+                if parameter in waits:
+                    hook = group.gradients.inbox.hook(parameter, hook)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     return handles
 

@@ -27,6 +27,7 @@ from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, set_grad
+from megatron_fsdp.unit.inbox import Inbox
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
@@ -63,7 +64,7 @@ class GradientBuffers:
         self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
-        self._filled = [False] * count
+        self.inbox = Inbox(count)
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
@@ -121,7 +122,7 @@ class GradientBuffers:
             if self._partial is None:
                 self._partial = self._zeros(self.layout.numel)
             self._target = self._partial
-        self._filled = [False] * len(self._filled)
+        self.inbox.begin(is_open=bucket is not None and self.reducer.reduction.pre_factor == 1.0)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
@@ -129,14 +130,26 @@ class GradientBuffers:
         assert target is not None
         if target is self._partial:
             full_view(self.layout, target, index).add_(grad)
-        elif self._filled[index]:
+        elif self.inbox.filled[index]:
+            self.empty_inbox()  # the first may wait there
             self._views_of_target[index].add_(grad, alpha=factor)
         elif factor == 1.0:
             self._views_of_target[index].copy_(grad)
         else:
             torch.mul(grad, factor, out=self._views_of_target[index])
-        self._filled[index] = True
+        self.inbox.filled[index] = True
         self.arrived[index] = True
+
+    def empty_inbox(self) -> None:
+        """Copy the gradients that wait into the bucket, with the cast."""
+        indices = self.inbox.indices
+        if not indices:
+            return
+        views = self._views_of_target
+        torch._foreach_copy_([views[index] for index in indices], self.inbox.gradients)
+        for index in indices:
+            self.arrived[index] = True
+        self.inbox.clear()
 
     def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's place in a bucket; made once for each memory that is lent."""
@@ -166,10 +179,12 @@ class GradientBuffers:
             torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
-            for index, filled in enumerate(self._filled):
+            self.empty_inbox()
+            for index, filled in enumerate(self.inbox.filled):
                 if not filled:
                     self._views_of_target[index].zero_()
         self._target = None
+        self.inbox.is_open = False
         if self.inspect is not None:
             for index, view in enumerate(self._views_of(bucket)):
                 self.inspect(index, view)
@@ -355,7 +370,8 @@ class GradientBuffers:
     def abandon(self) -> None:
         """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
-        self._filled = [False] * len(self._filled)
+        self.inbox.begin(is_open=False)
+        self.inbox.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""
