@@ -111,13 +111,16 @@ def _after_forward(
         return output  # reported before the forward; this is called although that raised
     if index in engine.opened:
         return output
-    output = _copy_weights(engine.units[index], output)
+    unit = engine.units[index]
+    output = _copy_weights(unit, output)
     outputs: list[torch.Tensor] = []
-    if torch.is_grad_enabled():
-        outputs = [tensor for tensor in (*tensors_in(output), *left_behind) if tensor.requires_grad]
+    computes_gradients = torch.is_grad_enabled()
+    if computes_gradients:
+        found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
     call = engine.after_forward(index, bool(outputs), failed)
-    if torch.is_grad_enabled() and not outputs:
+    if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
         if tensor.is_leaf:
@@ -174,6 +177,8 @@ def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.
 
 def _copy_weights(unit: Unit, output: Any) -> Any:
     """Copy results that are views of gathered weights, which will be overwritten before they are used."""
+    if isinstance(output, torch.Tensor):
+        return output.clone() if unit.holds(output) else output
     if not any(unit.holds(tensor) for tensor in tensors_in(output)):
         return output
 

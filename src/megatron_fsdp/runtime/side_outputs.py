@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 _OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes of every module, which hold no results."""
 _BUFFERS = "_buffers"
+_FLAG = "training"
+_FLAG_TWICE = itemgetter(_FLAG, _FLAG)
+"""What every module has; of two names or more, a getter gives a tuple."""
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
@@ -42,21 +46,40 @@ class SideOutputs:
         return [
             value
             for owner in self._owners
+            if owner.may_hold_tensors()
             for value in owner.tensors()
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
 
 
 class _Attributes:
-    """The attributes of one module, by names that are looked up again only where one has been added or taken away.
+    """The attributes of one module, looked at again only where one was added, taken away or assigned.
 
     This runs after every forward, and of some forty attributes of a module few are not torch's own.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)  # hooks of the owner hold this
-        self._names: tuple[str, ...] = ()
         self._seen: tuple[int, str | None] = (-1, None)
+        self._plain: tuple[Any, ...] | None = None  # what they were, where nothing among them can hold a tensor
+        self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = _FLAG_TWICE
+
+    def may_hold_tensors(self) -> bool:
+        """Whether there is anything to look at."""
+        owner = self._owner()
+        if owner is None:
+            return False
+        held = owner.__dict__
+        if self._seen != (len(held), next(reversed(held), None)):  # what is added comes last
+            self._find_names(held)
+        try:
+            values = self._values(held)
+        except KeyError:  # as many were taken away as were added
+            self._find_names(held)
+            values = self._values(held)
+        if self._plain is None or not all(map(is_, values, self._plain)):
+            self._plain = values if all(type(value) in _PLAIN for value in values) else None
+        return self._plain is None or bool(held[_BUFFERS])
 
     def tensors(self) -> list[Tensor]:
         """What is there now, one level deep."""
@@ -64,17 +87,12 @@ class _Attributes:
         if owner is None:
             return []
         held = owner.__dict__
-        seen = len(held), next(reversed(held), None)  # what is added comes last
-        if seen != self._seen:
-            self._seen, self._names = seen, tuple(name for name in held if name not in _OF_TORCH)
-        found: list[Tensor] = []
-        for name in self._names:
-            value = held.get(name)
-            if type(value) not in _PLAIN:
-                found += _tensors_of(value)
-        if held[_BUFFERS]:
-            found += _tensors_of(held[_BUFFERS])
-        return found
+        return [tensor for value in (*self._values(held), held[_BUFFERS]) for tensor in _tensors_of(value)]
+
+    def _find_names(self, held: dict[str, Any]) -> None:
+        self._seen = len(held), next(reversed(held), None)
+        self._plain = None
+        self._values = itemgetter(_FLAG, _FLAG, *(name for name in held if name not in _OF_TORCH))
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:

@@ -26,11 +26,12 @@ from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
-from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, set_grad
+from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, num_shown, set_grad, set_grads
 from megatron_fsdp.unit.inbox import Inbox
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
+Shown = Sequence[torch.Tensor | None]
 Inspect = Callable[[int, torch.Tensor], None]
 
 
@@ -131,7 +132,7 @@ class GradientBuffers:
         if target is self._partial:
             full_view(self.layout, target, index).add_(grad)
         elif self.inbox.filled[index]:
-            self.empty_inbox()  # the first may wait there
+            self.inbox.empty_into(self._views_of_target, self.arrived)  # the first may wait there
             self._views_of_target[index].add_(grad, alpha=factor)
         elif factor == 1.0:
             self._views_of_target[index].copy_(grad)
@@ -139,17 +140,6 @@ class GradientBuffers:
             torch.mul(grad, factor, out=self._views_of_target[index])
         self.inbox.filled[index] = True
         self.arrived[index] = True
-
-    def empty_inbox(self) -> None:
-        """Copy the gradients that wait into the bucket, with the cast."""
-        indices = self.inbox.indices
-        if not indices:
-            return
-        views = self._views_of_target
-        torch._foreach_copy_([views[index] for index in indices], self.inbox.gradients)
-        for index in indices:
-            self.arrived[index] = True
-        self.inbox.clear()
 
     def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's place in a bucket; made once for each memory that is lent."""
@@ -179,7 +169,7 @@ class GradientBuffers:
             torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
-            self.empty_inbox()
+            self.inbox.empty_into(self._views_of_target, self.arrived)
             for index, filled in enumerate(self.inbox.filled):
                 if not filled:
                     self._views_of_target[index].zero_()
@@ -230,7 +220,9 @@ class GradientBuffers:
         that do not come through a unit, such as those of a penalty on `model.parameters()`.
         """
         found = get_grads(params, self.grad_attribute)
-        if not any(self._attached) and all(grad is None for grad in found):
+        if not num_shown(found):  # all cleared: what had been shown counts no longer
+            self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
+            self._attached = [False] * len(self._attached)
             return
         for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
             self._attached[index] = False
@@ -274,6 +266,26 @@ class GradientBuffers:
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
         found = get_grads(params, self.grad_attribute)
+        if not self._show_new(params, used, found):
+            self._show(params, used, found, describe)
+        self.arrived = [False] * len(self.arrived)
+        self._kept = [False] * len(self._kept)
+        self.renewed = False
+
+    def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
+        """Show the views of before where that is all there is to do: no gradient was left, and all are new."""
+        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads
+        usual = usual and all(self._live) and all(used) and not any(self._attached) and not num_shown(found)
+        if not usual or num_shown(self._views) < len(self._views):
+            return False
+        set_grads(params, self._views)
+        self._attached = [True] * len(self._attached)
+        return True
+
+    def _show(
+        self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown, describe: DescribePiece
+    ) -> None:
+        """Bring what the parameters show into the main gradient, then show that."""
         for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
@@ -286,8 +298,7 @@ class GradientBuffers:
         if self.grad_attribute != GRAD:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
-        for index, param in enumerate(params):
-            shown = found[index]
+        for index, (param, shown) in enumerate(zip(params, found, strict=True)):
             if not self._live[index] or not (used[index] or self._kept[index] or shown is not None):
                 self._live[index] = False
                 continue
@@ -300,9 +311,6 @@ class GradientBuffers:
             if grad is not shown:
                 set_grad(param, self.grad_attribute, grad)
             self._attached[index] = True
-        self.arrived = [False] * len(self.arrived)
-        self._kept = [False] * len(self._kept)
-        self.renewed = False
 
     def shown_as_one(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """All gradients that the parameters show as one flat tensor, with zeros between them.

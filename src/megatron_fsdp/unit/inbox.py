@@ -7,7 +7,7 @@ is at most `WAITING_BYTES` for each parameter of the unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,20 @@ class Inbox:
         self.is_open = is_open
         self.filled[:] = [False] * len(self.filled)
 
+    def empty_into(self, views: Sequence[Tensor], arrived: list[bool]) -> None:
+        """Copy what waits, with the cast.
+
+        Args:
+            views: The place of each parameter's gradient in the bucket.
+            arrived: A flag per parameter, raised for those copied.
+        """
+        if not self.indices:
+            return
+        torch._foreach_copy_([views[index] for index in self.indices], self.gradients)
+        for index in self.indices:
+            arrived[index] = True
+        self.clear()
+
     def clear(self) -> None:
         """Forget what waits."""
         self.indices.clear()
@@ -77,4 +91,3 @@ class Inbox:
                 take(param)
 
         return receive
-

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.flat_buffer import piece_view
-from megatron_fsdp.buffer.real_values import address_of
+from megatron_fsdp.buffer.real_values import address_of, addresses_of
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import ResolvedPrecision
-from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
+from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, plain_attributes, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.unit.inbox import WAITING_BYTES
@@ -28,7 +28,6 @@ from megatron_fsdp.unit.weights import WeightBuffers
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
 _version = attrgetter("_version")
-_version_of_local = attrgetter("_local_tensor._version")
 
 
 class ParameterGroup:
@@ -90,7 +89,8 @@ class ParameterGroup:
         self._seen_versions = self._versions()
 
     def _versions(self) -> int:
-        return sum(map(_version, self.sharded)) + sum(map(_version_of_local, self.sharded))
+        with plain_attributes():
+            return sum(map(_version, self.sharded)) + sum(map(_version, map(_local_tensor, self.sharded)))
 
     def install(self) -> None:
         """Copy main weights into compute weights."""
@@ -105,8 +105,9 @@ class ParameterGroup:
         """
         wanted = self.gradients is not None
         as_wanted = all if wanted else _none
-        if as_wanted(map(_requires_grad, self.sharded)) and self._find_pointers() == self._pointers:
-            return
+        with plain_attributes():
+            if as_wanted(map(_requires_grad, self.sharded)) and self._find_pointers() == self._pointers:
+                return
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
             if param.requires_grad is not wanted:
                 raise ConfigurationError(
@@ -121,7 +122,7 @@ class ParameterGroup:
                 )
 
     def _find_pointers(self) -> tuple[int, ...]:
-        return tuple(map(address_of, map(_local_tensor, self.sharded)))
+        return addresses_of(tuple(map(_local_tensor, self.sharded)))
 
     @property
     def is_gathered(self) -> bool:
