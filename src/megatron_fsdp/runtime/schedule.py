@@ -315,10 +315,11 @@ class Scheduler:
         if not self.config.gathers:
             return ()
         upcoming = order.upcoming(depth)
+        state = self._units[unit]
         operations = self._gather(unit, keep=(unit,), must=True)
         for position, ahead in enumerate(upcoming):
-            operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
-        state = self._units[unit]
+            if self._units[ahead].residence is _SHARDED:
+                operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
         if state.residence is _GATHERING:
             operations.append(Operation(_WAIT, unit))
             state.residence = _READY

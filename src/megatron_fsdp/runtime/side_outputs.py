@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ _BUFFERS = "_buffers"
 _FLAG = "training"
 _FLAG_TWICE = itemgetter(_FLAG, _FLAG)
 """What every module has; of two names or more, a getter gives a tuple."""
+_Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
@@ -46,7 +47,6 @@ class SideOutputs:
         return [
             value
             for owner in self._owners
-            if owner.may_hold_tensors()
             for value in owner.tensors()
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
@@ -60,39 +60,33 @@ class _Attributes:
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)  # hooks of the owner hold this
-        self._seen: tuple[int, str | None] = (-1, None)
+        self._number = -1  # of all attributes
+        self._values: _Values = _FLAG_TWICE
         self._plain: tuple[Any, ...] | None = None  # what they were, where nothing among them can hold a tensor
-        self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = _FLAG_TWICE
 
-    def may_hold_tensors(self) -> bool:
-        """Whether there is anything to look at."""
-        owner = self._owner()
-        if owner is None:
-            return False
-        held = owner.__dict__
-        if self._seen != (len(held), next(reversed(held), None)):  # what is added comes last
-            self._find_names(held)
-        try:
-            values = self._values(held)
-        except KeyError:  # as many were taken away as were added
-            self._find_names(held)
-            values = self._values(held)
-        if self._plain is None or not all(map(is_, values, self._plain)):
-            self._plain = values if all(type(value) in _PLAIN for value in values) else None
-        return self._plain is None or bool(held[_BUFFERS])
-
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         """What is there now, one level deep."""
         owner = self._owner()
         if owner is None:
-            return []
+            return ()
         held = owner.__dict__
-        return [tensor for value in (*self._values(held), held[_BUFFERS]) for tensor in _tensors_of(value)]
+        try:
+            values = self._values(held)
+        except KeyError:  # as many were taken away as were added
+            self._number = -1
+        if len(held) != self._number:
+            self._number = len(held)
+            self._values = itemgetter(_FLAG, _FLAG, *(name for name in held if name not in _OF_TORCH))
+            values, self._plain = self._values(held), None
+        buffers = held[_BUFFERS]
+        if self._plain is not None and not buffers and all(map(is_, values, self._plain)):
+            return ()
+        self._plain = values if all(map(_is_plain, values)) else None
+        return [tensor for value in (*values, buffers) for tensor in _tensors_of(value)]
 
-    def _find_names(self, held: dict[str, Any]) -> None:
-        self._seen = len(held), next(reversed(held), None)
-        self._plain = None
-        self._values = itemgetter(_FLAG, _FLAG, *(name for name in held if name not in _OF_TORCH))
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
