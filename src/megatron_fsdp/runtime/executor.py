@@ -241,6 +241,8 @@ class Executor:
 
     def reduce_across(self, unit: Unit) -> None:
         """Start reducing over the outer ranks what the inner ones have summed."""
+        if not unit.reduces_across:
+            return
         if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
             return
         while len(self._crossing) >= UNITS_CROSSING:
@@ -277,7 +279,7 @@ class Executor:
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
-        if not any(group.exchanges_inside for group in unit.groups):
+        if not unit.exchanges_inside:
             return None
         scratch = self._scratch.borrow()
         self.observers.lends(Memory.SCRATCH, unit.index, scratch)

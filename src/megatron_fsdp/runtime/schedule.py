@@ -352,8 +352,7 @@ class Scheduler:
             slot = self._choose_slot(unit, keep, must)
             if slot is None:
                 return []
-            occupant = self._slots[slot].unit
-            if occupant is not None:
+            if (occupant := self._slots[slot].unit) is not None:
                 operations += self._release(occupant)
             self._slots[slot] = _SlotState(unit, self._clock)
             state.home = slot

@@ -139,7 +139,7 @@ class ParameterGroup:
         """Whether reduced gradients are this rank's part only."""
         return self.gradients is not None and not self.gradients.main.is_whole
 
-    @property
+    @functools.cached_property
     def exchanges_inside(self) -> bool:
         """Whether reducing over the inner ranks needs memory for what comes in."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
