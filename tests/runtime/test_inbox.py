@@ -135,5 +135,5 @@ def test_gradients_are_those_of_one_process_waiting_or_not(run_ranks: RunRanks, 
             key = next(key for key in found if key.endswith(name))
             torch.testing.assert_close(found[key], wanted)
             assert torch.equal(found[key], others[key])
-        assert max(copied) == NUM_SMALL - 1  # the first of a unit opens the inbox, and is copied as it comes
+        assert max(copied) == NUM_SMALL - 1  # the parameter used in what is recomputed comes earlier, and again
         assert max(none) == 0

@@ -53,8 +53,7 @@ class Engine(OnRequest):
         parts: What it is put together from.
     """
 
-    gradients_may_wait = True
-    """Whether nobody has to hear of each gradient as it comes."""
+    gradients_may_wait = True  # nobody has to hear of each gradient as it comes
 
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
@@ -207,8 +206,11 @@ class Engine(OnRequest):
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
             self.executor.begin_filling(self.units[index], position, self.reach)
-            if self.observers.are_there or self._checks:
+            if self.observers.are_there or self._checks or not self.gradients_may_wait:
                 gradients.inbox.is_open = False  # they see every gradient as it comes
+        if gradients.inbox.takes(parameter) and parameter in group.small_gradients:
+            gradients.inbox.put(parameter, grad)
+            return
         for check in self._checks:
             check.look_at(group.names[parameter], grad)
         if self.observers.are_there:

@@ -44,6 +44,16 @@ class Inbox:
         self.is_open = is_open
         self.filled[:] = [False] * len(self.filled)
 
+    def takes(self, index: int) -> bool:
+        """Whether a gradient of this parameter may wait now: it is the first for this bucket."""
+        return self.is_open and not self.filled[index]
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """Let the gradient of a parameter wait."""
+        self.filled[index] = True
+        self.indices.append(index)
+        self.gradients.append(grad)
+
     def empty_into(self, views: Sequence[Tensor], arrived: list[bool]) -> None:
         """Copy what waits, with the cast.
 

@@ -223,7 +223,7 @@ class ParameterGroup:
         else:
             param.data = memory
 
-    @property
+    @functools.cached_property
     def small_gradients(self) -> frozenset[int]:
         """Parameters whose gradients may wait for each other, to be copied into the bucket together."""
         itemsize = self.plan.precision.compute.itemsize
