@@ -73,6 +73,22 @@ def test_only_what_the_latest_forward_computed_counts() -> None:
     assert side.end() == []
 
 
+def test_attributes_that_held_nothing_before_are_looked_at_again() -> None:
+    unit = nn.Linear(1, 1)
+    unit.first, unit.loss = 1, None  # type: ignore[assignment]
+    side = SideOutputs(unit, ())
+    for _ in range(2):
+        side.begin()
+        assert side.end() == []
+    side.begin()
+    unit.loss = unit(torch.ones(1))
+    assert [id(tensor) for tensor in side.end()] == [id(unit.loss)]
+    side.begin()
+    del unit.first, unit.loss
+    unit.second, unit.third = 2, unit(torch.ones(1))  # type: ignore[assignment]  # as many as before
+    assert [id(tensor) for tensor in side.end()] == [id(unit.third)]
+
+
 # ---- modules that come later ----------------------------------------------------------------------------------------
 
 

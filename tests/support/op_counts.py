@@ -54,7 +54,7 @@ class OpCounts(TorchDispatchMode):
 
     Attributes:
         ops: How often each operator ran, by name and overload; views and the like left out.
-        numels: For each operator, the elements of the first tensor of every call.
+        numels: For each operator, the elements of the first tensor, or list of tensors, of every call.
         collectives: What was sent.
     """
 
@@ -73,6 +73,14 @@ class OpCounts(TorchDispatchMode):
         elif name not in _SILENT_OPS:
             full_name = name if overload == "default" else f"{name}.{overload}"
             self.ops[full_name] += 1
-            first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            self.numels.setdefault(full_name, []).append(0 if first is None else first.numel())
+            self.numels.setdefault(full_name, []).append(_numel_of_first(args))
         return func(*args, **(kwargs or {}))
+
+
+def _numel_of_first(args: tuple[Any, ...]) -> int:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.numel()
+        if isinstance(arg, list) and arg and isinstance(arg[0], torch.Tensor):
+            return sum(tensor.numel() for tensor in arg)
+    return 0

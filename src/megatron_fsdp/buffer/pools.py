@@ -21,6 +21,7 @@ class Block:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @property
@@ -59,7 +60,7 @@ class Block:
         if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
             return False
         try:
-            return self.held_bytes != 0 and tensor.untyped_storage()._cdata == self._bytes.untyped_storage()._cdata
+            return tensor.untyped_storage()._cdata == self._storage and self.held_bytes != 0
         except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
             return False
 

@@ -6,6 +6,8 @@ back ends of these names, which say what they stand in for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -27,6 +29,11 @@ def address_of(tensor: Tensor) -> int:
     if isinstance(tensor, FakeTensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The same of several; a fraction of the time where none is fake."""
+    return tuple(map(address_of if FakeTensor in map(type, tensors) else Tensor.data_ptr, tensors))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -219,6 +219,9 @@ class PlannedUnitDriver:
             )
             for plan in plans
         )
+        self.lives_in_slots = any(plan.weights_in_slots for plan in plans)
+        self.receives_inside = any(group.receives_inside for group in self.groups)
+        self.reduces_across = any(group.gradients is not None and group.gradients.crosses for group in self.groups)
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in plans])[1]
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in plans])[1]
         self._plans = tuple(plans)

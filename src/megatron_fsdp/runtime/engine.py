@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.collectives import Traffic
@@ -54,6 +53,8 @@ class Engine(OnRequest):
         parts: What it is put together from.
     """
 
+    gradients_may_wait = True  # nobody has to hear of each gradient as it comes
+
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
         self.units = tuple(parts.units)
@@ -62,6 +63,7 @@ class Engine(OnRequest):
         self.memory = memory
         self.scheduler = Scheduler(memory.schedule)
         self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory.weights, memory.buckets)
+        self.observers = self.executor.observers
         self.finite_check: FiniteCheck | None = None
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
@@ -116,18 +118,21 @@ class Engine(OnRequest):
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].install_full()
-        self.observers.begins(Phase.FORWARD, index)
+        if self.observers.are_there:
+            self.observers.begins(Phase.FORWARD, index)
 
     def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
-        if not self.scheduler.forward_depth(index):
+        unit, depth = self.units[index], self.scheduler.forward_depth(index)
+        if not depth:
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
-        self.observers.leaves(Phase.FORWARD, index, failed)
+        if self.observers.are_there:
+            self.observers.leaves(Phase.FORWARD, index, failed)
         epoch = self.scheduler.forward_ends(index, needs_backward)
-        if not self.scheduler.forward_depth(index):
-            self.units[index].install_sharded()
+        if depth == 1:
+            unit.install_sharded()
             if not self.executor.is_broken:
-                self.units[index].check_untouched()
+                unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.finish_across()
             self.executor.end_forward(failed)
@@ -177,7 +182,7 @@ class Engine(OnRequest):
         self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
         self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
         self._installed.add(call.unit)
-        if self.observers:
+        if self.observers.are_there:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
@@ -202,6 +207,11 @@ class Engine(OnRequest):
         if not gradients.is_filling:
             self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
             self.executor.begin_filling(self.units[index], position, self.reach)
+            if self.observers.are_there or self._checks or not self.gradients_may_wait:
+                gradients.inbox.is_open = False  # they see every gradient as it comes
+        if gradients.inbox.takes(parameter) and parameter in group.small_gradients:
+            gradients.inbox.put(parameter, grad)
+            return
         for check in self._checks:
             check.look_at(group.names[parameter], grad)
         if self.observers.are_there:
@@ -220,16 +230,6 @@ class Engine(OnRequest):
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
         dense = self._sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
-
-    @property
-    def num_ranks(self) -> int:
-        """Dense data-parallel ranks, all axes together."""
-        return self._sharding.dense.num_ranks
-
-    @property
-    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Groups that together reach every rank of the model."""
-        return self._sharding.reaching_all
 
     def domain_of(self, group: ParameterGroup) -> Domain:
         """The ranks that share the parameters of a group."""

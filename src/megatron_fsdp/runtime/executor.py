@@ -23,6 +23,7 @@ from megatron_fsdp.runtime.wire_bytes import gathered_bytes
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.weight_plan import WeightPlan
 
+_GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
 _FINGERPRINT_LIMIT = 2**61 - 1
 _HANG_ADVICE = (
     "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
@@ -121,19 +122,20 @@ class Executor:
             operations: From the scheduler.
             reach: How far gradients that are ready travel.
         """
+        observers = self.observers
         for action, index, slot in operations:
             unit = self._units[index]
-            if action is not Action.REDUCE or reach is not Reach.NOWHERE:
+            if action is _GATHER or (action is _REDUCE and reach is not Reach.NOWHERE):
                 self._fold(action, index)
             before, self.is_broken = self.is_broken, True
             try:
                 if self.verifier is not None:
                     self._verify(self.verifier, action, unit, reach)
-                if self.observers:
-                    self.observers.begins(PHASE_OF[action], index)
+                if observers.are_there:
+                    observers.begins(PHASE_OF[action], index)
                 self._carry_out(action, unit, slot, reach)
-                if self.observers:
-                    self.observers.ends(PHASE_OF[action], index)
+                if observers.are_there:
+                    observers.ends(PHASE_OF[action], index)
                 self.is_broken = before
             except BaseException as error:
                 if self.observers:
@@ -152,18 +154,18 @@ class Executor:
             error.add_note(text)
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
-        if action is Action.GATHER:
+        if action is _GATHER:
             unit.gather_across(self._outer_lane)
             unit.gather(self._gather_lane, self._block_for(unit, slot))
-        elif action is Action.WAIT:
+        elif action is _WAIT:
             unit.wait()
-        elif action is Action.RELEASE:
+        elif action is _RELEASE:
             unit.invalidate()
             if self.weight_memory.give_back(unit.index):
                 unit.hide()
-        elif action is Action.REDUCE:
+        elif action is _REDUCE:
             self.reduce(unit, reach)
-        elif action is Action.FINALISE:
+        else:
             self.retire_all()
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
@@ -186,13 +188,10 @@ class Executor:
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold what is about to be communicated into a number that ranks can compare."""
-        if action in (Action.GATHER, Action.REDUCE):
-            self.fingerprint = (
-                self.fingerprint * 1_000_003 + 2 * index + (action is Action.REDUCE)
-            ) % _FINGERPRINT_LIMIT
+        self.fingerprint = (self.fingerprint * 1_000_003 + 2 * index + (action is _REDUCE)) % _FINGERPRINT_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
-        if not unit.groups or not any(group.weights_in_slots for group in unit.groups):
+        if not unit.lives_in_slots:
             return None
         block = self.weight_memory.take(unit.index, slot)
         self.observers.lends(Memory.WEIGHTS, unit.index, block)
@@ -242,6 +241,8 @@ class Executor:
 
     def reduce_across(self, unit: Unit) -> None:
         """Start reducing over the outer ranks what the inner ones have summed."""
+        if not unit.reduces_across:
+            return
         if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
             return
         while len(self._crossing) >= UNITS_CROSSING:
@@ -278,7 +279,7 @@ class Executor:
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
-        if not any(group.receives_inside for group in unit.groups):
+        if not unit.receives_inside:
             return None
         if unit.index == ROOT:  # the last of a backward: what brought the others' gradients here may go first
             while self._retire_oldest():

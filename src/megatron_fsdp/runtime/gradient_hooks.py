@@ -15,14 +15,19 @@ right there, as for any tensor, and its share is part of what they see at the sy
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.unit.grad_slot import GradAttribute, get_grad, set_grad
+from megatron_fsdp.unit.grad_slot import GradAttribute, get_grad, plain_attributes, set_grad
 from megatron_fsdp.unit.param_group import ParameterGroup
+
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
+_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]]) -> None:
@@ -36,9 +41,17 @@ def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]])
         ConfigurationError: What a hook returned cannot take the place of the gradient, or nobody takes it.
     """
     for group, used in renewed:
+        if not _any_has_hooks(group):
+            continue
         for index, param in enumerate(group.sharded):
             if _has_hooks(param, group.own_hooks) and used[index] and get_grad(param, group.grad_attribute) is not None:
                 _run(group, index, param)
+
+
+def _any_has_hooks(group: ParameterGroup) -> bool:
+    with plain_attributes():
+        keys = chain.from_iterable(filter(None, map(_BACKWARD_HOOKS, group.sharded)))
+        return not group.own_hooks.issuperset(keys) or any(map(_ACCUMULATE_HOOKS, group.sharded))
 
 
 def _has_hooks(param: nn.Parameter, own_hooks: set[int]) -> bool:

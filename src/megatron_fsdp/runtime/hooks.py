@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,8 +56,13 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
                 continue
+            waits = group.small_gradients if engine.gradients_may_wait else ()
             for parameter, param in enumerate(group.full):
-                hook = partial(_take_gradient, reference, unit.index, position, parameter)
+                hook: Callable[[torch.Tensor], None] = partial(
+                    _take_gradient, reference, unit.index, position, parameter
+                )
+                if parameter in waits:
+                    hook = group.gradients.inbox.hook(parameter, hook)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     return handles
 
@@ -108,13 +113,16 @@ def _after_forward(
         return output  # reported before the forward; this is called although that raised
     if index in engine.opened:
         return output
-    output = _copy_weights(engine.units[index], output)
+    unit = engine.units[index]
+    output = _copy_weights(unit, output)
     outputs: list[torch.Tensor] = []
-    if torch.is_grad_enabled():
-        outputs = [tensor for tensor in (*tensors_in(output), *left_behind) if tensor.requires_grad]
+    computes_gradients = torch.is_grad_enabled()
+    if computes_gradients:
+        found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
     call = engine.after_forward(index, bool(outputs), failed)
-    if torch.is_grad_enabled() and not outputs:
+    if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
         if tensor.is_leaf:
@@ -171,6 +179,8 @@ def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.
 
 def _copy_weights(unit: Unit, output: Any) -> Any:
     """Copy results that are views of gathered weights, which will be overwritten before they are used."""
+    if isinstance(output, torch.Tensor):
+        return output.clone() if unit.holds(output) else output
     if not any(unit.holds(tensor) for tensor in tensors_in(output)):
         return output
 

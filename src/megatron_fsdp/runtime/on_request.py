@@ -31,12 +31,8 @@ class OnRequest:
     memory: MemoryPlan
     lifetimes: LifetimeChecker | None = None
     places: dict[int, tuple[ParameterGroup, int]]
+    observers: Observers  # who are told of phases and collectives
     _sharding: Sharding
-
-    @property
-    def observers(self) -> Observers:
-        """Who is told of phases and collectives."""
-        return self.executor.observers
 
     @property
     def dense(self) -> Domain:
@@ -52,6 +48,16 @@ class OnRequest:
     def reach(self) -> Reach:
         """How far gradients of this backward travel."""
         raise NotImplementedError
+
+    @property
+    def num_ranks(self) -> int:
+        """Dense data-parallel ranks, all axes together."""
+        return self._sharding.dense.num_ranks
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model."""
+        return self._sharding.reaching_all
 
     def groups(self) -> list[ParameterGroup]:
         """All parameter groups, in unit order."""

@@ -60,6 +60,10 @@ class Residence(Enum):
     READY = "ready"
 
 
+_GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up takes longer than most decisions
+_SHARDED, _GATHERING, _READY = Residence
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """What the scheduler has to know of a model and a strategy.
@@ -193,7 +197,7 @@ class Scheduler:
             ScheduleError: The unit's weights were not gathered, so that the gradient cannot be right.
         """
         state = self._units[unit]
-        absent = self.config.gathers and state.residence is Residence.SHARDED
+        absent = self.config.gathers and state.residence is _SHARDED
         if absent and not state.in_backward:
             raise ScheduleError(
                 "a gradient arrived for a unit whose backward was never announced, so its weights were not gathered; "
@@ -208,7 +212,7 @@ class Scheduler:
         if not self.config.reduces_early or unit == ROOT:
             return ()
         self._units[unit].reduced = True
-        return (Operation(Action.REDUCE, unit),)
+        return (Operation(_REDUCE, unit),)
 
     def backward_ends(self) -> tuple[Operation, ...]:
         """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
@@ -218,14 +222,13 @@ class Scheduler:
             state = self._units[unit]
             began = state.in_backward or (unit == ROOT and self._in_backward)
             if began and self.config.trainable[unit] and (unit == ROOT or not state.reduced):
-                operations.append(Operation(Action.REDUCE, unit))
+                operations.append(Operation(_REDUCE, unit))
             state.in_backward, state.reduced = False, True
         if self._in_backward:
             self._backward_order.end()
-        self._in_backward = False
-        self._backward_unit = None
+        self._in_backward, self._backward_unit = False, None
         self._unsettled.clear()
-        return (*operations, Operation(Action.FINALISE, ROOT))
+        return (*operations, Operation(_FINALISE, ROOT))
 
     def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
         """Somebody asks for a unit's weights ahead of its forward; start gathering them where there is room."""
@@ -236,9 +239,9 @@ class Scheduler:
         if not self.config.gathers:
             return ()
         operations = self._gather(unit, keep=(unit,), must=True)
-        if self._units[unit].residence is Residence.GATHERING:
-            operations.append(Operation(Action.WAIT, unit))
-            self._units[unit].residence = Residence.READY
+        if self._units[unit].residence is _GATHERING:
+            operations.append(Operation(_WAIT, unit))
+            self._units[unit].residence = _READY
         return tuple(operations)
 
     def weights_unwanted(self, unit: int) -> tuple[Operation, ...]:
@@ -312,13 +315,14 @@ class Scheduler:
         if not self.config.gathers:
             return ()
         upcoming = order.upcoming(depth)
+        state = self._units[unit]
         operations = self._gather(unit, keep=(unit,), must=True)
         for position, ahead in enumerate(upcoming):
-            operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
-        state = self._units[unit]
-        if state.residence is Residence.GATHERING:
-            operations.append(Operation(Action.WAIT, unit))
-            state.residence = Residence.READY
+            if self._units[ahead].residence is _SHARDED:
+                operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
+        if state.residence is _GATHERING:
+            operations.append(Operation(_WAIT, unit))
+            state.residence = _READY
         if state.home is not None:
             self._slots[state.home].last_used = self._clock
         return tuple(operations)
@@ -337,24 +341,23 @@ class Scheduler:
         if done or not self.config.reduces_early:
             return []
         state.reduced = True
-        return [Operation(Action.REDUCE, unit)]
+        return [Operation(_REDUCE, unit)]
 
     def _gather(self, unit: int, keep: Collection[int], must: bool) -> list[Operation]:
         state = self._units[unit]
-        if state.residence is not Residence.SHARDED:
+        if state.residence is not _SHARDED:
             return []
         operations: list[Operation] = []
         if unit != ROOT and self.config.shares_slots and unit not in self.config.private:
             slot = self._choose_slot(unit, keep, must)
             if slot is None:
                 return []
-            occupant = self._slots[slot].unit
-            if occupant is not None:
+            if (occupant := self._slots[slot].unit) is not None:
                 operations += self._release(occupant)
             self._slots[slot] = _SlotState(unit, self._clock)
             state.home = slot
-        state.residence = Residence.GATHERING
-        operations.append(Operation(Action.GATHER, unit, state.home))
+        state.residence = _GATHERING
+        operations.append(Operation(_GATHER, unit, state.home))
         return operations
 
     def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
@@ -388,10 +391,10 @@ class Scheduler:
 
     def _release(self, unit: int) -> list[Operation]:
         state = self._units[unit]
-        if state.residence is Residence.SHARDED:
+        if state.residence is _SHARDED:
             return []
-        operations = [Operation(Action.WAIT, unit)] if state.residence is Residence.GATHERING else []
-        state.residence = Residence.SHARDED
+        operations = [Operation(_WAIT, unit)] if state.residence is _GATHERING else []
+        state.residence = _SHARDED
         if state.home is not None and self._slots[state.home].unit == unit:
             self._slots[state.home].unit = None
-        return [*operations, Operation(Action.RELEASE, unit)]
+        return [*operations, Operation(_RELEASE, unit)]

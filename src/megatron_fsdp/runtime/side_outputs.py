@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 _OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes of every module, which hold no results."""
 _BUFFERS = "_buffers"
+_FLAG = "training"
+_FLAG_TWICE = itemgetter(_FLAG, _FLAG)
+"""What every module has; of two names or more, a getter gives a tuple."""
+_Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
@@ -48,33 +53,40 @@ class SideOutputs:
 
 
 class _Attributes:
-    """The attributes of one module, by names that are looked up again only where one has been added or taken away.
+    """The attributes of one module, looked at again only where one was added, taken away or assigned.
 
     This runs after every forward, and of some forty attributes of a module few are not torch's own.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)  # hooks of the owner hold this
-        self._names: tuple[str, ...] = ()
-        self._seen: tuple[int, str | None] = (-1, None)
+        self._number = -1  # of all attributes
+        self._values: _Values = _FLAG_TWICE
+        self._plain: tuple[Any, ...] | None = None  # what they were, where nothing among them can hold a tensor
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         """What is there now, one level deep."""
         owner = self._owner()
         if owner is None:
-            return []
+            return ()
         held = owner.__dict__
-        seen = len(held), next(reversed(held), None)  # what is added comes last
-        if seen != self._seen:
-            self._seen, self._names = seen, tuple(name for name in held if name not in _OF_TORCH)
-        found: list[Tensor] = []
-        for name in self._names:
-            value = held.get(name)
-            if type(value) not in _PLAIN:
-                found += _tensors_of(value)
-        if held[_BUFFERS]:
-            found += _tensors_of(held[_BUFFERS])
-        return found
+        try:
+            values = self._values(held)
+        except KeyError:  # as many were taken away as were added
+            self._number = -1
+        if len(held) != self._number:
+            self._number = len(held)
+            self._values = itemgetter(_FLAG, _FLAG, *(name for name in held if name not in _OF_TORCH))
+            values, self._plain = self._values(held), None
+        buffers = held[_BUFFERS]
+        if self._plain is not None and not buffers and all(map(is_, values, self._plain)):
+            return ()
+        self._plain = values if all(map(_is_plain, values)) else None
+        return [tensor for value in (*values, buffers) for tensor in _tensors_of(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:

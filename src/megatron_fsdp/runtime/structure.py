@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.unit.unit import Unit
+
+_CHILDREN = itemgetter("_modules")
+_PARAMETERS = itemgetter("_parameters")
 
 
 class StructureCheck:
@@ -28,10 +34,13 @@ class StructureCheck:
             if unit_module._compiled_call_impl is not None
         ]
         self._modules = tuple(module.named_modules())
+        self._namespaces = tuple(part.__dict__ for _, part in self._modules)
         self._known_modules = {id(part) for _, part in self._modules}
         self._known_params = {
             id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
         }
+        self._known_modules.add(id(None))  # places without a child or parameter
+        self._known_params.add(id(None))
 
     def check(self) -> None:
         """Look at every module once.
@@ -44,6 +53,8 @@ class StructureCheck:
                 raise ConfigurationError(
                     f"unit {label} was compiled before and after the model was sharded; compile it once, before"
                 )
+        if self._all_known(_CHILDREN, self._known_modules) and self._all_known(_PARAMETERS, self._known_params):
+            return
         known_modules, known_params = self._known_modules, self._known_params
         for name, module in self._modules:
             for attribute, child in module._modules.items():
@@ -52,6 +63,11 @@ class StructureCheck:
             for attribute, param in module._parameters.items():
                 if param is not None and id(param) not in known_params and param.requires_grad:
                     raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
+
+    def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
+        """Whether all children, or parameters, of all modules are known; in one pass that runs no code of Python."""
+        held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
+        return known.issuperset(map(id, held))
 
     def _check_new(self, name: str, module: nn.Module) -> None:
         for param in module.parameters():

@@ -6,7 +6,8 @@ Torch insists that `.grad` has the dtype of its parameter; an attribute of its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Literal
 
 import torch
@@ -19,6 +20,13 @@ DECOUPLED: GradAttribute = "decoupled_grad"
 
 _GRAD = attrgetter(GRAD)
 
+plain_attributes = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes of DTensors cost what those of tensors do.
+
+Torch looks for `__torch_function__` at each access to an attribute of a subclass, which takes several times as long as
+the access. DTensors have none, so that nothing else changes.
+"""
+
 
 def get_grad(param: nn.Parameter, attribute: GradAttribute) -> torch.Tensor | None:
     """The gradient that a parameter shows, or None."""
@@ -28,7 +36,20 @@ def get_grad(param: nn.Parameter, attribute: GradAttribute) -> torch.Tensor | No
 
 def get_grads(params: Sequence[nn.Parameter], attribute: GradAttribute) -> list[torch.Tensor | None]:
     """The same of several."""
-    return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
+    with plain_attributes():
+        return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
+
+
+def num_shown(grads: Sequence[torch.Tensor | None]) -> int:
+    """How many of some gradients are there."""
+    return sum(map(is_not, grads, repeat(None)))
+
+
+def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
+    """Let each of some parameters show a gradient, or none, as `.grad`."""
+    with plain_attributes():
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
 
 def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:

@@ -25,11 +25,13 @@ from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
-from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, set_grad
+from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, num_shown, set_grad, set_grads
+from megatron_fsdp.unit.inbox import Inbox
 from megatron_fsdp.unit.main_gradient import MainGradient
 from megatron_fsdp.unit.reducer import GradientReducer
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
+Shown = Sequence[torch.Tensor | None]
 Inspect = Callable[[int, torch.Tensor], None]
 
 
@@ -61,7 +63,7 @@ class GradientBuffers:
         self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
-        self._filled = [False] * count
+        self.inbox = Inbox(count)
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
@@ -119,7 +121,7 @@ class GradientBuffers:
             if self._partial is None:
                 self._partial = self._zeros(self.layout.numel)
             self._target = self._partial
-        self._filled = [False] * len(self._filled)
+        self.inbox.begin(is_open=bucket is not None and self.reducer.reduction.pre_factor == 1.0)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
@@ -127,13 +129,14 @@ class GradientBuffers:
         assert target is not None
         if target is self._partial:
             full_view(self.layout, target, index).add_(grad)
-        elif self._filled[index]:
+        elif self.inbox.filled[index]:
+            self.inbox.empty_into(self._views_of_target, self.arrived)  # the first may wait there
             self._views_of_target[index].add_(grad, alpha=factor)
         elif factor == 1.0:
             self._views_of_target[index].copy_(grad)
         else:
             torch.mul(grad, factor, out=self._views_of_target[index])
-        self._filled[index] = True
+        self.inbox.filled[index] = True
         self.arrived[index] = True
 
     def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
@@ -166,10 +169,12 @@ class GradientBuffers:
             torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
-            for index, filled in enumerate(self._filled):
+            self.inbox.empty_into(self._views_of_target, self.arrived)
+            for index, filled in enumerate(self.inbox.filled):
                 if not filled:
                     self._views_of_target[index].zero_()
         self._target = None
+        self.inbox.is_open = False
         if self.inspect is not None:
             for index, view in enumerate(self._views_of(bucket)):
                 self.inspect(index, view)
@@ -221,7 +226,9 @@ class GradientBuffers:
         that do not come through a unit, such as those of a penalty on `model.parameters()`.
         """
         found = get_grads(params, self.grad_attribute)
-        if not any(self._attached) and all(grad is None for grad in found):
+        if not num_shown(found):  # all cleared: what had been shown counts no longer
+            self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
+            self._attached = [False] * len(self._attached)
             return
         for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
             self._attached[index] = False
@@ -265,6 +272,26 @@ class GradientBuffers:
             describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
         """
         found = get_grads(params, self.grad_attribute)
+        if not self._show_new(params, used, found):
+            self._show(params, used, found, describe)
+        self.arrived = [False] * len(self.arrived)
+        self._kept = [False] * len(self._kept)
+        self.renewed = False
+
+    def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
+        """Show the views of before where that is all there is to do: no gradient was left, and all are new."""
+        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads
+        usual = usual and all(self._live) and all(used) and not any(self._attached) and not num_shown(found)
+        if not usual or num_shown(self.main.views) < len(self.main.views):
+            return False
+        set_grads(params, self.main.views)
+        self._attached = [True] * len(self._attached)
+        return True
+
+    def _show(
+        self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown, describe: DescribePiece
+    ) -> None:
+        """Bring what the parameters show into the main gradient, then show that."""
         for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
@@ -277,8 +304,7 @@ class GradientBuffers:
         if self.grad_attribute != GRAD:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
-        for index, param in enumerate(params):
-            shown = found[index]
+        for index, (param, shown) in enumerate(zip(params, found, strict=True)):
             if not self._live[index] or not (used[index] or self._kept[index] or shown is not None):
                 self._live[index] = False
                 continue
@@ -289,9 +315,6 @@ class GradientBuffers:
             if grad is not shown:
                 set_grad(param, self.grad_attribute, grad)
             self._attached[index] = True
-        self.arrived = [False] * len(self.arrived)
-        self._kept = [False] * len(self._kept)
-        self.renewed = False
 
     def shown_as_one(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """All gradients that the parameters show as one flat tensor, with zeros between them.
@@ -367,7 +390,8 @@ class GradientBuffers:
     def abandon(self) -> None:
         """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
-        self._filled = [False] * len(self._filled)
+        self.inbox.begin(is_open=False)
+        self.inbox.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""

@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.buffer.flat_buffer import piece_view
-from megatron_fsdp.buffer.real_values import address_of
+from megatron_fsdp.buffer.real_values import address_of, addresses_of
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import ResolvedPrecision
-from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, set_grad
+from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, plain_attributes, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.group_plan import GroupPlan
+from megatron_fsdp.unit.inbox import WAITING_BYTES
 from megatron_fsdp.unit.tensor_parallel import local_part
 from megatron_fsdp.unit.weights import WeightBuffers
 
@@ -27,7 +28,6 @@ from megatron_fsdp.unit.weights import WeightBuffers
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
 _version = attrgetter("_version")
-_version_of_local = attrgetter("_local_tensor._version")
 
 
 class ParameterGroup:
@@ -89,7 +89,8 @@ class ParameterGroup:
         self._seen_versions = self._versions()
 
     def _versions(self) -> int:
-        return sum(map(_version, self.sharded)) + sum(map(_version_of_local, self.sharded))
+        with plain_attributes():
+            return sum(map(_version, self.sharded)) + sum(map(_version, map(_local_tensor, self.sharded)))
 
     def install(self) -> None:
         """Copy main weights into compute weights."""
@@ -104,8 +105,9 @@ class ParameterGroup:
         """
         wanted = self.gradients is not None
         as_wanted = all if wanted else _none
-        if as_wanted(map(_requires_grad, self.sharded)) and self._find_pointers() == self._pointers:
-            return
+        with plain_attributes():
+            if as_wanted(map(_requires_grad, self.sharded)) and self._find_pointers() == self._pointers:
+                return
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
             if param.requires_grad is not wanted:
                 raise ConfigurationError(
@@ -120,7 +122,7 @@ class ParameterGroup:
                 )
 
     def _find_pointers(self) -> tuple[int, ...]:
-        return tuple(map(address_of, map(_local_tensor, self.sharded)))
+        return addresses_of(tuple(map(_local_tensor, self.sharded)))
 
     @property
     def is_gathered(self) -> bool:
@@ -137,7 +139,7 @@ class ParameterGroup:
         """Whether reduced gradients are this rank's part only."""
         return self.gradients is not None and not self.gradients.main.is_whole
 
-    @property
+    @functools.cached_property
     def exchanges_inside(self) -> bool:
         """Whether reducing over the inner ranks ends with a local sum."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
@@ -225,6 +227,14 @@ class ParameterGroup:
             param._local_tensor = memory
         else:
             param.data = memory
+
+    @functools.cached_property
+    def small_gradients(self) -> frozenset[int]:
+        """Parameters whose gradients may wait for each other, to be copied into the bucket together."""
+        itemsize = self.plan.precision.compute.itemsize
+        sizes = (torch.Size(shape).numel() * itemsize for shape in self.plan.layout.shapes)
+        found = enumerate(zip(sizes, self.plan.parts, strict=True))
+        return frozenset(index for index, (size, part) in found if part is None and size <= WAITING_BYTES)
 
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +17,12 @@ from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 ParameterSites = tuple[tuple[nn.Module, str], ...]
-_Swap = tuple[nn.Module, str, nn.Parameter, nn.Parameter, bool]
-"""A place in the module tree, the full and the sharded parameter for it, and whether nobody wants to hear of a swap."""
+_Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
+"""A place in the module tree, the full and the sharded parameter for it, and whether nobody wants to hear of a swap.
+
+Modules look up their attributes in several dictionaries, so what a swap needs is taken from the module's own directly.
+"""
+_version = attrgetter("_version")
 
 
 class Unit:
@@ -53,6 +59,7 @@ class Unit:
         self._outer_tickets: list[Ticket] = []
         self._is_behind = False  # outer ranks have not shared out the last update yet
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
+        self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
 
     @property
     def group_plans(self) -> list[GroupPlan]:
@@ -68,6 +75,16 @@ class Unit:
     def lives_in_slots(self) -> bool:
         """Whether full weights exist only while gathered."""
         return bool(self._slotted)
+
+    @cached_property
+    def receives_inside(self) -> bool:
+        """Whether reducing any group over the inner ranks needs memory for what comes in."""
+        return any(group.receives_inside for group in self.groups)
+
+    @cached_property
+    def reduces_across(self) -> bool:
+        """Whether gradients of any group are reduced over outer ranks."""
+        return any(group.gradients is not None and group.gradients.reducer.crosses for group in self.groups)
 
     @property
     def label(self) -> str:
@@ -147,7 +164,7 @@ class Unit:
     def _mark(self, version: int) -> None:
         """Set the version counters of full parameters that live in a slot; saved views of them share these."""
         if self._slotted:
-            torch._C._autograd._unsafe_set_version_counter(self._slotted, (version,) * len(self._slotted))
+            torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
 
     def _place(self, block: Block) -> None:
         self._placed_in = block
@@ -165,8 +182,8 @@ class Unit:
             ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
         """
         self.shows_full = True
-        for module, attribute, param, sharded, is_plain in self._swaps:
-            held = module._parameters
+        for module, namespace, attribute, param, sharded, is_plain in self._swaps:
+            held = namespace["_parameters"]
             found = held.get(attribute)
             if found is not sharded and found is not param:
                 raise ConfigurationError(
@@ -184,6 +201,8 @@ class Unit:
         Raises:
             ScheduleError: Names the parameter.
         """
+        if not any(map(_version, self._slotted)):
+            return
         for group in self.groups:
             if not group.weights_in_slots:
                 continue
@@ -197,9 +216,9 @@ class Unit:
     def install_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
         self.shows_full = False
-        for module, attribute, _, param, is_plain in self._swaps:
+        for module, namespace, attribute, _, param, is_plain in self._swaps:
             if is_plain:
-                module._parameters[attribute] = param
+                namespace["_parameters"][attribute] = param
             else:
                 setattr(module, attribute, param)
 
@@ -250,4 +269,4 @@ def _swaps(groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterS
     for group, of_group in zip(groups, sites, strict=True):
         for full, sharded, places in zip(group.full, group.sharded, of_group, strict=True):
             for module, attribute in places:
-                yield module, attribute, full, sharded, _is_plain(module)
+                yield module, module.__dict__, attribute, full, sharded, _is_plain(module)

@@ -51,6 +51,7 @@ class WeightBuffers:
             self.main = FlatBuffer.slice_of(self.compute, region)
         inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placements.main_weight[-1]]
         self._inner_region = held_region(layout.numel, inner_only, axes)
+        self._sent = self.compute.part(self._inner_region)
         self._seen_version = -1
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
@@ -79,11 +80,11 @@ class WeightBuffers:
 
     def gather_across(self) -> torch.distributed.Work | None:
         """Start bringing an inner rank's part of the compute weights up to date, in place, from the outer ranks."""
-        return self._axes[0].all_gather(self.compute.part(self._inner_region), self.compute.part(self.main.region))
+        return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region))
 
     def gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
         """Start gathering compute weights into `full` (numel,), from the inner ranks."""
-        return self._axes[-1].all_gather(full, self.compute.part(self._inner_region))
+        return self._axes[-1].all_gather(full, self._sent)
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Tensor `index` as a view of gathered weights that share no version counter with the buffer.
