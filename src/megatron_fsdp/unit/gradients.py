@@ -64,6 +64,7 @@ class GradientBuffers:
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self._filled = [False] * count
+        self.written: set[int] = set()  # came without a tensor of their own; emptied by who counts what comes
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
@@ -137,6 +138,23 @@ class GradientBuffers:
             torch.mul(grad, factor, out=self._views_of_target[index])
         self._filled[index] = True
         self.arrived[index] = True
+
+    def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+        """Where the gradient of parameter `index`, computed in `dtype`, may be written; None: it is cast or scaled.
+
+        And whether something is there that has to be added to.
+        """
+        target, adds = self._target, self._filled[index] or self._target is self._partial
+        if target is None or target.dtype is not dtype:
+            return None, adds
+        if target is self._partial:
+            return full_view(self.layout, target, index), adds
+        return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
+
+    def note_written(self, index: int) -> None:
+        """The gradient of parameter `index` was written into its place, or added to what was there."""
+        self._filled[index] = self.arrived[index] = True
+        self.written.add(index)
 
     def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's place in a bucket; made once for each memory that is lent."""
@@ -356,6 +374,7 @@ class GradientBuffers:
         """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
         self._filled = [False] * len(self._filled)
+        self.written.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""
