@@ -67,6 +67,7 @@ OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("backward_prefetch_units", None),
     ("verify_ranks", None),
     ("find_unused_parameters", False),
+    ("gradient_accumulation_fusion", False),
 ]
 """Not in the published signatures: they come last."""
 

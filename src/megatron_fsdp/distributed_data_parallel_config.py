@@ -19,8 +19,8 @@ class DistributedDataParallelConfig:
     """How to reduce gradients and shard a model over data-parallel ranks.
 
     It holds every field of the published package's class and of Megatron-Core's, and behind them
-    `gradient_accumulation_fusion`, which Megatron-Core has in its model's configuration. Holding a field is not a promise that
-    every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
+    ``gradient_accumulation_fusion``, which Megatron-Core has in its model's configuration. Holding a field is not a
+    promise that every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
 
     Strategies may be given as numbers and are stored as names; dtypes may be given as names such as ``"bf16"``,
     ``"torch.float32"`` or ``"auto"`` (None) and are stored as ``torch.dtype``. Checks run at construction; they always

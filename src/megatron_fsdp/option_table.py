@@ -153,6 +153,7 @@ def _usage(facts: OptionFacts) -> Effect:
 
 
 def fuses(facts: OptionFacts) -> Effect:
+    """Judge `gradient_accumulation_fusion`."""
     if not facts.fuses:
         return has("gradients of linears are copied into buckets, as all others")
     if not facts.fused_linears:
