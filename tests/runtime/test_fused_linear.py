@@ -164,13 +164,6 @@ def twice_differentiated(model: nn.Module, tensor: Tensor) -> Tensor:
     return slope
 
 
-def inside_of_jvp(model: nn.Module, tensor: Tensor) -> Tensor:
-    with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
-        warnings.simplefilter("ignore")  # of torch's own scripts
-        dual = torch.autograd.forward_ad.make_dual(tensor.detach(), torch.ones_like(tensor))
-        return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
-
-
 def watched(model: nn.Module, tensor: Tensor) -> Tensor:
     """A hook of the user on a full weight, put there from inside."""
     seen = []
@@ -201,7 +194,6 @@ CASES = {
     "gradient of the input": Case(autograd_of_the_input, 0, 0),
     "backward to the input": Case(backward_to_the_input, 0, 0),
     "gradient of a weight": Case(autograd_of_a_weight, 4, 2),
-    "forward mode": Case(inside_of_jvp, 0, 0),
     "hook": Case(watched, 3, 3),
 }
 
@@ -231,12 +223,49 @@ SUMS = (twice_deferred, retained)
 """What adds up in the product, not after it: the same sum, rounded otherwise."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_numbers_are_those_of_the_copy(run_ranks: RunRanks, num_ranks: int) -> None:
-    for of_rank in run_ranks(num_ranks, both_ways, sorted(CASES), [0, 3]):
-        for found in of_rank:
-            _check(*found)
+def test_numbers_are_those_of_the_copy(run_ranks: RunRanks) -> None:
+    for jobs in ((sorted(CASES), [3]), (["deferred", "retained", "matrix"], [0, 1])):
+        for of_rank in run_ranks(2, both_ways, *jobs):
+            for found in of_rank:
+                _check(*found)
     assert any(seen.grads["0.up.weight"] is not None for _, _, _, seen in of_rank)
+
+
+def taken() -> dict[str, bool]:
+    """Which forwards of a weight that hangs in its place are taken."""
+    model = build(torch.float32)
+    sharded, _ = fully_shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=0, gradient_accumulation_fusion=True
+    )
+    found = {}
+
+    def ask(linear: FusedLinear, given: tuple[Tensor]) -> None:
+        place, weight, bias, (tensor,) = linear._fused_place, linear.weight, linear.bias, given
+        found["plain"] = place.takes(tensor, weight, bias)
+        found["another weight"] = place.takes(tensor, nn.Parameter(weight.detach()), bias)
+        found["a vector"] = place.takes(tensor[0], weight, bias)
+        found["another dtype"] = place.takes(tensor.double(), weight, bias)
+        found["a bias of another dtype"] = place.takes(tensor, weight, nn.Parameter(torch.zeros(12).double()))
+        found["sparse"] = place.takes(tensor.detach().to_sparse(), weight, bias)
+        torch.func.vmap(lambda _: found.update(transformed=place.takes(tensor, weight, bias)) or _)(tensor)
+        with torch.no_grad():
+            found["without gradients"] = place.takes(tensor, weight, bias)
+        with torch.autograd.forward_ad.dual_level():
+            found["forward mode"] = place.takes(tensor, weight, bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            found["autocast"] = place.takes(tensor, weight, bias)
+            found["autocast that is off"] = torch.autocast("cpu", enabled=False)(place.takes)(tensor, weight, bias)
+
+    linear = sharded.module[0].up  # type: ignore[index, union-attr]
+    linear.register_forward_pre_hook(ask)
+    sharded(torch.randn(4, WIDTH))
+    return found
+
+
+def test_only_plain_products_are_taken(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(1, taken)
+    assert len(found) == 11
+    assert {name for name, is_taken in found.items() if is_taken} == {"plain", "autocast that is off"}
 
 
 def second_derivatives() -> tuple[Seen, Seen]:
