@@ -100,7 +100,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 # Without torch's wrapper, which looks for transforms that `takes` has ruled out: a third of the cost of a call.
-_apply = super(torch.autograd.Function, _FusedLinear).apply
+_apply: Any = super(torch.autograd.Function, _FusedLinear).apply
 
 
 def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor | None:
