@@ -55,11 +55,12 @@ FIELDS: list[tuple[str, Any, Any]] = [
     ("megatron_fsdp_cuda_graph_mode", bool, False),
     ("megatron_fsdp_enable_fine_grained_param_gather", bool, False),
     ("megatron_fsdp_max_pool_double_buffer", bool, False),
+    ("gradient_accumulation_fusion", bool, False),  # of this package's class only
 ]
 """Name, type and default of every field, in the order of the class."""
 
 
-def test_fields_are_those_of_the_published_classes() -> None:
+def test_fields_are_those_of_the_published_classes_and_one_more() -> None:
     found = dataclasses.fields(DistributedDataParallelConfig)
     assert [(field.name, field.type, field.default) for field in found] == FIELDS
     assert vars(DistributedDataParallelConfig()) == {name: default for name, _, default in FIELDS}

@@ -59,7 +59,7 @@ LEGACY_ARGUMENTS: list[tuple[str, Any]] = [
     ("check_for_nan_in_grad", None),
     ("keep_fp8_transpose_cache_when_using_custom_fsdp", None),
 ]
-OWN_ARGUMENTS: list[tuple[str, Any]] = [
+OWN_OF_ALL: list[tuple[str, Any]] = [
     ("reduce_scatter_with_fp32_accumulation", False),
     ("weight_allocator", "slots"),
     ("max_gathered_units", None),
@@ -68,6 +68,7 @@ OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("verify_ranks", None),
     ("find_unused_parameters", False),
 ]
+OWN_ARGUMENTS = [*OWN_OF_ALL, ("gradient_accumulation_fusion", False)]  # the class takes it in its configuration
 """Not in the published signatures: they come last."""
 
 SIGNATURES: dict[str, list[tuple[str, Any]]] = {
@@ -94,7 +95,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("enable_fine_grained_param_gather_backward_hook", False),
         ("fine_grained_recurse_module_types", None),
         ("report_nan_in_param_grad", False),
-        *OWN_ARGUMENTS,
+        *OWN_OF_ALL,
     ],
     "MixedPrecisionPolicy": [
         ("main_params_dtype", torch.float32),

@@ -18,8 +18,9 @@ from megatron_fsdp.yaml_mapping import read_mapping, write_mapping
 class DistributedDataParallelConfig:
     """How to reduce gradients and shard a model over data-parallel ranks.
 
-    It holds every field of the published package's class and of Megatron-Core's. Holding a field is not a promise that
-    every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
+    It holds every field of the published package's class and of Megatron-Core's, and behind them
+    ``gradient_accumulation_fusion``, which Megatron-Core has in its model's configuration. Holding a field is not a
+    promise that every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
 
     Strategies may be given as numbers and are stored as names; dtypes may be given as names such as ``"bf16"``,
     ``"torch.float32"`` or ``"auto"`` (None) and are stored as ``torch.dtype``. Checks run at construction; they always
@@ -73,6 +74,8 @@ class DistributedDataParallelConfig:
         megatron_fsdp_cuda_graph_mode: Never drop references to gradients.
         megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module in place of per unit.
         megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
+        gradient_accumulation_fusion: Let the backward of linears write weight gradients straight into the bucket, or
+            add to what is there.
 
     Raises:
         ConfigurationError: A value or a combination of values is not possible.
@@ -117,6 +120,7 @@ class DistributedDataParallelConfig:
     megatron_fsdp_cuda_graph_mode: bool = False
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
+    gradient_accumulation_fusion: bool = False
 
     def __post_init__(self) -> None:
         own = dataclasses.fields(DistributedDataParallelConfig)  # a subclass checks what it adds

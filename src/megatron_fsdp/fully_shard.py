@@ -85,6 +85,7 @@ def fully_shard_model(
     backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
+    gradient_accumulation_fusion: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -154,6 +155,8 @@ def fully_shard_model(
         find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.
+        gradient_accumulation_fusion: Let the backward of each plain `nn.Linear` multiply its weight gradient straight
+            into the communication bucket, without a tensor of its own and a copy (docs/fused_weight_gradients.md).
 
     Returns:
         The wrapped model.
@@ -195,6 +198,7 @@ def fully_shard_model(
         fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
         megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
         megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
     )
     model = MegatronFSDP(
         module,
@@ -312,6 +316,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
+    gradient_accumulation_fusion: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 

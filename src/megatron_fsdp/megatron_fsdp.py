@@ -38,8 +38,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
-    forward of a unit its modules hold full, plain tensors. `.grad` is there after a backward that synchronises (every
-    one by default of `fully_shard`).
+    forward of a unit its modules hold full, plain tensors. `.grad` is there after a backward that synchronises.
 
     Args:
         module: The model; sharded in place and kept as `.module`.
@@ -137,6 +136,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             verify_each_step=compares_steps(verify_ranks),
             find_unused_parameters=find_unused_parameters,
             check_large=config.check_for_large_grads,
+            fuses_weight_gradients=config.gradient_accumulation_fusion,
         )
         grouping = UnitGrouping(fsdp_unit_modules, memory)
         self._wrap(module, dist_index, config, switches, grouping, device, sync_model_each_microbatch)

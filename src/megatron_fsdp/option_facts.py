@@ -68,6 +68,8 @@ class OptionFacts:
         gather_mode: When changed weights are gathered into buckets; None for units.
         numel_multiple: What the elements of every group are padded to a multiple of.
         delays_weights: Whether weight gradients are computed at the end of backward.
+        fuses: Whether linears were asked to write weight gradients straight into buckets.
+        fused_linears: How many do.
     """
 
     num_ranks: int
@@ -124,6 +126,8 @@ class OptionFacts:
     gather_mode: str | None
     numel_multiple: int
     delays_weights: bool
+    fuses: bool
+    fused_linears: int
 
 
 @dataclass(frozen=True)

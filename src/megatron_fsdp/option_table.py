@@ -152,6 +152,15 @@ def _usage(facts: OptionFacts) -> Effect:
     return has("ranks agree at every sync" if facts.asks_usage else "ranks agree until all parameters were used")
 
 
+def fuses(facts: OptionFacts) -> Effect:
+    """Judge `gradient_accumulation_fusion`."""
+    if not facts.fuses:
+        return has("gradients of linears are copied into buckets, as all others")
+    if not facts.fused_linears:
+        return none("no plain nn.Linear computes its weight gradient in the dtype of its bucket")
+    return has(f"{facts.fused_linears} linears write weight gradients straight into buckets")
+
+
 def _meta(facts: OptionFacts) -> Effect:
     return has("was done when the model was wrapped") if facts.init_meta else none("nothing was on the meta device")
 
@@ -332,6 +341,7 @@ FULLY_SHARD: tuple[Option, ...] = (
     Option(
         "backward_prefetch_units", usual_depth, lambda f: f.backward_depth, lambda f: _prefetch(f, f.backward_depth)
     ),
+    Option("gradient_accumulation_fusion", False, lambda f: f.fuses, fuses),
     *map(
         _not_supported,
         ("keep_fp8_transpose_cache", "nccl_ub", "disable_symmetric_registration", "cuda_graph_mode"),

@@ -10,6 +10,7 @@ from megatron_fsdp.option_table import (
     FULLY_SHARD,
     MESH,
     averages,
+    fuses,
     gathers_ahead,
     grad_comm,
     main_params,
@@ -132,6 +133,7 @@ EFFECTS: Mapping[str, Judge] = {
     "megatron_fsdp_use_decoupled_grad": _OF_FULLY_SHARD["use_decoupled_grad"],
     "megatron_fsdp_enable_fine_grained_param_gather": _units_only(_OF_FULLY_SHARD["enable_fine_grained_param_gather"]),
     "megatron_fsdp_max_pool_double_buffer": _units_only(_OF_FULLY_SHARD["maxpool_double_buffer"]),
+    "gradient_accumulation_fusion": fuses,
     **dict.fromkeys(
         (
             "fp8_param_gather",

@@ -41,6 +41,7 @@ _DDP: dict[str, tuple[dict[str, Any], str]] = {
         {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True},
         "2 groups of ranks with a whole optimizer each",
     ),
+    "gradient_accumulation_fusion": ({"gradient_accumulation_fusion": True}, "linears write weight gradients straight"),
     "delay_wgrad_compute": ({"delay_wgrad_compute": True, "overlap_grad_reduce": True}, "at the end of backward"),
     "param_name_patterns_for_fp32_local_accumulation": (
         {"param_name_patterns_for_fp32_local_accumulation": ("all",)},

@@ -247,7 +247,7 @@ def pool_after_steps() -> tuple[int, int, int]:
     trained(model, optimizer, 1)
     first = model.memory().transient_peak_bytes
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
-    views = sum(len(found._target_views) for found in gradients)  # they would keep the memory
+    views = sum(len(found.bucket_views) for found in gradients)  # they would keep the memory
     trained(model, optimizer, 2)
     return first, model.memory().transient_peak_bytes, views
 

@@ -73,7 +73,7 @@ memory: 17.0 KiB of weights and gradients at rest, 17.1 KiB of optimizer state
   so far at most 24.0 KiB of these, 10.0 KiB now
 AdamW: 18 parameters in 1 groups, steps on local tensors
 
-options given (49 others are at their defaults)
+options given (50 others are at their defaults)
   device_mesh=dp: 4 data-parallel ranks
   fsdp_unit_modules=Floor: 8 units: given classes Floor"""
 
@@ -216,6 +216,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "max_gathered_units": ({"max_gathered_units": 3}, "3", "at most 3 units"),
     "forward_prefetch_units": ({"forward_prefetch_units": 2}, "2", "2 units are gathered ahead"),
     "backward_prefetch_units": ({"backward_prefetch_units": 3}, "3", "3 units are gathered ahead"),
+    "gradient_accumulation_fusion": ({"gradient_accumulation_fusion": True}, "True", "linears write weight gradients"),
     "find_unused_parameters": ({"find_unused_parameters": True}, "True", "ranks agree at every sync"),
     "init_model_with_meta_device": ({"init_model_with_meta_device": "empty"}, "empty", "when the model was wrapped"),
     "dp_outer_dim": ({"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "o"}, "o", "replicated over 2 outer ranks"),

@@ -230,6 +230,7 @@ def _switches(resolved: ResolvedDDP, verify_ranks_s: float) -> Switches:
         scales_first=not config.gradient_reduce_div_fusion,
         numel_multiple=resolved.numel_multiple,
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
+        fuses_weight_gradients=config.gradient_accumulation_fusion,
         # Where nothing overlaps, buckets travel at points that all ranks share.
         own_groups=config.overlap_grad_reduce or config.overlap_param_gather,
     )

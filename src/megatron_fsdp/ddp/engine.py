@@ -137,7 +137,10 @@ class BucketEngine(Engine):
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """As in `Engine`; then reduce the buckets that are complete."""
-        came = param.grad is not None
+        gradients = self.units[index].groups[position].gradients
+        assert gradients is not None
+        came = param.grad is not None or parameter in gradients.written
+        gradients.written.discard(parameter)
         super().take_gradient(index, position, parameter, param)
         if came:
             operations = self.scheduler.gradient_counted(index, parameter)

@@ -29,6 +29,7 @@ from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.expert_names import find_expert_names
 from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.fp32_sums import refuse_without_reduce_scatter, warn_without_16_bits
+from megatron_fsdp.runtime.fused_linear import fuse_weight_gradients
 from megatron_fsdp.runtime.hang_settings import FOLDER_VARIABLE, HangSettings, resolve_hang_log
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.lifetimes import resolve_check_lifetimes
@@ -73,6 +74,7 @@ class Switches:
         verify_each_step: Compare them once a step, after they have communicated.
         check_large: Look for unexpectedly large values in every gradient.
         own_groups: Communicate over process groups that the model's own collectives do not use.
+        fuses_weight_gradients: Let linears write weight gradients straight into buckets.
     """
 
     strategy: ShardingStrategy
@@ -94,6 +96,7 @@ class Switches:
     fp32_patterns: tuple[str, ...] = ()
     check_large: bool = False
     own_groups: bool = False
+    fuses_weight_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Assembly:
         state_dict_handles: The hooks that describe shards in state dicts.
         device: Where the shards live.
         hang_settings: The log that the environment asks for; None: it asks for none.
+        fused_linears: How many linears write their weight gradients straight into buckets.
     """
 
     engine: Engine
@@ -117,6 +121,7 @@ class Assembly:
     state_dict_handles: tuple[RemovableHandle, ...]
     device: torch.device
     hang_settings: HangSettings | None = None
+    fused_linears: int = 0
 
 
 def assemble(
@@ -179,6 +184,7 @@ def assemble(
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
+    fused = fuse_weight_gradients(engine, module) if switches.fuses_weight_gradients else 0
     return Assembly(
         engine,
         plan,
@@ -187,6 +193,7 @@ def assemble(
         tuple(register_state_dict_hooks(engine, module)),
         device,
         hang_settings,
+        fused,
     )
 
 

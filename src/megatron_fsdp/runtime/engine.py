@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.unseen_gradients import UnseenGradients
 from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.param_group import ParameterGroup
 
 _NEVER = -1  # the epoch of a forward that used no weights
@@ -198,17 +199,7 @@ class Engine(OnRequest):
                 "zero_dp_strategy 0 to 2"
             )
         grad = group.local_gradient(parameter, grad)
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if not self._callback_queued:
-            self._begin_backward()
-        gradients = group.gradients
-        assert gradients is not None
-        if not gradients.is_filling:
-            self._name_unit(index, lambda: self.scheduler.gradient_arrives(index))
-            self.executor.begin_filling(self.units[index], position, self.reach)
-            if self.observers.are_there or self._checks or not self.gradients_may_wait:
-                gradients.inbox.is_open = False  # they see every gradient as it comes
+        gradients = self.filling(index, position)
         if gradients.inbox.takes(parameter) and parameter in group.small_gradients:
             gradients.inbox.put(parameter, grad)
             return
@@ -219,6 +210,23 @@ class Engine(OnRequest):
         gradients.add(parameter, grad)
         if self.observers.are_there:
             self.observers.ends(Phase.COPY, index)
+
+    def filling(self, index: int, position: int) -> GradientBuffers:
+        """The gradients of group `position` of a unit, with memory for what this backward brings."""
+        if not self._callback_queued:
+            self._begin_backward()
+        unit = self.units[index]
+        gradients = unit.groups[position].gradients
+        assert gradients is not None
+        if not gradients.is_filling:
+            try:
+                self.scheduler.gradient_arrives(index)
+            except ScheduleError as error:
+                raise ScheduleError(f"unit {unit.label}: {error}") from None
+            self.executor.begin_filling(unit, position, self.reach)
+            if self.observers.are_there or self._checks or not self.gradients_may_wait:
+                gradients.inbox.is_open = False  # they see every gradient as it comes
+        return gradients
 
     @property
     def traffic(self) -> Traffic:
@@ -253,7 +261,9 @@ class Engine(OnRequest):
     def _end_backward(self) -> None:
         self._callback_queued = False
         self.observers.backward_pauses()
-        self._install_sharded()
+        for index in self._installed:
+            self.units[index].install_sharded()
+        self._installed.clear()
         self._ending = True
         try:
             self._run_backward(self.scheduler.backward_ends())
@@ -274,19 +284,8 @@ class Engine(OnRequest):
             unit.install_sharded()
         self._installed.clear()
 
-    def _install_sharded(self) -> None:
-        for index in self._installed:
-            self.units[index].install_sharded()
-        self._installed.clear()
-
     def _run_backward(self, operations: Sequence[object]) -> None:
         self.executor.run(operations, self.reach)  # type: ignore[arg-type]
-
-    def _name_unit(self, index: int, event: Callable[[], None]) -> None:
-        try:
-            event()
-        except ScheduleError as error:
-            raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

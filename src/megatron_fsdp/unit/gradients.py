@@ -25,6 +25,7 @@ from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
+from megatron_fsdp.unit.bucket_views import BucketViews
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, num_shown, set_grad, set_grads
 from megatron_fsdp.unit.inbox import Inbox
 from megatron_fsdp.unit.main_gradient import MainGradient
@@ -59,23 +60,24 @@ class GradientBuffers:
         self._attached = [False] * count  # `.grad` was handed out and not taken back since
         self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
         self._target: torch.Tensor | None = None
-        self._target_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self.bucket_views = BucketViews(layout)
         self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self.inbox = Inbox(count)
+        self.written: set[int] = set()  # came without a tensor of their own; emptied by who counts what comes
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
         self.precision, self.reducer.reduction = precision, reduction
-        self._target_views.clear()
+        self.bucket_views.forget()
         self._views_of_target = []
 
     def forget_buckets(self) -> None:
         """Let go of buckets that were filled before and may be gone."""
-        self._target_views.clear()
+        self.bucket_views.forget()
         if not self.is_filling:
             self._views_of_target = []
 
@@ -116,7 +118,7 @@ class GradientBuffers:
             for start, stop in self._padding:
                 bucket[start:stop].zero_()
             self._target = bucket
-            self._views_of_target = self._views_of(bucket)
+            self._views_of_target = self.bucket_views.of(bucket)
         else:
             if self._partial is None:
                 self._partial = self._zeros(self.layout.numel)
@@ -139,14 +141,24 @@ class GradientBuffers:
         self.inbox.filled[index] = True
         self.arrived[index] = True
 
-    def _views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """Each tensor's place in a bucket; made once for each, whose memory comes and goes beneath its views."""
-        key = id(bucket)
-        found = self._target_views.get(key)
-        if found is None or found[0] is not bucket:
-            views = [full_view(self.layout, bucket, i) for i in range(len(self.layout.shapes))]
-            found = self._target_views[key] = bucket, views
-        return found[1]
+    def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+        """Where the gradient of parameter `index`, computed in `dtype`, may be written; None: it is cast or scaled.
+
+        And whether something is there that has to be added to.
+        """
+        target, adds = self._target, self.inbox.filled[index] or self._target is self._partial
+        if target is None or target.dtype is not dtype:
+            return None, adds
+        if target is self._partial:
+            return full_view(self.layout, target, index), adds
+        if adds:
+            self.inbox.empty_into(self._views_of_target, self.arrived)  # what is there may wait
+        return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
+
+    def note_written(self, index: int) -> None:
+        """The gradient of parameter `index` was written into its place, or added to what was there."""
+        self.inbox.filled[index] = self.arrived[index] = True
+        self.written.add(index)
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
@@ -176,7 +188,7 @@ class GradientBuffers:
         self._target = None
         self.inbox.is_open = False
         if self.inspect is not None:
-            for index, view in enumerate(self._views_of(bucket)):
+            for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
@@ -237,29 +249,10 @@ class GradientBuffers:
                 self._live[index] = self._live[index] and not attached
             elif grad is not self.main.views[index]:
                 if attached:
-                    self._take_back(index, grad)
+                    self._live[index] = self.main.take_back(index, grad)
                 else:
-                    self._add_foreign(index, grad)
+                    self._live[index] = self.main.add(index, grad, self._live[index])
                 set_grad(params[index], self.grad_attribute, None)
-
-    def _take_back(self, index: int, grad: torch.Tensor) -> None:
-        """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
-
-        Elements that are still the rounded ones keep what was rounded off. Versions would not tell: torch's operations
-        on lists of DTensors, such as those of its gradient clipping, count nowhere.
-        """
-        piece, found = self.main.piece(index), _local(grad)
-        piece.copy_(torch.where(piece.to(found.dtype) == found, piece, found.to(piece.dtype)))
-        self._live[index] = True
-
-    def _add_foreign(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of the sharded parameter itself, which is final on this rank."""
-        piece = self.main.piece(index)
-        if self._live[index]:
-            piece.add_(_local(grad))
-        else:
-            piece.copy_(_local(grad))
-        self._live[index] = True
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
@@ -298,9 +291,9 @@ class GradientBuffers:
             if grad is None or grad is self.main.views[index]:
                 continue
             if attached:
-                self._take_back(index, grad)
+                self._live[index] = self.main.take_back(index, grad)
             else:
-                self._add_foreign(index, grad)
+                self._live[index] = self.main.add(index, grad, self._live[index])
         if self.grad_attribute != GRAD:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
@@ -335,7 +328,7 @@ class GradientBuffers:
         """Add what autograd itself put into `.grad` of sharded parameters that show their gradient elsewhere."""
         for index, param in enumerate(params):
             if param.grad is not None:
-                self._add_foreign(index, param.grad)
+                self._live[index] = self.main.add(index, param.grad, self._live[index])
                 param.grad = None
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
@@ -392,6 +385,7 @@ class GradientBuffers:
         self._target = None
         self.inbox.begin(is_open=False)
         self.inbox.clear()
+        self.written.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""
@@ -406,7 +400,3 @@ class GradientBuffers:
 
 def _discard(_result: object) -> None:
     """Let an expression stand where a function without a result is asked for."""
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

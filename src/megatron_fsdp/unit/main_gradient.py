@@ -70,6 +70,37 @@ class MainGradient:
             found = self.views[index] = describe(index, self.piece(index))
         return found
 
+    def take_back(self, index: int, grad: torch.Tensor) -> bool:
+        """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
+
+        Elements that are still the rounded ones keep what was rounded off. Versions would not tell: torch's operations
+        on lists of DTensors, such as those of its gradient clipping, count nowhere.
+
+        Returns:
+            Whether tensor `index` counts from now on: True.
+        """
+        piece, found = self.piece(index), _local(grad)
+        piece.copy_(torch.where(piece.to(found.dtype) == found, piece, found.to(piece.dtype)))
+        return True
+
+    def add(self, index: int, grad: torch.Tensor, counts: bool) -> bool:
+        """Add a gradient of the sharded parameter itself, which is final on this rank.
+
+        Args:
+            index: Which tensor.
+            grad: Its gradient, a DTensor or this rank's part.
+            counts: Whether there is something to add to.
+
+        Returns:
+            Whether it counts from now on: True.
+        """
+        piece = self.piece(index)
+        if counts:
+            piece.add_(_local(grad))
+        else:
+            piece.copy_(_local(grad))
+        return True
+
     def clear_gaps(self) -> torch.Tensor:
         """All elements, with zeros where no tensor lies."""
         buffer = self._there()
@@ -113,3 +144,7 @@ def _is_kept(view: DTensor) -> bool:
     """Whether something that is not Python, such as a graph of autograd, or a name of its own refers to a DTensor."""
     in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -239,7 +239,8 @@ class ParameterGroup:
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
         part = self.plan.parts[index]
-        return grad if part is None else part.local_gradient(grad)
+        local = grad if part is None else part.local_gradient(grad)
+        return local if local.layout is torch.strided else local.to_dense()
 
     def hide(self) -> None:
         """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""

@@ -123,6 +123,9 @@ FIELD_CASES: Mapping[str, Case] = {
     "delay_wgrad_compute": Case(
         "--delay-wgrad-compute", lambda job: resolved(job).config.delay_wgrad_compute, True, BUCKETS
     ),
+    "gradient_accumulation_fusion": Case(
+        "--gradient-accumulation-fusion", lambda job: resolved(job).engine_config.gradient_accumulation_fusion, True
+    ),
     "megatron_fsdp_main_params_dtype": Case(
         "--megatron-fsdp-main-params-dtype bf16", lambda job: resolved(job).policy.main_params_dtype, torch.bfloat16
     ),

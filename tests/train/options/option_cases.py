@@ -137,11 +137,6 @@ _TRAINING = {
         f"{FLOAT32} --fp16",
         "tests/train/engines",
     ),
-    "gradient_accumulation_fusion": Case(
-        "--no-gradient-accumulation-fusion",
-        notices,
-        ("--no-gradient-accumulation-fusion: it is off in any case in this version",),
-    ),
     "recompute_granularity": Case(
         "--recompute-granularity full", of("training", "recompute_granularity"), "full", UNITS, "tests/train/models"
     ),

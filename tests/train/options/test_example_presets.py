@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "presets"
 PRESETS = {path.stem: int(path.stem.rpartition("-")[2].removesuffix("gpu")) for path in FOLDER.glob("*.yaml")}
 MACHINES = {"deepseek-v3-256gpu": "b200", "deepseek-v3-1024gpu": "h200"}
-TOLD = {"--no-gradient-accumulation-fusion", "--use-distributed-optimizer"}
+TOLD = {"--use-distributed-optimizer"}
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,6 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--manual-gc",
         "--manual-gc-interval",
         "--dist-ckpt-strictness",
-        "--no-gradient-accumulation-fusion",
         "--max-position-embeddings",
         "--save-interval",
         "--use-nccl-ub",

@@ -92,7 +92,6 @@ def test_each_preset_trains_on_any_ranks_without_a_notice(preset: str, ranks: in
         ("--tensor-model-parallel-size 3", "4 ranks cannot be cut into tensor 3 x pipeline 1 x context 1 = 3"),
         ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 does not divide the 4"),
         ("--ckpt-format torch", "--ckpt-format torch is not written or read in training"),
-        ("--gradient-accumulation-fusion", "--gradient-accumulation-fusion is not there yet"),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
             "--recompute-method uniform --recompute-num-layers 2 is not possible",

@@ -128,10 +128,6 @@ def _check_together(options: Options) -> None:
             f"--ckpt-format {checkpoint.ckpt_format} is not written or read in training: leave it at "
             "fsdp_dtensor, and convert a torch_dist checkpoint first with tools/checkpoint/checkpoint_inspector.py"
         )
-    if training.gradient_accumulation_fusion:
-        raise ConfigurationError(
-            "--gradient-accumulation-fusion is not there yet: give --no-gradient-accumulation-fusion, or leave it out"
-        )
     if training.calculate_per_token_loss and options.ddp.average_in_collective:
         raise ConfigurationError(
             "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "

@@ -43,8 +43,6 @@ def resolve(options: Options, world: World) -> Job:
             "--fp16 finds the scale of the loss by gradients that overflow, which --check-for-nan-in-grad and "
             "--check-for-large-grads end the run for: leave them out"
         )
-    if options.is_given("gradient_accumulation_fusion"):
-        notices.append("--no-gradient-accumulation-fusion: it is off in any case in this version")
     notices += [*idle_notices(options), *_rank_notices(options, world)]
     batch = plan_batch(micro, options.training.global_batch_size, sizes.data)
     notices += batch.notices()

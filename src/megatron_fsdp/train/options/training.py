@@ -25,7 +25,6 @@ class TrainingOptions:
         auto_bf16: Compute in bfloat16 where the hardware multiplies it, else in float32.
         grad_reduce_in_bf16: Reduce gradients in bfloat16 in place of float32; they accumulate in float32 anyway.
         calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
-        gradient_accumulation_fusion: Let matrix products add into the gradient. Not there yet: `--no-...` says so.
         recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
         recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
         recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
@@ -47,7 +46,6 @@ class TrainingOptions:
     auto_bf16: bool = False
     grad_reduce_in_bf16: bool = False
     calculate_per_token_loss: bool = False
-    gradient_accumulation_fusion: bool = False
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
