@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
+from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
 from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until_said
@@ -17,6 +18,8 @@ _LAYER_2 = (
     "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
     "(4 parameters, 492 bytes)"
 )
+_AWAITED = "weights of layers.1" if has_futex() else "reduced gradients of layers.3"
+"""What cannot go on without the other rank: memory that ranks share needs no scratch of a reduction before it."""
 _ROOT = "(root) holds first.weight, first.bias, last.weight, last.bias (4 parameters, 336 bytes)"
 
 
@@ -142,8 +145,8 @@ CASES = [
         Kind.ELSEWHERE,
         [
             "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
-            "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation ",
-            "layers.3 holds layers.3.up.weight, ",
+            f"rank 0 waits for the {_AWAITED} in the backward of step 2 (operation ",
+            f"{_AWAITED[-8:]} holds {_AWAITED[-8:]}.up.weight, ",
         ],
     ),
     (
