@@ -1,12 +1,16 @@
 """Arenas and mailboxes of two ranks, both in this process: room, order, and everything that can go wrong."""
 
 import ctypes
+import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed import DistBackendError
 
 from megatron_fsdp.buffer.futex import Bell, has_futex
+from megatron_fsdp.buffer.mailbox import _RING as RING
 from megatron_fsdp.buffer.mailbox import Mailboxes
 from megatron_fsdp.buffer.shared_arena import (
     ARENA_BYTES,
@@ -23,6 +28,7 @@ from megatron_fsdp.buffer.shared_arena import (
     Arena,
     Place,
     Stretches,
+    has_ended,
     machine_of_process,
     make_arena,
     open_arena,
@@ -37,7 +43,8 @@ def make_pair(pids: tuple[int, int] | None = None) -> list[tuple[Mailboxes, Aren
     """Two ranks, each with mappings of its own."""
     made = [make_arena() for _ in range(2)]
     places = [
-        Place(machine_of_process(), os.getpid(), started_at(os.getpid()) or 0, descriptor) for descriptor, _ in made
+        Place(machine_of_process(), os.getpid(), started_at(os.getpid()) or 0, descriptor, rank)
+        for rank, (descriptor, _) in enumerate(made)
     ]
     ranks = []
     for rank in range(2):
@@ -80,8 +87,28 @@ def test_a_rank_that_does_not_come_is_named_after_the_time() -> None:
         DistBackendError, match=r"Timed out after 0.05 s: rank 1 has not come to gather 1, which rank 0"
     ):
         left.read(0, 1, 1, (1, 4))
-    with pytest.raises(DistBackendError, match=r"Timed out after 0.1 s"):
-        left.read(0, 1, 1, (1, 4), timedelta(seconds=0.1))
+
+
+def test_who_waits_a_shorter_time_than_others_allow_may_wait_again() -> None:
+    (left, _), (right, _) = make_pair()
+    with pytest.raises(DistBackendError, match=r"Timed out after 0.01 s: rank 1 has not come to gather 1"):
+        left.read(0, 1, 1, (1, 4), timedelta(seconds=0.01))
+    right.post(0, 1, 4, HEADER_BYTES)
+    assert left.read(0, 1, 1, (1, 4)) == HEADER_BYTES
+
+
+def test_a_failure_is_final_and_the_others_learn_because_of_whom() -> None:
+    (left, _), (right, _) = make_pair()
+    with pytest.raises(DistBackendError, match="Timed out"):
+        left.read(1, 1, 1, (1, 4))
+    right.post(1, 1, 4, HEADER_BYTES)  # too late
+    with pytest.raises(DistBackendError, match=r"has failed before: Timed out after 0.05 s: rank 1 has not come to"):
+        left.next_number(0)
+    with pytest.raises(DistBackendError, match=r"has failed before: Timed out after 0.05 s: rank 1 has not come to"):
+        left.read(0, 1, 1, (1, 4))
+    left.leave()
+    with pytest.raises(DistBackendError, match="rank 0 has failed, because of rank 1, and has not come to reduction 1"):
+        right.read(1, 1, 0, (1, 4))
 
 
 def test_a_rank_that_has_gone_is_named_and_what_it_posted_is_read() -> None:
@@ -89,7 +116,9 @@ def test_a_rank_that_has_gone_is_named_and_what_it_posted_is_read() -> None:
     right.post(0, 1, 4, HEADER_BYTES)
     right.leave()
     assert left.read(0, 1, 1, (1, 4)) == HEADER_BYTES
-    with pytest.raises(DistBackendError, match=r"rank 1 has let go of its model before gather 2, which rank 0 waits"):
+    with pytest.raises(
+        DistBackendError, match=r"rank 1 has let go of its model and has not come to gather 2, which rank 0"
+    ):
         left.read(0, 2, 1, (1, 4), timedelta(seconds=60))
 
 
@@ -97,7 +126,9 @@ def test_a_process_that_has_ended_is_named() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (left, _), _ = make_pair((os.getpid(), ended.pid))
-    with pytest.raises(DistBackendError, match=rf"rank 1 \(process {ended.pid}\) has ended before reduction 1, which"):
+    with pytest.raises(
+        DistBackendError, match=rf"rank 1 \(process {ended.pid}\) has ended and has not come to reduction 1, which"
+    ):
         left.read(1, 1, 1, (1, 4), timedelta(seconds=60))
 
 
@@ -113,6 +144,20 @@ def test_what_is_left_of_a_process_and_a_later_one_are_not_it() -> None:
     assert started_at(child.pid) is None
 
 
+def test_a_process_that_cannot_open_a_file_takes_nobody_for_dead() -> None:
+    here = Place((), os.getpid(), started_at(os.getpid()) or 0, 0, 0)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert not has_ended(here)
+    assert has_ended(replace(here, started=here.started + 1))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+    try:
+        assert not has_ended(here)
+        with pytest.raises(OSError, match="Too many open files"):
+            started_at(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
 @pytest.mark.parametrize("other", [(1, 8), (2, 4)])
 def test_ranks_that_differ_are_told_so(other: tuple[int, int]) -> None:
     (left, _), (right, _) = make_pair()
@@ -123,17 +168,74 @@ def test_ranks_that_differ_are_told_so(other: tuple[int, int]) -> None:
 
 def test_more_messages_than_a_header_tells_of_are_refused_and_old_ones_forgotten() -> None:
     (left, _), (right, _) = make_pair()
-    for _ in range(128):
-        left.post(0, 1, 4, HEADER_BYTES)
-    with pytest.raises(DistBackendError, match=r"128 collectives \(gather\) are under way"):
+    for _ in range(RING):
         left.post(0, 1, 4, HEADER_BYTES)
     right.done(0, 1)
-    with pytest.raises(DistBackendError, match=r"128 collectives \(gather\) are under way"):
+    with pytest.raises(
+        DistBackendError, match=rf"{RING} collectives \(gather\) are under way in shared memory and this"
+    ):
         left.post(0, 1, 4, HEADER_BYTES)
     left.done(0, 1)
     left.post(0, 1, 4, HEADER_BYTES + 64)
-    assert right.read(0, 129, 0, (1, 4)) == HEADER_BYTES + 64
+    assert right.read(0, RING + 1, 0, (1, 4)) == HEADER_BYTES + 64
     assert right.read(0, 2, 0, (1, 4)) == HEADER_BYTES
+
+
+def test_who_is_a_whole_header_ahead_waits_for_the_others() -> None:
+    (left, _), (right, _) = make_pair()
+    for number in range(RING):
+        left.post(0, 1, 4, HEADER_BYTES)
+        left.done(0, number + 1)
+    late = threading.Timer(0.02, right.done, (0, 1))
+    late.start()
+    left.post(0, 1, 4, HEADER_BYTES + 64)
+    assert left.next_number(0) == RING + 2
+    assert right.read(0, RING + 1, 0, (1, 4)) == HEADER_BYTES + 64
+    late.join()
+    with pytest.raises(
+        DistBackendError, match=r"Timed out after 0.05 s: rank 1 has not finished gather 2, which rank 0"
+    ):
+        left.post(0, 1, 4, HEADER_BYTES)
+
+
+def test_messages_dropped_in_the_middle_of_another_call_are_done_in_order() -> None:
+    (left, _), (right, _) = make_pair()
+    for number in range(3):
+        left.post(0, 1, 8, HEADER_BYTES)
+        right.done(0, number + 1)
+    left.drop(0, 2)
+    assert not left.is_done(0, 1)
+    left.done(0, 1)
+    assert not left.is_done(0, 2)  # whoever drops may be in the middle of this
+    assert left.next_number(0) == 4
+    assert left.is_done(0, 2)
+    assert not left.is_done(0, 3)
+
+
+def _in_a_fork(boxes: Mailboxes, told: Connection) -> None:
+    boxes.done(0, 1)
+    boxes.drop(0, 1)
+    for call in (lambda: boxes.next_number(0), lambda: boxes.read(0, 2, 1, (1, 4))):
+        with pytest.raises(DistBackendError) as raised:
+            call()
+        told.send(str(raised.value))
+
+
+def test_a_forked_process_neither_communicates_nor_lets_go_of_anything() -> None:
+    (left, _), (right, _) = make_pair()
+    left.post(0, 1, 4, HEADER_BYTES)
+    right.done(0, 1)
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_in_a_fork, args=(left, theirs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where there are threads
+        child.start()
+    child.join()
+    assert child.exitcode == 0
+    for _ in range(2):
+        assert f"process {child.pid} was forked from rank 0 (process {os.getpid()}) and cannot" in ours.recv()
+    assert not left.is_done(0, 1)
+    assert left.next_number(0) == 2
 
 
 def test_who_waits_is_woken() -> None:
@@ -159,7 +261,7 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
     descriptor = os.memfd_create("other")
     try:
         with pytest.raises(OSError, match="is not an arena"):
-            open_arena(Place((), os.getpid(), 0, descriptor))
+            open_arena(Place((), os.getpid(), 0, descriptor, 0))
     finally:
         os.close(descriptor)
 
@@ -203,3 +305,13 @@ def test_an_arena_is_there_for_as_long_as_one_of_its_views() -> None:
     assert view.tolist() == [2.0, 2.0]
     del view
     assert mapped() == before
+
+
+def test_a_dump_of_the_core_leaves_arenas_out() -> None:
+    descriptor, arena = make_arena()
+    os.close(descriptor)
+    told = Path("/proc/self/smaps").read_text().split("memfd:megatron_fsdp")[1:]
+    flags = [next(line for line in each.splitlines() if line.startswith("VmFlags")) for each in told]
+    assert arena.words[0] == 0
+    assert flags
+    assert all(" dd " in f"{line} " for line in flags)

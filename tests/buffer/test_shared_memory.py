@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.buffer import share
+from megatron_fsdp.buffer import share, shared_memory
 from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
 from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.buffer.share import VARIABLE, over_shared_memory, resolve_shared_memory
@@ -104,8 +104,69 @@ def test_all_reduce_sums_or_averages_in_place(run_ranks: RunRanks, num_ranks: in
     ranks = sum(range(num_ranks))
     sums = [float(ranks + place * num_ranks) for place in range(3)]
     averages = [total / num_ranks for total in sums]
-    rounded = torch.tensor(sums).bfloat16().div(num_ranks).tolist()
+    rounded = torch.tensor(averages).bfloat16().tolist()
     assert run_ranks(num_ranks, _all_reductions) == [[sums, averages, rounded, sums]] * num_ranks
+
+
+def _average_of_what_has_no_sum() -> list[list[float]]:
+    axis = shared_axis()
+    half, brain = torch.tensor([60000.0, 3.0]).half(), torch.tensor([1.0 + axis.rank / 128]).bfloat16()
+    for full in (half, brain):
+        finish(axis.all_reduce(full, average=True))
+    return [half.tolist(), brain.tolist()]
+
+
+def test_an_average_of_16_bits_is_rounded_once(run_ranks: RunRanks) -> None:
+    rounded = torch.tensor((3 + 3 / 128) / 3).bfloat16().item()
+    assert run_ranks(3, _average_of_what_has_no_sum) == [[[60000.0, 3.0], [rounded]]] * 3
+
+
+def _a_whole_model() -> list[float]:
+    """As at the beginning of a forward: all parts of a model's weights start to cross an axis before any is awaited."""
+    axis = shared_axis()
+    fulls = [torch.zeros(axis.num_ranks) for _ in range(400)]
+    works = [axis.all_gather(full, torch.full((1,), float(place))) for place, full in enumerate(fulls)]
+    for work in works:
+        finish(work)
+    return [place for place, full in enumerate(fulls) if full.tolist() != [float(place)] * axis.num_ranks]
+
+
+def test_hundreds_of_gathers_may_be_under_way(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, _a_whole_model) == [[], []]
+
+
+def _interrupted() -> tuple[bool, list[float], list[float], list[float]]:
+    axis = shared_axis()
+    gathered, whole = torch.zeros(2 * axis.num_ranks), torch.full((2,), 1.0 + axis.rank)
+    works = [axis.all_gather(gathered, torch.full((2,), 1.0 + axis.rank)), axis.all_reduce(whole)]
+    scatter, total = axis.add_up(torch.full((2 * axis.num_ranks,), 1.0 + axis.rank))
+    works.append(scatter)
+    module: Any = shared_memory
+    read_part, calls = module.SharedMemory._part, []
+
+    def interrupt(*arguments: Any) -> torch.Tensor:
+        part: torch.Tensor = read_part(*arguments)
+        calls.append(part)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return part
+
+    for work in works:
+        calls.clear()
+        module.SharedMemory._part = interrupt
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()  # type: ignore[union-attr]
+        finally:
+            module.SharedMemory._part = read_part
+    dist.barrier()
+    for work in works:
+        finish(work)
+    return axis.shared is not None, gathered.tolist(), whole.tolist(), total().tolist()
+
+
+def test_a_wait_that_was_interrupted_may_be_repeated(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, _interrupted) == [(True, [1.0, 1.0, 2.0, 2.0], [3.0, 3.0], [3.0, 3.0])] * 2
 
 
 def _many_under_way() -> tuple[bool, list[int]]:
@@ -205,6 +266,30 @@ def _alone(expected: str) -> str:
     return told
 
 
+def _named_by_global_rank() -> str:
+    """Ranks 1 and 3 are an axis; rank 3 lets go."""
+    rank = dist.get_rank()
+    group = [dist.new_group([other, other + 2]) for other in (0, 1)][rank % 2]
+    axis: Axis | None = over_shared_memory(Axis(group, dist.get_rank(group), 2), CPU)
+    told = ""
+    if rank == 3:
+        axis = None
+    dist.barrier()
+    if axis is not None and rank == 1:
+        work = axis.all_gather(torch.zeros(4), torch.zeros(2))
+        assert work is not None
+        with pytest.raises(dist.DistBackendError) as raised:
+            work.wait()
+        told = str(raised.value)
+    dist.barrier()
+    return told
+
+
+def test_ranks_are_named_as_everywhere_not_by_their_place_on_an_axis(run_ranks: RunRanks) -> None:
+    told = run_ranks(4, _named_by_global_rank)[1]
+    assert told == "rank 3 has let go of its model and has not come to gather 1, which rank 1 waits for"
+
+
 @pytest.mark.parametrize(
     ("case", "told"),
     [("late", "Timed out after 0.1 s: rank 1 has not come"), ("differ", "ranks differ in gather"), ("gone", "let go")],
@@ -223,6 +308,15 @@ def _when(case: str) -> bool:
             return over_shared_memory(axis, device).shared is not None
         finally:
             module.machine_of_process = before
+    if case == "not built in":
+        system: Any = os
+        make = system.memfd_create
+        if axis.rank == 1:
+            del system.memfd_create
+        try:
+            return over_shared_memory(axis, device).shared is not None
+        finally:
+            system.memfd_create = make
     if case == "not allowed":
         module = share
         before = module.open_arena
@@ -239,7 +333,8 @@ def _when(case: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("case", "expected"), [("here", True), ("another host", False), ("not allowed", False), ("device", False)]
+    ("case", "expected"),
+    [("here", True), ("another host", False), ("not allowed", False), ("not built in", False), ("device", False)],
 )
 def test_it_is_used_where_all_ranks_can(run_ranks: RunRanks, case: str, expected: bool) -> None:
     assert run_ranks(2, _when, case) == [expected] * 2

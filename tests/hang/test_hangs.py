@@ -18,6 +18,8 @@ _LAYER_2 = (
     "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
     "(4 parameters, 492 bytes)"
 )
+_AWAITED = "weights of layers.1" if has_futex() else "reduced gradients of layers.3"
+"""What cannot go on without the other rank: memory that ranks share needs no scratch of a reduction before it."""
 _ROOT = "(root) holds first.weight, first.bias, last.weight, last.bias (4 parameters, 336 bytes)"
 
 
@@ -143,9 +145,8 @@ CASES = [
         Kind.ELSEWHERE,
         [
             "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
-            "rank 0 waits for the ",  # weights of layers.1; without shared memory the reduced gradients of layers.3
-            " in the backward of step 2 (operation ",
-            "layers.1 holds layers.1.up.weight, " if has_futex() else "layers.3 holds layers.3.up.weight, ",
+            f"rank 0 waits for the {_AWAITED} in the backward of step 2 (operation ",
+            f"{_AWAITED[-8:]} holds {_AWAITED[-8:]}.up.weight, ",
         ],
     ),
     (

@@ -33,7 +33,6 @@ def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
     return run_ranks_over_sockets
 
 
-
 def set_auto_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
     for microbatch in range(microbatches):
         model.set_model_auto_sync(microbatch == microbatches - 1)

@@ -3,44 +3,53 @@
 Each rank's arena begins with a header that only its owner writes:
 
     bell     rung after each change that somebody may be waiting for
-    gone     1 when the owner has let go of the arena
+    gone     1 when the owner has let go of the arena; more when it has failed, and then because of which rank
 
 and for each channel: how many messages were posted, with how many of the others' this rank is done, and what the
 last `_RING` messages are: kind, bytes, offset in the arena.
 
-Message n of a channel is one collective: every rank posts its part and reads those of the others. Nobody waits to post.
+Message n of a channel is one collective: every rank posts its part and reads those of the others. Nobody waits to post,
+unless another rank is `_RING` messages behind. A failure is final, as with a back end: messages that were posted since
+would be taken for others.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from megatron_fsdp.buffer.futex import Bell
-from megatron_fsdp.buffer.shared_arena import HEADER_BYTES, Arena, Place, started_at
+from megatron_fsdp.buffer.shared_arena import HEADER_BYTES, Arena, Place, has_ended
 
 CHANNELS = ("gather", "reduction")
 _BELL, _GONE = 0, 8
 """Words of the header, on cache lines of their own."""
-_FIRST_CHANNEL, _CHANNEL_WORDS = 64, 1024
+_LET_GO, _FAILED = 1, 2
+"""Values of the second; a failure adds the position of the rank that it was because of."""
 _POSTED, _DONE, _ENTRIES, _ENTRY_WORDS = 0, 8, 16, 4
-_RING = 128
+_RING = 4096
+"""Some schedules start the gathers of all groups of a model before they wait for the first."""
+_FIRST_CHANNEL, _CHANNEL_WORDS = 64, _ENTRIES + _RING * _ENTRY_WORDS + 48
 _LOOK_S = 0.5
 """How often who waits looks whether the other process still lives."""
+_LOOK_FOR_ROOM_S = 0.001
+"""The same for who cannot post: no bell is rung when a rank is done."""
 
 assert _FIRST_CHANNEL + len(CHANNELS) * _CHANNEL_WORDS <= HEADER_BYTES // 8
-assert _ENTRIES + _RING * _ENTRY_WORDS <= _CHANNEL_WORDS
 
 
 class Mailboxes:
     """The headers of all ranks.
 
     Args:
-        rank: This one.
+        rank: This one's position on the axis, as everywhere here; messages name ranks as `places` does.
         arenas: By rank.
         places: By rank, for finding out whether a process lives.
         timeout: How long to wait for another rank where nobody says otherwise.
@@ -56,24 +65,32 @@ class Mailboxes:
         self._own = self._words[rank]
         self._others = tuple(each for each in arenas if each != rank)
         self._finished: tuple[set[int], ...] = tuple(set() for _ in CHANNELS)
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._failure: str | None = None
+        self._owner = os.getpid()
 
     def next_number(self, channel: int) -> int:
-        """The number that the next message of a channel will have; they begin at 1."""
+        """The number that the next message of a channel will have; they begin at 1.
+
+        Raises:
+            DistBackendError: There will be none, because a collective has failed.
+        """
+        self._check()
+        while self._dropped:
+            self.done(*self._dropped.popleft())
         return self._own[_base(channel) + _POSTED] + 1
 
     def post(self, channel: int, kind: int, num_bytes: int, offset: int) -> None:
         """Tell the others of a message that is in the arena.
 
         Raises:
-            DistBackendError: Another rank is further behind than a header can tell.
+            DistBackendError: A collective has failed before, this rank waits for too few, or the time is over while
+                another rank is further behind than a header can tell.
         """
         base = _base(channel)
         number = self._own[base + _POSTED] + 1
         if number > _RING and not self.is_done(channel, number - _RING):
-            raise dist.DistBackendError(
-                f"{_RING} collectives ({CHANNELS[channel]}) are under way in shared memory and a rank has waited for "
-                "none; wait for some first"
-            )
+            self._make_room(channel, number - _RING)
         entry = base + _ENTRIES + number % _RING * _ENTRY_WORDS
         self._own[entry], self._own[entry + 1], self._own[entry + 2] = kind, num_bytes, offset
         self._own[base + _POSTED] = number  # after the entry: who sees this sees that
@@ -104,18 +121,23 @@ class Mailboxes:
         """
         words, base = self._words[sender], _base(channel)
         if words[base + _POSTED] < number:
-            self._await(channel, number, sender, timeout or self._timeout)
+            self._check()
+            what = f"come to {CHANNELS[channel]} {number}"
+            self._await(sender, lambda: words[base + _POSTED] >= number, what, _LOOK_S, timeout)
         entry = base + _ENTRIES + number % _RING * _ENTRY_WORDS
         found = words[entry], words[entry + 1]
         if found != expected:
-            raise dist.DistBackendError(
-                f"ranks differ in {CHANNELS[channel]} {number}: rank {self._rank} takes part with {expected[1]} bytes "
-                f"(kind {expected[0]}), rank {sender} with {found[1]} bytes (kind {found[0]}); {_SAME}"
+            self._fail(
+                sender,
+                f"ranks differ in {CHANNELS[channel]} {number}: {self._name(self._rank)} takes part with {expected[1]} "
+                f"bytes (kind {expected[0]}), {self._name(sender)} with {found[1]} bytes (kind {found[0]}); {_SAME}",
             )
         return words[entry + 2]
 
     def done(self, channel: int, number: int) -> None:
         """Tell the others that their messages of a number were read, or will not be."""
+        if os.getpid() != self._owner:
+            return
         base, finished = _base(channel), self._finished[channel]
         finished.add(number)
         reached = self._own[base + _DONE]
@@ -124,6 +146,10 @@ class Mailboxes:
             finished.remove(reached)
         self._own[base + _DONE] = reached
 
+    def drop(self, channel: int, number: int) -> None:
+        """The same of a message that nobody asks for any more; for any thread, and at any point of another call."""
+        self._dropped.append((channel, number))
+
     def is_done(self, channel: int, number: int) -> bool:
         """Whether all ranks, this one too, are done with the messages of a number."""
         word = _base(channel) + _DONE
@@ -131,30 +157,69 @@ class Mailboxes:
 
     def leave(self) -> None:
         """Tell the others that nothing more will be posted."""
-        self._own[_GONE] = 1
+        if not self._own[_GONE]:
+            self._own[_GONE] = _LET_GO
         self._bells[self._rank].ring()
 
-    def _await(self, channel: int, number: int, sender: int, timeout: timedelta) -> None:
-        words, bell, word = self._words[sender], self._bells[sender], _base(channel) + _POSTED
-        limit_s = timeout.total_seconds()
+    def _make_room(self, channel: int, oldest: int) -> None:
+        """Wait until all ranks are done with a message whose place is needed; this one has to be."""
+        word = _base(channel) + _DONE
+        if self._own[word] < oldest:
+            raise dist.DistBackendError(
+                f"{_RING} collectives ({CHANNELS[channel]}) are under way in shared memory and this rank has not "
+                "waited for the first; wait for some, or set MFSDP_SHARED_MEMORY=0"
+            )
+        for other in self._others:
+            words = self._words[other]
+            what = f"finished {CHANNELS[channel]} {oldest}"
+            self._await(other, lambda words=words: words[word] >= oldest, what, _LOOK_FOR_ROOM_S)  # type: ignore[misc]
+
+    def _await(
+        self, other: int, is_there: Callable[[], bool], what: str, look_s: float, timeout: timedelta | None = None
+    ) -> None:
+        """Wait until a rank has done something (`what`) that its header tells."""
+        bell, place = self._bells[other], self._places[other]
+        limit_s = (timeout or self._timeout).total_seconds()
         end_s = time.monotonic() + limit_s
         while True:
             seen = bell.read()
-            is_gone = words[_GONE]
-            if words[word] >= number:
+            gone = self._words[other][_GONE]
+            if is_there():
                 return
-            what = f"{CHANNELS[channel]} {number}, which rank {self._rank} waits for"
-            if is_gone:
-                raise dist.DistBackendError(f"rank {sender} has let go of its model before {what}")
+            name, what_for = self._name(other), f"{what}, which {self._name(self._rank)} waits for"
+            if gone == _LET_GO:
+                self._fail(other, f"{name} has let go of its model and has not {what_for}")
+            if gone >= _FAILED:
+                culprit = gone - _FAILED
+                self._fail(culprit, f"{name} has failed, because of {self._name(culprit)}, and has not {what_for}")
             left_s = end_s - time.monotonic()
             if left_s <= 0.0:
-                raise dist.DistBackendError(
-                    f"Timed out after {limit_s:g} s: rank {sender} has not come to {what}, in shared memory"
-                )
-            bell.wait(seen, min(left_s, _LOOK_S))
-            place = self._places[sender]
-            if bell.read() == seen and started_at(place.pid) != place.started and words[word] < number:
-                raise dist.DistBackendError(f"rank {sender} (process {place.pid}) has ended before {what}")
+                told = f"Timed out after {limit_s:g} s: {name} has not {what_for}, in shared memory"
+                if timeout is not None and timeout < self._timeout:
+                    raise dist.DistBackendError(told)  # of the caller's patience alone; it may wait again
+                self._fail(other, told)
+            bell.wait(seen, min(left_s, look_s))
+            if bell.read() == seen and has_ended(place) and not is_there():
+                self._fail(other, f"{name} (process {place.pid}) has ended and has not {what_for}")
+
+    def _check(self) -> None:
+        """Refuse to go on after a failure, and in a process that was forked from this rank's."""
+        if self._failure is not None:
+            raise dist.DistBackendError(f"a collective in shared memory has failed before: {self._failure}")
+        if os.getpid() != self._owner:
+            raise dist.DistBackendError(
+                f"process {os.getpid()} was forked from {self._name(self._rank)} (process {self._owner}) and cannot "
+                "communicate in its place; use the model in the process that sharded it"
+            )
+
+    def _fail(self, culprit: int, told: str) -> NoReturn:
+        self._failure = told
+        self._own[_GONE] = _FAILED + culprit
+        self._bells[self._rank].ring()
+        raise dist.DistBackendError(told)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self._places[rank].rank}"
 
 
 _SAME = "every rank has to run the same units in the same order"

@@ -89,9 +89,9 @@ def _offer() -> tuple[Place, Arena] | None:
     try:
         machine, started = machine_of_process(), started_at(os.getpid())
         descriptor, arena = make_arena()
-    except OSError:
+    except (OSError, AttributeError):  # not in every build of Python
         return None
-    return Place(machine, os.getpid(), started or 0, descriptor), arena
+    return Place(machine, os.getpid(), started or 0, descriptor, dist.get_rank()), arena
 
 
 def _open_all(rank: int, own: Arena, offers: list[Place | None]) -> list[Arena] | None:

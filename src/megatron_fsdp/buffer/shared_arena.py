@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-HEADER_BYTES = 1 << 16
+HEADER_BYTES = 1 << 19
 ARENA_BYTES = 1 << 36
 _PAGE = 4096
+_DONT_DUMP = 16
+"""Of `madvise`."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Place:
         pid: Of the process.
         started: When it was, in ticks; tells it from a later one with the same number.
         descriptor: Of the open file.
+        rank: What to call it in messages: its rank among all.
     """
 
     machine: tuple[str, ...]
     pid: int
     started: int
     descriptor: int
+    rank: int
 
 
 def machine_of_process() -> tuple[str, ...]:
@@ -49,13 +53,25 @@ def machine_of_process() -> tuple[str, ...]:
 
 
 def started_at(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; None where there is none, or only what is left of it."""
+    """When a process was started, in ticks since boot; None where there is none, or only what is left of it.
+
+    Raises:
+        OSError: The system does not say.
+    """
     try:
         told = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = told.rpartition(")")[2].split()  # behind the name, which may hold anything
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def has_ended(place: Place) -> bool:
+    """Whether a process is known to have ended; not where this one may open no file to find out."""
+    try:
+        return started_at(place.pid) != place.started
+    except OSError:
+        return False
 
 
 class _Mapping:
@@ -75,6 +91,8 @@ class _Mapping:
         if address in (None, ctypes.c_void_p(-1).value):
             raise OSError(ctypes.get_errno(), "mmap: " + os.strerror(ctypes.get_errno()))
         self.address: int = address
+        # A dump of the core would go through all of it, and write zeros where it cannot skip.
+        self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(ARENA_BYTES), _DONT_DUMP)
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
@@ -110,7 +128,7 @@ class Arena:
     def _make(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):
             if numel == 0:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")
             memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(self._mapping.address + offset_bytes)
             memory.mapping = self._mapping  # type: ignore[attr-defined]  # so that it lives as long as this
             return torch.frombuffer(memory, dtype=dtype)

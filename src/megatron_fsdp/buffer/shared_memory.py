@@ -43,12 +43,10 @@ class SharedWork(dist.Work):
         Raises:
             DistBackendError: Another rank has not come, has ended, or does something else.
         """
-        read, self._read = self._read, None
-        if read is not None:
-            try:
-                read(timeout)
-            finally:
-                self._boxes.done(self._channel, self._number)
+        if self._read is not None:
+            self._read(timeout)  # where that is interrupted, a second wait reads again
+            self._read = None
+            self._boxes.done(self._channel, self._number)
         return True
 
     def is_completed(self) -> bool:
@@ -57,7 +55,7 @@ class SharedWork(dist.Work):
 
     def __del__(self) -> None:
         if self._read is not None:  # nobody waited: others must not be kept from using their memory again
-            self._boxes.done(self._channel, self._number)
+            self._boxes.drop(self._channel, self._number)
 
 
 class SharedMemory:
@@ -136,10 +134,10 @@ class SharedMemory:
 
         def read(timeout: timedelta | None) -> None:
             total = _add_up(self._rows(number, mine, expected, (0, numel, dtype), timeout), full)
+            if average:  # before it is rounded to 16 bits, which may not hold the sum
+                total.div_(len(self._arenas))
             if total is not full:
                 full.copy_(total)
-            if average:
-                full.div_(len(self._arenas))
 
         return SharedWork(self._boxes, _REDUCTIONS, number, read)
 

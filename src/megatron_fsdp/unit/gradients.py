@@ -142,10 +142,7 @@ class GradientBuffers:
         self.arrived[index] = True
 
     def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
-        """Where the gradient of parameter `index`, computed in `dtype`, may be written; None: it is cast or scaled.
-
-        And whether something is there that has to be added to.
-        """
+        """Where the gradient of a parameter may be written (None: it is cast or scaled), and whether to add to it."""
         target, adds = self._target, self.inbox.filled[index] or self._target is self._partial
         if target is None or target.dtype is not dtype:
             return None, adds
