@@ -31,15 +31,13 @@ from tests.support.usage_models import Ordered, Recomputed, vector_case
 
 ZERO3 = ShardingStrategy.optim_grads_params
 WIDTHS = (32, 32, 64, 48, 32, 32)  # the third and the fourth floor fit no slot of the others
-
 CHOICES: dict[WeightAllocator, dict[str, Any]] = {
     WeightAllocator.SLOTS: {},
     WeightAllocator.RESIZE: {"weight_allocator": "resize"},
     WeightAllocator.DOUBLE_BUFFER: {"fsdp_double_buffer": True},
-    WeightAllocator.PERSISTENT_DOUBLE_BUFFER: {
-        "fsdp_double_buffer": True,
-        "fsdp_db_use_persist_buf_on_alloc_fail": True,
-    },
+    WeightAllocator.PERSISTENT_DOUBLE_BUFFER: dict.fromkeys(
+        ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"), True
+    ),
     WeightAllocator.MAX_POOL: {"maxpool_double_buffer": True},
 }
 each_allocator = pytest.mark.parametrize("allocator", list(CHOICES), ids=lambda allocator: allocator.name.lower())
