@@ -52,8 +52,8 @@ def over_shared_memory(axis: Axis, device: torch.device) -> Axis:
         device: Where the tensors are.
 
     Returns:
-        The axis as it was where it is of one rank, on an accelerator, over another back end than gloo, with a
-        second group for gathers, over several hosts, or where one of the ranks is not allowed what it takes: on all ranks then.
+        The axis as it was where it is of one rank, on an accelerator, over another back end than gloo, with a second
+        group for gathers, over several hosts, or where one of the ranks is not allowed what it takes: on all of them.
     """
     if axis.group is None or device.type != "cpu" or axis.num_ranks > MOST_RANKS:
         return axis
