@@ -33,7 +33,6 @@ def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
     return run_ranks_over_sockets
 
 
-
 def parallel(config: Any, kind: str = "llama", **sizes: int) -> nn.Module:
     """A small model made parallel as a manager does it."""
     mesh, _ = create_device_mesh(config, **sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -121,6 +122,16 @@ class Ranks(OneProcess):
         mesh = make_mesh(case)
         if case.mesh.tensor:
             parallelize(self.model, mesh)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "gradient_accumulation_fusion=True has no effect")
+            self._shard(case, mesh)
+        self.model = self.sharded
+        names = [name for name in ("outer", "shard") if name in (mesh.mesh_dim_names or ())]
+        self.position = 0
+        for name in names:
+            self.position = self.position * mesh[name].size() + mesh.get_local_rank(name)
+
+    def _shard(self, case: Case, mesh: DeviceMesh) -> None:
         self.sharded, self.optimizer = fully_shard(
             self.model,
             make_optimizer(case, self.model),
@@ -138,11 +149,6 @@ class Ranks(OneProcess):
             sync_model_each_microbatch=case.mode in ("plain", "no_sync"),
             **case.options,
         )
-        self.model = self.sharded
-        names = [name for name in ("outer", "shard") if name in (mesh.mesh_dim_names or ())]
-        self.position = 0
-        for name in names:
-            self.position = self.position * mesh[name].size() + mesh.get_local_rank(name)
 
     def settle(self) -> None:
         """The engine does that."""

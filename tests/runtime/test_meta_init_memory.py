@@ -100,5 +100,5 @@ def test_wrapping_takes_the_shards_and_what_one_method_has_to_see(
     shards_bytes = 2 * FP32_BYTES * (ROOT_NUMEL + FLOORS * FLOOR_NUMEL) // ranks_of_shards
     for reading in run_ranks(num_ranks, over_sockets, measure, tower, strategy):
         assert reading.held_bytes == shards_bytes  # weights and gradients
-        extra = reading.peak_bytes - shards_bytes
+        extra = reading.peak_bytes - shards_bytes // 2  # gradients are taken when there are some
         assert FP32_BYTES * extra_numel <= extra <= FP32_BYTES * extra_numel + SCALARS_BYTES
