@@ -242,20 +242,20 @@ def test_a_head_that_is_called_outside_of_the_model_finds_its_weights(run_ranks:
     assert all(found < 1e-5 for found in run_ranks(2, calls_the_head))
 
 
-def pool_after_steps() -> tuple[int, int, int]:
+def pool_after_steps() -> tuple[int, int, int, int]:
     model, optimizer = wrapped(nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]), {**OVERLAPPING, "bucket_size": 30})
     trained(model, optimizer, 1)
     first = model.memory().transient_peak_bytes
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
     views = sum(len(found.bucket_views) for found in gradients)  # they would keep the memory
     trained(model, optimizer, 2)
-    return first, model.memory().transient_peak_bytes, views
+    return first, model.memory().transient_peak_bytes, model._engine.executor.held_bytes, views
 
 
 def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -> None:
-    for first, later, views in run_ranks(2, over_sockets, pool_after_steps):
-        assert first == later == 3 * 256  # two buckets of 30 elements and the exchange, each aligned
-        assert views == 0
+    for first, later, held, views in run_ranks(2, over_sockets, pool_after_steps):
+        assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
+        assert (held, views) == (0, 0)
 
 
 def steps_past_gradients() -> list[str]:
