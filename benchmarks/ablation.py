@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ if __name__ == "__main__":
 from benchmarks.cli import EXIT_DISAGREEMENT, describe_run, run
 from benchmarks.contenders import FLOOR
 from benchmarks.optimisations import OPTIMISATIONS
+from benchmarks.output import show
 from benchmarks.readings import Request
 from benchmarks.report import disagreements, document, summarise, tolerance_of
 from benchmarks.workloads import WORKLOADS
@@ -64,11 +64,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     found = measure(request_of(given.model, given.ranks, given.rounds, given.warmup, given.names))
-    text = json.dumps(found, indent=1) + "\n"
-    print(text, end="")
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(text, encoding="utf-8")
+    show(found, given.out)
     return EXIT_DISAGREEMENT if found["wrong"] else 0
 
 

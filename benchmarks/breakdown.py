@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.contenders import OURS, Contender, Setting, build_contender
 from benchmarks.launching import measure_on_ranks
+from benchmarks.output import show
 from benchmarks.variants import SOCKETS
 from benchmarks.workloads import WORKLOADS, make_batch
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -94,11 +94,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     found = measure(BreakdownRequest(given.model, given.ranks, given.rounds, given.warmup, tuple(given.contenders)))
-    text = json.dumps(found, indent=1) + "\n"
-    print(text, end="")
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(text, encoding="utf-8")
+    show(found, given.out)
     return 0
 
 

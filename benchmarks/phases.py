@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ if __name__ == "__main__":
 
 from benchmarks.contenders import FLOOR, FSDP2, OURS
 from benchmarks.launching import measure_on_ranks
+from benchmarks.output import show
 from benchmarks.phase_readings import (
     PhaseNotes,
     PhaseRequest,
@@ -100,11 +100,7 @@ def main(argv: Sequence[str]) -> int:
                 given.model, ranks, given.rounds, warmup, names, given.what, given.optimizer, given.simulated_ranks
             )
         )
-    text = json.dumps(found, indent=1) + "\n"
-    print(text, end="")
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(text, encoding="utf-8")
+    show(found, given.out)
     return 0
 
 

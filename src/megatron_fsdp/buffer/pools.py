@@ -41,7 +41,7 @@ class Block:
     def refill(self) -> None:
         """Take memory again, with any content; nothing happens where there is some."""
         if not self.held_bytes:
-            self._bytes.untyped_storage().resize_(self.num_bytes)
+            self.hold(self.num_bytes)
 
     def hold(self, num_bytes: int) -> None:
         """Take memory for views that end at `num_bytes`; what is there stays where it is just that much."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.buffer.collectives import Traffic
@@ -20,7 +19,6 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import ShardingStrategy, placements_for
 from megatron_fsdp.runtime.agreement import agree_over
-from megatron_fsdp.runtime.blueprint import check_can_initialise
 from megatron_fsdp.runtime.build import build_units
 from megatron_fsdp.runtime.delays import DelayObserver, resolve_delays
 from megatron_fsdp.runtime.domain import make_domain
@@ -35,6 +33,7 @@ from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from megatron_fsdp.runtime.lifetimes import resolve_check_lifetimes
 from megatron_fsdp.runtime.match_ranks import differing_duplicates, match_ranks
 from megatron_fsdp.runtime.memory_plan import plan_memory
+from megatron_fsdp.runtime.module_checks import EMPTY, check_module
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.runtime.state_dicts import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.runtime.structure import StructureCheck
@@ -45,9 +44,6 @@ from megatron_fsdp.runtime.verify_steps import StepVerifier
 from megatron_fsdp.unit.tensor_parallel import part_of
 from megatron_fsdp.unit.unit import Unit
 from megatron_fsdp.units import UnitPlan, plan_lines
-
-EMPTY = "empty"
-"""Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +168,7 @@ def assemble(
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, switches, device)
-    if switches.verify_ranks_s and sharding.dense.group is not None:
-        make_verifier = StepVerifier if switches.verify_each_step else RankVerifier
-        labels = [unit.label for unit in units]
-        engine.executor.verify_with(make_verifier(sharding.dense.group, labels, switches.verify_ranks_s))
-    if resolve_check_lifetimes():
-        engine.check_lifetimes()
-    delays = resolve_delays()
-    if delays is not None:
-        engine.observers.add(DelayObserver(delays, device))
+    _add_watchers(engine, switches, sharding)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
@@ -195,6 +183,19 @@ def assemble(
         hang_settings,
         fused,
     )
+
+
+def _add_watchers(engine: Engine, switches: Switches, sharding: Sharding) -> None:
+    """What compares ranks, checks memory or holds things up, where it was asked for."""
+    if switches.verify_ranks_s and sharding.dense.group is not None:
+        make_verifier = StepVerifier if switches.verify_each_step else RankVerifier
+        labels = [unit.label for unit in engine.units]
+        engine.executor.verify_with(make_verifier(sharding.dense.group, labels, switches.verify_ranks_s))
+    if resolve_check_lifetimes():
+        engine.check_lifetimes()
+    delays = resolve_delays()
+    if delays is not None:
+        engine.observers.add(DelayObserver(delays, sharding.device))
 
 
 def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.device) -> None:
@@ -306,64 +307,6 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
             "MixedPrecisionPolicy(main_params_dtype=None) to "
             "optimise them as they are",
         )
-
-
-def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
-    """Refuse models that cannot be sharded; no communication.
-
-    Args:
-        module: The model.
-        init_meta: As in `Switches`.
-
-    Raises:
-        ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
-    """
-    params = dict(module.named_parameters())
-    if not params:
-        raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
-    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
-    if sharded:
-        raise ConfigurationError(
-            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
-            "model once"
-        )
-    lazy = [name for name, param in params.items() if isinstance(param, UninitializedParameter)]
-    if lazy:
-        raise ConfigurationError(
-            f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
-            "that lazy modules know their shapes"
-        )
-    _check_meta(module, params, init_meta)
-    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
-    if len(devices) > 1:
-        examples = ", ".join(
-            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
-            for device in devices
-        )
-        raise ConfigurationError(
-            f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
-        )
-
-
-def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
-    if init_meta not in (True, False, EMPTY):
-        raise ConfigurationError(
-            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
-            "afterwards"
-        )
-    if init_meta == EMPTY:
-        return
-    if init_meta:
-        check_can_initialise(module)
-        return
-    for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
-        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-        if meta:
-            raise ConfigurationError(
-                f"{len(meta)} of {len(tensors)} {kind} are on the meta device (such as {meta[0]}) and "
-                "init_model_with_meta_device is False; set it to let modules initialise themselves, or materialise "
-                "the model first"
-            )
 
 
 def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Sharding) -> list[str]:

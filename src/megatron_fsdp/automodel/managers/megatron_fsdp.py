@@ -21,7 +21,7 @@ from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.notices import warn_caller
-from megatron_fsdp.runtime.assemble import EMPTY
+from megatron_fsdp.runtime.module_checks import EMPTY
 
 
 class MegatronFSDPManager:

@@ -18,7 +18,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stage_model import tied_embedding
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.runtime.assemble import EMPTY
+from megatron_fsdp.runtime.module_checks import EMPTY
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.context_cut import ContextCut
 from megatron_fsdp.train.engines.experts import expert_ranks
