@@ -17,10 +17,17 @@ class FlatBuffer:
         local: These elements, (region.numel,).
     """
 
-    def __init__(self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        region: Region,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         self.layout = layout
         self.region = region
-        self.local = torch.zeros(region.numel, dtype=dtype, device=device)
+        self.local = torch.zeros(region.numel, dtype=dtype, device=device) if memory is None else memory
 
     @classmethod
     def slice_of(cls, whole: FlatBuffer, region: Region) -> FlatBuffer:

@@ -39,8 +39,6 @@ _RING = 4096
 _FIRST_CHANNEL, _CHANNEL_WORDS = 64, _ENTRIES + _RING * _ENTRY_WORDS + 48
 _LOOK_S = 0.5
 """How often who waits looks whether the other process still lives."""
-_LOOK_FOR_ROOM_S = 0.001
-"""The same for who cannot post: no bell is rung when a rank is done."""
 
 assert _FIRST_CHANNEL + len(CHANNELS) * _CHANNEL_WORDS <= HEADER_BYTES // 8
 
@@ -144,7 +142,9 @@ class Mailboxes:
         while reached + 1 in finished:
             reached += 1
             finished.remove(reached)
-        self._own[base + _DONE] = reached
+        if reached > self._own[base + _DONE]:
+            self._own[base + _DONE] = reached
+            self._bells[self._rank].ring()
 
     def drop(self, channel: int, number: int) -> None:
         """The same of a message that nobody asks for any more; for any thread, and at any point of another call."""
@@ -155,6 +155,25 @@ class Mailboxes:
         word = _base(channel) + _DONE
         return all(words[word] >= number for words in self._words.values())
 
+    def await_done(self, channel: int, number: int) -> None:
+        """Wait until all ranks, this one too, are done with the messages of a number.
+
+        Raises:
+            DistBackendError: This rank has not waited for its own, the time is over, or another rank has ended or gone.
+        """
+        if self.is_done(channel, number):
+            return
+        self._check()
+        word = _base(channel) + _DONE
+        if self._own[word] < number:
+            raise dist.DistBackendError(
+                f"memory of {CHANNELS[channel]} {number} is needed, for which {self._name(self._rank)} has not waited"
+            )
+        for other in self._others:
+            words = self._words[other]
+            what = f"finished {CHANNELS[channel]} {number}"
+            self._await(other, lambda words=words: words[word] >= number, what, _LOOK_S)  # type: ignore[misc]
+
     def leave(self) -> None:
         """Tell the others that nothing more will be posted."""
         if not self._own[_GONE]:
@@ -163,16 +182,12 @@ class Mailboxes:
 
     def _make_room(self, channel: int, oldest: int) -> None:
         """Wait until all ranks are done with a message whose place is needed; this one has to be."""
-        word = _base(channel) + _DONE
-        if self._own[word] < oldest:
+        if self._own[_base(channel) + _DONE] < oldest:
             raise dist.DistBackendError(
                 f"{_RING} collectives ({CHANNELS[channel]}) are under way in shared memory and this rank has not "
                 "waited for the first; wait for some, or set MFSDP_SHARED_MEMORY=0"
             )
-        for other in self._others:
-            words = self._words[other]
-            what = f"finished {CHANNELS[channel]} {oldest}"
-            self._await(other, lambda words=words: words[word] >= oldest, what, _LOOK_FOR_ROOM_S)  # type: ignore[misc]
+        self.await_done(channel, oldest)
 
     def _await(
         self, other: int, is_there: Callable[[], bool], what: str, look_s: float, timeout: timedelta | None = None

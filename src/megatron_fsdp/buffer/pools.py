@@ -18,9 +18,9 @@ class Block:
     stay valid, since the storage object that they refer to is the same. What they hold is lost.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
         with torch.inference_mode(False):
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory
         self._storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -113,19 +113,20 @@ class BucketPool:
     Args:
         count: How many blocks there are.
         num_bytes: The most that anyone needs of one.
-        device: Where they live.
+        make_block: Makes one of a number of bytes.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
-            the pool
-            grows: several units that fill at once each need one).
+            the pool grows: several units that fill at once each need one).
 
     Attributes:
         peak_bytes: The most that was held at a time.
     """
 
-    def __init__(self, count: int, num_bytes: int, device: torch.device, make_room: Callable[[], bool]) -> None:
+    def __init__(
+        self, count: int, num_bytes: int, make_block: Callable[[int], Block], make_room: Callable[[], bool]
+    ) -> None:
         self._count = count
         self._num_bytes = num_bytes
-        self._device = device
+        self._make_block = make_block
         self._make_room = make_room
         self._free: list[Block] = []
         self._made: list[Block] = []
@@ -139,9 +140,9 @@ class BucketPool:
         """
         while not self._free and len(self._made) >= self._count and self._make_room():
             pass
-        if not self._free:
-            self._made.append(Block(self._num_bytes, self._device))
-            self._free.append(self._made[-1])
+        if not self._free or len(self._made) < self._count:  # when others come back must not decide how many there are
+            self._made.append(self._make_block(self._num_bytes))
+            self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
         block.hold(self._num_bytes if num_bytes is None else num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -18,8 +18,10 @@ import torch
 
 HEADER_BYTES = 1 << 19
 ARENA_BYTES = 1 << 36
-_PAGE = 4096
-_DONT_DUMP = 16
+OWN_BYTES = ARENA_BYTES // 2
+"""The end of an arena, of which only its rank takes memory. What is before is for what all ranks take alike."""
+PAGE_BYTES = 4096
+_REMOVE, _DONT_DUMP = 9, 16
 """Of `madvise`."""
 
 
@@ -94,6 +96,12 @@ class _Mapping:
         # A dump of the core would go through all of it, and write zeros where it cannot skip.
         self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(ARENA_BYTES), _DONT_DUMP)
 
+    def give_back(self, offset_bytes: int, num_bytes: int) -> None:
+        """Let memory go; it is zero where it is used again."""
+        address = ctypes.c_void_p(self.address + offset_bytes)
+        if num_bytes and self._libc.madvise(address, ctypes.c_size_t(num_bytes), _REMOVE):
+            raise OSError(ctypes.get_errno(), "madvise: " + os.strerror(ctypes.get_errno()))
+
     def __del__(self) -> None:
         if hasattr(self, "address"):
             self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(ARENA_BYTES))
@@ -116,6 +124,19 @@ class Arena:
         self._mapping = _Mapping(path)
         self.words = (ctypes.c_int64 * (HEADER_BYTES // 8)).from_address(self._mapping.address)
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def offset_of(self, address: int) -> int | None:
+        """How far behind the start of the arena an address lies; None for one that is not in it."""
+        offset = address - self._mapping.address
+        return offset if 0 <= offset < ARENA_BYTES else None
+
+    def give_back(self, offset_bytes: int, num_bytes: int) -> None:
+        """Let the memory of whole pages go. Views stay valid, and read zeros.
+
+        Raises:
+            OSError: The system refuses.
+        """
+        self._mapping.give_back(offset_bytes, num_bytes)
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements from `offset_bytes` on; the same tensor every time. It keeps the memory."""
@@ -162,16 +183,49 @@ def _path(pid: int, descriptor: int) -> str:
     return f"/proc/{pid}/fd/{descriptor}"
 
 
+class Room:
+    """Takes stretches of addresses, one after another (pure).
+
+    Args:
+        start: Where the first lies, in bytes.
+        stop: Where there are no more.
+
+    Attributes:
+        taken_bytes: What all stretches take.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._start, self._stop = start, stop
+        self.taken_bytes = 0
+
+    def take(self, num_bytes: int) -> tuple[int, int]:
+        """A new stretch of whole pages: where it begins, and its length in bytes.
+
+        Raises:
+            MemoryError: There is no room left.
+        """
+        length = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        offset = self._start + self.taken_bytes
+        if offset + length > self._stop:
+            raise MemoryError(f"{num_bytes} bytes find no room in shared memory; set MFSDP_SHARED_MEMORY=0")
+        self.taken_bytes += length
+        return offset, length
+
+
 class Stretches:
     """Which parts of an arena are in use, and until when (pure).
 
     A stretch is taken for one message, and free again when every reader is done with that.
 
+    Args:
+        room: Where they come from.
+
     Attributes:
         taken_bytes: What all stretches take; it grows until there is one for each message that can be under way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self._stretches: list[_Stretch] = []
         self.taken_bytes = 0
 
@@ -189,20 +243,15 @@ class Stretches:
         Raises:
             MemoryError: The arena has no room left.
         """
-        fitting = (each for each in self._stretches if num_bytes <= each.num_bytes <= 2 * num_bytes + _PAGE)
+        fitting = (each for each in self._stretches if num_bytes <= each.num_bytes <= 2 * num_bytes + PAGE_BYTES)
         for stretch in fitting:
             if is_done(stretch.number):
                 stretch.number = number
                 return stretch.offset
-        length = -(-max(num_bytes, 1) // _PAGE) * _PAGE
-        if HEADER_BYTES + self.taken_bytes + length > ARENA_BYTES:
-            raise MemoryError(
-                f"a message of {num_bytes} bytes finds no room in shared memory; set MFSDP_SHARED_MEMORY=0"
-            )
-        stretch = _Stretch(HEADER_BYTES + self.taken_bytes, length, number)
-        self._stretches.append(stretch)
+        offset, length = self._room.take(num_bytes)
+        self._stretches.append(_Stretch(offset, length, number))
         self.taken_bytes += length
-        return stretch.offset
+        return offset
 
 
 @dataclass

@@ -1,13 +1,18 @@
-"""Collectives through memory that all ranks of an axis share: no socket, no thread, one copy.
+"""Collectives through memory that all ranks of an axis share: no socket, no thread, no copy where there need be none.
 
-Sockets of one machine cost two copies through the kernel and the threads of a back end. Here a rank copies its part
-into its arena when the collective is launched and goes on; when it waits, it reads the parts of the others from their
-arenas straight to where they belong, or adds them up from there, in rank order as `sum_received` does. What is
-launched needs nothing more of the rank that launched it, as with a back end that has threads of its own.
+Sockets of one machine cost two copies through the kernel and the threads of a back end. Here a rank says where its part
+lies when the collective is launched, and goes on; when it waits, it reads the parts of the others from where they lie
+straight to where they belong, or adds them up from there, in rank order as `sum_received` does. What is launched needs
+nothing more of the rank that launched it, as with a back end that has threads of its own.
+
+    weights    that were taken as `whole`: each rank's part is in its place for all, and a gather copies nothing
+    buckets    that are a `block`: others read them where they are, and the block is used again when all have
+    the rest   is copied into the arena first
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -16,10 +21,14 @@ import torch.distributed as dist
 
 from megatron_fsdp.buffer.mailbox import Mailboxes
 from megatron_fsdp.buffer.real_values import address_of
-from megatron_fsdp.buffer.shared_arena import Arena, Stretches
+from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYTES, Arena, Room, Stretches
+from megatron_fsdp.buffer.shared_block import SharedBlock
 
 _GATHERS, _REDUCTIONS = 0, 1
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = 1, 2, 3
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _END_OF_PASS = 1, 2, 3, 4
+
+_ADDED_AT_ONCE = 1 << 15
+"""Elements; what is added up stays in the cache meanwhile."""
 
 
 class SharedWork(dist.Work):
@@ -71,18 +80,89 @@ class SharedMemory:
         self._rank = rank
         self._arenas = tuple(arenas)
         self._boxes = boxes
-        self._stretches = Stretches()
+        self._own_room = Room(ARENA_BYTES - OWN_BYTES, ARENA_BYTES)
+        self._whole_room = Room(HEADER_BYTES, ARENA_BYTES - OWN_BYTES)
+        self._whole_bytes = 0
+        self._stretches = Stretches(self._own_room)
+        self._blocks: list[weakref.ref[SharedBlock]] = []
         ranks = range(len(arenas))
         self._others = (*ranks[rank + 1 :], *ranks[:rank])  # not all from the same rank at first
 
     @property
-    def held_bytes(self) -> int:
-        """What this rank's arena takes."""
+    def copied_bytes(self) -> int:
+        """What this rank has taken for copies of what it sends."""
         return self._stretches.taken_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What this rank has taken in all: that, its part of `whole` tensors, and what its blocks hold now."""
+        blocks = (block() for block in self._blocks)
+        return self.copied_bytes + self._whole_bytes + sum(block.held_bytes for block in blocks if block is not None)
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def whole(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor (numel,) that is the same memory on all ranks, of zeros; by all ranks, in the same order.
+
+        A rank may write its own part of `numel / num_ranks` elements while no other reads that: from the end of a pass
+        (`end_pass`) to the next gather.
+
+        Raises:
+            MemoryError: There is no room left.
+        """
+        num_bytes = numel * dtype.itemsize
+        offset, _ = self._whole_room.take(num_bytes)
+        self._whole_bytes += num_bytes // len(self._arenas)
+        return self._arenas[0].view(offset, numel, dtype)
+
+    def block(self, num_bytes: int) -> SharedBlock:
+        """A block of this rank's arena.
+
+        Raises:
+            MemoryError: There is no room left.
+        """
+        offset, _ = self._own_room.take(num_bytes)
+        boxes = self._boxes
+        made = SharedBlock(
+            num_bytes, self._arenas[self._rank], offset, lambda number: boxes.await_done(_REDUCTIONS, number)
+        )
+        self._blocks = [known for known in self._blocks if known() is not None]
+        self._blocks.append(weakref.ref(made))
+        return made
+
+    def _block_of(self, tensor: torch.Tensor) -> SharedBlock | None:
+        """The block that a tensor is part of."""
+        offset = self._arenas[self._rank].offset_of(address_of(tensor))
+        if offset is not None:
+            for known in self._blocks:
+                block = known()
+                if block is not None and block.is_at(offset):
+                    return block
+        return None
+
+    # ---- collectives --------------------------------------------------------------------------------------------
+
+    def end_pass(self) -> SharedWork:
+        """Start agreeing that nobody reads weights any more; when it is done, each rank may change its own."""
+        return self._agree(_END_OF_PASS, 0)
+
+    def _agree(self, kind: int, num_bytes: int) -> SharedWork:
+        """Post a message without content, to be waited for."""
+        number = self._boxes.next_number(_GATHERS)
+        expected = kind, num_bytes
+        self._boxes.post(_GATHERS, *expected, 0)
+
+        def read(timeout: timedelta | None) -> None:
+            for other in self._others:
+                self._boxes.read(_GATHERS, number, other, expected, timeout)
+
+        return SharedWork(self._boxes, _GATHERS, number, read)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> SharedWork:
         """Start gathering; as `Axis.all_gather`."""
         numel, dtype = shard.numel(), shard.dtype
+        if self._is_whole(full):
+            return self._agree(_ALL_GATHER, shard.nbytes)
         number, mine, offset = self._take(_GATHERS, numel, dtype)
         mine.copy_(shard)
         expected = _ALL_GATHER, shard.nbytes
@@ -109,10 +189,7 @@ class SharedMemory:
         """
         ranks, dtype = len(self._arenas), full.dtype
         numel = full.numel() // ranks
-        number, mine, offset = self._take(_REDUCTIONS, full.numel(), dtype)
-        for start, stop in ((0, self._rank * numel), ((self._rank + 1) * numel, full.numel())):
-            if start < stop:
-                mine[start:stop].copy_(full[start:stop])
+        number, mine, offset = self._lay_out(full)
         expected = _REDUCE_SCATTER, full.nbytes
         self._boxes.post(_REDUCTIONS, *expected, offset)
         part = slice(self._rank * numel, (self._rank + 1) * numel)
@@ -140,6 +217,26 @@ class SharedMemory:
                 full.copy_(total)
 
         return SharedWork(self._boxes, _REDUCTIONS, number, read)
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        offset = self._arenas[0].offset_of(address_of(tensor))
+        return offset is not None and offset < ARENA_BYTES - OWN_BYTES
+
+    def _lay_out(self, full: torch.Tensor) -> tuple[int, torch.Tensor, int]:
+        """Number of the next reduction, and `full` where others can read all but this rank's own part."""
+        block = self._block_of(full)
+        if block is not None:
+            number = self._boxes.next_number(_REDUCTIONS)
+            block.is_read_as(number)
+            offset = self._arenas[self._rank].offset_of(address_of(full))
+            assert offset is not None
+            return number, full, offset
+        number, mine, offset = self._take(_REDUCTIONS, full.numel(), full.dtype)
+        numel = full.numel() // len(self._arenas)
+        for start, stop in ((0, self._rank * numel), ((self._rank + 1) * numel, full.numel())):
+            if start < stop:
+                mine[start:stop].copy_(full[start:stop])
+        return number, mine, offset
 
     def _take(self, channel: int, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor, int]:
         """Number of the next message, room for it, and where that is."""
@@ -180,13 +277,19 @@ class SharedMemory:
 
 
 def _add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Sum rows in order; in float32 if they have 16 bits, else into `out`, which may be none of them but the first."""
-    if rows[0].dtype.itemsize < torch.float32.itemsize and rows[0].dtype.is_floating_point:
-        total = rows[0].to(torch.float32)
-        rest = rows[1:]
-    else:
-        total = torch.add(rows[0], rows[1], out=out)
-        rest = rows[2:]
-    for row in rest:
-        total.add_(row)
-    return total
+    """Sum two rows or more in order, in float32 if they have 16 bits, else into `out`, which may be one of them."""
+    first, *rest = rows
+    if first.dtype.itemsize < torch.float32.itemsize and first.dtype.is_floating_point:
+        total = first.to(torch.float32)
+        for row in rest:
+            total.add_(row)
+        return total
+    if len(rest) == 1:
+        return torch.add(first, rest[0], out=out)
+    for start in range(0, out.numel(), _ADDED_AT_ONCE):  # in parts, since a row that `out` is may come last
+        part = slice(start, start + _ADDED_AT_ONCE)
+        total = first[part]
+        for row in rest[:-1]:
+            total = torch.add(total, row[part])
+        torch.add(total, rest[-1][part], out=out[part])
+    return out

@@ -6,11 +6,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatron_fsdp.buffer.lanes import HostLane, Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool
+from megatron_fsdp.buffer.shared_block import SharedBlock
+from megatron_fsdp.buffer.shared_memory import SharedMemory
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
@@ -81,6 +84,7 @@ class Executor:
         self.fingerprint = 0
         self.verifier: Verifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
+        self._sharers = _sharers(units)
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
@@ -95,9 +99,10 @@ class Executor:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
         sizes = [unit.bucket_bytes for unit in self._units]
         make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
-        self._root_bucket = BucketPool(1, sizes[ROOT], self._device, make_room)
-        self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), self._device, make_room)
-        self._scratch = BucketPool(self._scratch_count, max(sizes), self._device, make_room)
+        root, others = _block_maker(self._units[:1], self._device), _block_maker(self._units[1:], self._device)
+        self._root_bucket = BucketPool(1, sizes[ROOT], root, make_room)
+        self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), others, make_room)
+        self._scratch = BucketPool(self._scratch_count, max(sizes), partial(Block, device=self._device), make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Let another number of units fill a bucket or have one in reduction at a time."""
@@ -167,6 +172,7 @@ class Executor:
             self.reduce(unit, reach)
         else:
             self.retire_all()
+            self._end_pass()
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
@@ -185,13 +191,37 @@ class Executor:
         """The outermost forward is over, perhaps by an exception."""
         if self.verifier is not None and not self.is_broken:
             self.verifier.end_forward(failed)
+        if not failed and not self.is_broken:
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """Wait until no rank reads the weights of others any more, where they lie in memory that ranks share.
+
+        Without it a rank could step while another still computes with its weights. Where only some ranks failed there
+        is nobody to wait for, and what the others compute will be thrown away.
+        """
+        if not self._sharers:
+            return
+        self.is_broken = True
+        try:
+            with self.observers.during(Phase.AGREE, ROOT):
+                self._end_pass()
+        except RuntimeError as error:
+            self._add_notes(error, "at the end of a pass")
+            raise
+        self.is_broken = False
+
+    def _end_pass(self) -> None:
+        tickets = [self._gather_lane.submit(shared.end_pass) for shared in self._sharers]
+        for ticket in tickets:
+            ticket.wait()
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold what is about to be communicated into a number that ranks can compare."""
         self.fingerprint = (self.fingerprint * 1_000_003 + 2 * index + (action is _REDUCE)) % _FINGERPRINT_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
-        if not unit.lives_in_slots:
+        if not unit.gathered_bytes:
             return None
         block = self.weight_memory.take(unit.index, slot)
         self.observers.lends(Memory.WEIGHTS, unit.index, block)
@@ -238,6 +268,7 @@ class Executor:
             )
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
+        self._retire_what_others_have_posted()
 
     def reduce_across(self, unit: Unit) -> None:
         """Start reducing over the outer ranks what the inner ones have summed."""
@@ -306,6 +337,17 @@ class Executor:
             self.reduce_across(reduction.unit)
         return True
 
+    def _retire_what_others_have_posted(self) -> None:
+        """Finish what takes no waiting, in order, so that other ranks do not wait for this one to read their buckets.
+
+        What goes on over the outer ranks then has to be started at the same point on all, so that it waits its turn.
+        """
+        while self._in_flight and isinstance(self._in_flight[0].bucket, SharedBlock):
+            oldest = self._in_flight[0]
+            if oldest.unit.reduces_across or not all(ticket.is_ready for ticket in oldest.tickets):
+                return
+            self._retire_oldest()
+
     def retire_all(self) -> None:
         """Wait for every reduction, and give back the memory that brought gradients here: others may need it."""
         while self._retire_oldest():
@@ -353,6 +395,23 @@ class Executor:
     def bucket_bytes(self) -> int:
         """What buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)
+
+
+def _sharers(units: Sequence[Unit]) -> tuple[SharedMemory, ...]:
+    """Where the weights of units lie that all inner ranks read where they are."""
+    plans = (group.plan for unit in units for group in unit.groups if group.plan.shares_weights)
+    found = {id(plan.axis.shared): plan.axis.shared for plan in plans}
+    return tuple(shared for shared in found.values() if shared is not None)
+
+
+def _block_maker(units: Sequence[Unit], device: torch.device) -> Callable[[int], Block]:
+    """What makes buckets for some units: in memory that ranks share, where they read what they reduce from there."""
+    for unit in units:
+        for group in unit.groups:
+            shared = group.plan.axis.shared
+            if shared is not None and group.gradients is not None and group.gradients.reducer.scatters_inside:
+                return shared.block
+    return partial(Block, device=device)
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

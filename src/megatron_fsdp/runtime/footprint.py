@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fsdp.accounting import GroupFootprint
+from megatron_fsdp.buffer.shared_memory import SharedMemory
 from megatron_fsdp.runtime.engine import Engine
 
 
@@ -19,8 +20,10 @@ class MemoryUse:
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
             as taken.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
-        shared_bytes: What this rank takes of memory that ranks of one machine share, which no allocator of torch
-            counts; it replaces the scratch that reductions over gloo take.
+        shared_bytes: What lies in memory that ranks of one machine share, of this rank and now: its weights and
+            buckets, which are part of the numbers above, and what is copied there to be sent. No allocator of torch
+            counts it.
+        copied_bytes: The last of these alone.
     """
 
     compute_weight_bytes: int
@@ -29,6 +32,7 @@ class MemoryUse:
     transient_peak_bytes: int
     gathered_bytes: int
     shared_bytes: int = 0
+    copied_bytes: int = 0
 
     @property
     def persistent_bytes(self) -> int:
@@ -45,13 +49,14 @@ def memory_of(engine: Engine) -> MemoryUse:
         sum(group.gradients.main.num_bytes for group in groups if group.gradients is not None),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
-        _shared_bytes(engine),
+        sum(shared.held_bytes for shared in _shared_memories(engine)),
+        sum(shared.copied_bytes for shared in _shared_memories(engine)),
     )
 
 
-def _shared_bytes(engine: Engine) -> int:
+def _shared_memories(engine: Engine) -> list[SharedMemory]:
     domains = (engine.dense,) if engine.experts is None else (engine.dense, engine.experts)
-    return sum(axis.shared.held_bytes for domain in domains for axis in domain.axes if axis.shared is not None)
+    return [axis.shared for domain in domains for axis in domain.axes if axis.shared is not None]
 
 
 def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:

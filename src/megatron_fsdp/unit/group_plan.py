@@ -100,13 +100,19 @@ class GroupPlan:
 
     @cached_property
     def weights_in_slots(self) -> bool:
-        """Whether full weights exist only while gathered."""
+        """Whether full weights are this rank's to read only while gathered."""
         return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
+
+    @cached_property
+    def shares_weights(self) -> bool:
+        """Whether the full weights are there once for all inner ranks, in memory that these share."""
+        return self.weights_in_slots and self.axis.shared is not None
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the full compute weights where they exist only while gathered, else 0."""
-        return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
+        """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
+        in_slots = self.weights_in_slots and not self.shares_weights
+        return self.layout.numel * self.precision.compute.itemsize if in_slots else 0
 
     @property
     def bucket_bytes(self) -> int:

@@ -59,7 +59,9 @@ class ParameterGroup:
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
-        if not self.weights_in_slots:
+        if self.weights.whole is not None:
+            self.place(self.weights.whole)
+        elif not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1

@@ -52,7 +52,9 @@ class Unit:
         self._swaps = tuple(_swaps(self.groups, self._sites))
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
         self.plan_buckets()
-        self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
+        self._gathered: list[torch.Tensor] = [
+            group.weights.compute.local if group.weights.whole is None else group.weights.whole for group in self.groups
+        ]
         self._placed_in: Block | None = None
         self.shows_full = False
         self._tickets: list[Ticket] = []
@@ -158,7 +160,7 @@ class Unit:
         """The memory of the gathered weights is gone: the full parameters lie nowhere until the next gather."""
         self._placed_in = None
         for group in self.groups:
-            if group.weights_in_slots:
+            if group.gathered_bytes:
                 group.hide()
 
     def _mark(self, version: int) -> None:
@@ -169,7 +171,7 @@ class Unit:
     def _place(self, block: Block) -> None:
         self._placed_in = block
         for position, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
-            if not group.weights_in_slots:
+            if not group.gathered_bytes:
                 continue
             full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
             self._gathered[position] = full

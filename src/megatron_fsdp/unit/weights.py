@@ -27,6 +27,7 @@ class WeightBuffers:
         compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in
             this rank's part between an optimizer step and the next gather).
         main: In the main dtype. Full under strategy 0, else this rank's part.
+        whole: (numel,) the full compute weights, where inner ranks share the memory of them; else None.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class WeightBuffers:
         device: torch.device,
     ) -> None:
         self._axes = tuple(axes)
-        self.compute = FlatBuffer(
-            layout, held_region(layout.numel, placements.compute_weight, axes), precision.compute, device
-        )
+        held = held_region(layout.numel, placements.compute_weight, axes)
+        shared = axes[-1].shared if held.numel < layout.numel else None
+        self.whole = None if shared is None else shared.whole(layout.numel, precision.compute)
+        part = None if self.whole is None else self.whole[held.start : held.stop]
+        self.compute = FlatBuffer(layout, held, precision.compute, device, part)
         region = held_region(layout.numel, placements.main_weight, axes)
         self.shares_memory = not precision.has_main_copy
         if not self.shares_memory:

@@ -26,7 +26,7 @@ def peak_bytes(trained: Trained) -> int:
     if trained.inside is None:  # gradients are as large as weights while there are any
         return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
     memory = trained.inside.memory()
-    return memory.persistent_bytes + memory.transient_peak_bytes + memory.shared_bytes + held
+    return memory.persistent_bytes + memory.transient_peak_bytes + memory.copied_bytes + held
 
 
 def describe_peak(trained: Trained) -> str:
