@@ -25,6 +25,7 @@ from benchmarks.counting import collectives_by_group
 from benchmarks.operators import Moved, MovedModel
 from benchmarks.planned import planned_peak
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
+from benchmarks.shared_bytes import blocks_seen, noted_bytes, shared_ranges
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.buffer.collectives import Traffic
 
@@ -255,7 +256,7 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     for held after the step and is not is taken off the peak: all of it, so that no contender looks worse than it is.
     """
     before = _bytes_of_tensors()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with blocks_seen(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         contender = build_contender(name, setting)
         _settle(contender, microbatches)
         with record_function(_MEASURED_STEP):
@@ -266,18 +267,20 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    held = peak = allocations = allocated = 0
+    held = held_shared = peak = allocations = allocated = 0
     measuring = False
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         measuring = measuring or event.name() == _MEASURED_STEP
         if event.name() == "[memory]":
             held += event.nbytes()
-            peak = max(peak, held) if measuring else held
             if measuring and event.nbytes() > 0:
                 allocations += 1
                 allocated += event.nbytes()
-    missed = max(held - alive, 0)
-    return LiveBytes(held - missed + unseen, peak - missed + unseen, allocations, allocated)
+        elif (change := noted_bytes(event.name())) is not None:
+            held_shared += change
+        peak = max(peak, held + held_shared) if measuring else held + held_shared
+    missed, unseen = max(held - alive, 0), unseen - held_shared  # of blocks every change was seen
+    return LiveBytes(held + held_shared - missed + unseen, peak - missed + unseen, allocations, allocated)
 
 
 def _bytes_of_tensors() -> int:
@@ -286,5 +289,10 @@ def _bytes_of_tensors() -> int:
         warnings.simplefilter("ignore")  # some objects warn when they are looked at
         tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     plain = (each for each in tensors if not isinstance(each, DTensor) and each.layout is torch.strided)
-    storages = {storage._cdata: storage.nbytes() for storage in (each.untyped_storage() for each in plain)}
+    shared = shared_ranges()
+    storages = {
+        storage._cdata: storage.nbytes()
+        for storage in (each.untyped_storage() for each in plain)
+        if not any(storage.data_ptr() in found for found in shared)
+    }
     return sum(storages.values())
