@@ -27,6 +27,7 @@ from megatron_fsdp.buffer.shared_arena import (
     HEADER_BYTES,
     Arena,
     Place,
+    Room,
     Stretches,
     has_ended,
     machine_of_process,
@@ -268,7 +269,7 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3 * 4096)), max_size=40))
 def test_stretches_in_use_never_meet_and_free_ones_are_used_again(steps: list[tuple[int, int]]) -> None:
-    stretches = Stretches()
+    stretches = Stretches(Room(HEADER_BYTES, ARENA_BYTES))
     in_use: dict[int, tuple[int, int]] = {}
     for number, (ended, num_bytes) in enumerate(steps):
         for done in sorted(in_use)[:ended]:
@@ -281,11 +282,11 @@ def test_stretches_in_use_never_meet_and_free_ones_are_used_again(steps: list[tu
 
 
 def test_stretches_stop_growing_and_end() -> None:
-    stretches = Stretches()
+    stretches = Stretches(Room(HEADER_BYTES, ARENA_BYTES))
     for number in range(100):
         stretches.take(5000, number, lambda other, number=number: other < number - 1)
     assert stretches.taken_bytes == 2 * 8192
-    with pytest.raises(MemoryError, match="finds no room"):
+    with pytest.raises(MemoryError, match="find no room"):
         stretches.take(ARENA_BYTES, 100, lambda _: False)
 
 

@@ -311,6 +311,8 @@ class Engine(OnRequest):
             else:
                 self.executor.reduce_across(unit)
         self.executor.retire_all()
+        if self.executor.was_asked and not self._callback_queued:
+            self.executor.end_pass()
         if check is not None and concludes:
             with self.observers.during(Phase.AGREE, ROOT):
                 check.conclude()

@@ -13,13 +13,13 @@ import torch
 from megatron_fsdp.buffer.lanes import HostLane, Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool
 from megatron_fsdp.buffer.shared_block import SharedBlock
-from megatron_fsdp.buffer.shared_memory import SharedMemory
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
 from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
+from megatron_fsdp.runtime.shared_use import block_maker, sharers
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import Verifier
 from megatron_fsdp.runtime.wire_bytes import gathered_bytes
@@ -60,6 +60,7 @@ class Executor:
         weight_memory: The memory of gathered weights.
         bucket_count: As given, or as set since.
         observers: Who is told of phases and collectives.
+        was_asked: Weights were gathered for somebody who may compute with them outside of any pass.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Executor:
         self.fingerprint = 0
         self.verifier: Verifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
-        self._sharers = _sharers(units)
+        self._sharers = sharers(units)
+        self.was_asked = False
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
@@ -99,7 +101,7 @@ class Executor:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
         sizes = [unit.bucket_bytes for unit in self._units]
         make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
-        root, others = _block_maker(self._units[:1], self._device), _block_maker(self._units[1:], self._device)
+        root, others = block_maker(self._units[:1], self._device), block_maker(self._units[1:], self._device)
         self._root_bucket = BucketPool(1, sizes[ROOT], root, make_room)
         self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), others, make_room)
         self._scratch = BucketPool(self._scratch_count, max(sizes), partial(Block, device=self._device), make_room)
@@ -200,6 +202,7 @@ class Executor:
         Without it a rank could step while another still computes with its weights. Where only some ranks failed there
         is nobody to wait for, and what the others compute will be thrown away.
         """
+        self.was_asked = False
         if not self._sharers:
             return
         self.is_broken = True
@@ -395,23 +398,6 @@ class Executor:
     def bucket_bytes(self) -> int:
         """What buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)
-
-
-def _sharers(units: Sequence[Unit]) -> tuple[SharedMemory, ...]:
-    """Where the weights of units lie that all inner ranks read where they are."""
-    plans = (group.plan for unit in units for group in unit.groups if group.plan.shares_weights)
-    found = {id(plan.axis.shared): plan.axis.shared for plan in plans}
-    return tuple(shared for shared in found.values() if shared is not None)
-
-
-def _block_maker(units: Sequence[Unit], device: torch.device) -> Callable[[int], Block]:
-    """What makes buckets for some units: in memory that ranks share, where they read what they reduce from there."""
-    for unit in units:
-        for group in unit.groups:
-            shared = group.plan.axis.shared
-            if shared is not None and group.gradients is not None and group.gradients.reducer.scatters_inside:
-                return shared.block
-    return partial(Block, device=device)
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

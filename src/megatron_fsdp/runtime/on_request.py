@@ -136,6 +136,7 @@ class OnRequest:
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""
+        self.executor.was_asked = True
         event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
         for unit in self.units_of(params):
             self.executor.run(event(unit.index))
