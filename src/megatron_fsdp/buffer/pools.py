@@ -57,12 +57,7 @@ class Block:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
-        if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
-            return False
-        try:
-            return tensor.untyped_storage()._cdata == self._storage and self.held_bytes != 0
-        except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
-            return False
+        return storage_of(tensor) == self._storage and self.held_bytes != 0
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor; the same one every time."""
@@ -72,6 +67,16 @@ class Block:
                 stop = offset_bytes + numel * dtype.itemsize
                 self._views[key] = self._bytes[offset_bytes:stop].view(dtype)
         return self._views[key]
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of a tensor from that of others; None where it has none of its own."""
+    if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
+        return None
 
 
 def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:

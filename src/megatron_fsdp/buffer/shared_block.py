@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -10,21 +10,34 @@ from megatron_fsdp.buffer.pools import Block
 from megatron_fsdp.buffer.shared_arena import PAGE_BYTES, Arena
 
 
+class Messages(Protocol):
+    """Those that tell other ranks to read blocks."""
+
+    def is_done(self, number: int) -> bool:
+        """Whether all ranks have read what the message of a number told of."""
+
+    def await_done(self, number: int) -> None:
+        """Wait until they have."""
+
+
 class SharedBlock(Block):
     """As any block, but that it waits for its readers before its content may change.
+
+    All ranks have to take and empty their blocks at the same points, before which each has read those of the others:
+    who waits here waits for nobody who waits for him elsewhere.
 
     Args:
         num_bytes: Its size.
         arena: This rank's.
         offset_bytes: Where it lies there; nobody else takes that.
-        await_readers: Waits until all ranks are done with the message of a number.
+        messages: Tell who has read it.
     """
 
-    def __init__(self, num_bytes: int, arena: Arena, offset_bytes: int, await_readers: Callable[[int], None]) -> None:
+    def __init__(self, num_bytes: int, arena: Arena, offset_bytes: int, messages: Messages) -> None:
         super().__init__(num_bytes, torch.device("cpu"), arena.view(offset_bytes, num_bytes, torch.uint8))
         self.offset_bytes = offset_bytes
         self._arena = arena
-        self._await_readers = await_readers
+        self._messages = messages
         self._held_bytes = 0
         self._last_message = 0  # there is none of that number
 
@@ -50,9 +63,14 @@ class SharedBlock(Block):
         self._shrink(num_bytes)
         self._held_bytes = num_bytes
 
+    def poison(self) -> None:
+        """As above; nothing happens while somebody reads it."""
+        if self._messages.is_done(self._last_message):
+            super().poison()
+
     def _shrink(self, num_bytes: int) -> None:
         if self._last_message:
-            self._await_readers(self._last_message)
+            self._messages.await_done(self._last_message)
             self._last_message = 0
         first = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         if first < self._held_bytes:

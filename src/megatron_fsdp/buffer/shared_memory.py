@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,10 +123,7 @@ class SharedMemory:
             MemoryError: There is no room left.
         """
         offset, _ = self._own_room.take(num_bytes)
-        boxes = self._boxes
-        made = SharedBlock(
-            num_bytes, self._arenas[self._rank], offset, lambda number: boxes.await_done(_REDUCTIONS, number)
-        )
+        made = SharedBlock(num_bytes, self._arenas[self._rank], offset, _Reductions(self._boxes))
         self._blocks = [known for known in self._blocks if known() is not None]
         self._blocks.append(weakref.ref(made))
         return made
@@ -274,6 +272,18 @@ class SharedMemory:
             own if rank == self._rank else self._part(_REDUCTIONS, number, rank, expected, part, timeout)
             for rank in range(len(self._arenas))
         ]
+
+
+class _Reductions(NamedTuple):
+    """The messages of reductions."""
+
+    boxes: Mailboxes
+
+    def is_done(self, number: int) -> bool:
+        return self.boxes.is_done(_REDUCTIONS, number)
+
+    def await_done(self, number: int) -> None:
+        self.boxes.await_done(_REDUCTIONS, number)
 
 
 def _add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,8 @@ class Executor:
                 self._carry_out(action, unit, slot, reach)
                 if observers.are_there:
                     observers.ends(PHASE_OF[action], index)
+                if action is _REDUCE:
+                    self._retire_what_others_have_posted()
                 self.is_broken = before
             except BaseException as error:
                 if self.observers:
@@ -271,7 +273,6 @@ class Executor:
             )
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
-        self._retire_what_others_have_posted()
 
     def reduce_across(self, unit: Unit) -> None:
         """Start reducing over the outer ranks what the inner ones have summed."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.buffer.lanes import Lane, Ticket
-from megatron_fsdp.buffer.pools import Block, pack_bytes
+from megatron_fsdp.buffer.pools import Block, pack_bytes, storage_of
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -56,6 +56,8 @@ class Unit:
             group.weights.compute.local if group.weights.whole is None else group.weights.whole for group in self.groups
         ]
         self._placed_in: Block | None = None
+        wholes = (group.weights.whole for group in self.groups)
+        self._shared = frozenset(storage_of(whole) for whole in wholes if whole is not None)  # these are never moved
         self.shows_full = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
@@ -145,8 +147,10 @@ class Unit:
         return was_any
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of this unit's gathered weights that live in a slot."""
-        return self._placed_in is not None and self._placed_in.holds(tensor)
+        """Whether a tensor is a view of this unit's gathered weights that live in a slot, or are other ranks' too."""
+        if self._placed_in is not None and self._placed_in.holds(tensor):
+            return True
+        return bool(self._shared) and storage_of(tensor) in self._shared
 
     def invalidate(self) -> None:
         """The gathered weights are about to be overwritten, or out of date.
