@@ -114,22 +114,24 @@ def _given_back() -> list[int]:
 
     def resident() -> int:
         lines = Path("/proc/self/smaps").read_text().split("memfd:megatron_fsdp")
-        of_each = ([line for line in part.splitlines() if line.startswith("Rss:")][0] for part in lines[1:])
+        of_each = (next(line for line in part.splitlines() if line.startswith("Rss:")) for part in lines[1:])
         return sum(int(line.split()[1]) for line in of_each) * 1024
 
     block = shared.block(64 * PAGE_BYTES)
     before = resident()
-    for num_bytes in (64 * PAGE_BYTES, 10 * PAGE_BYTES + 1, 0):
+    for num_bytes in (10 * PAGE_BYTES + 1, 64 * PAGE_BYTES, PAGE_BYTES):  # it grows, and its pages stay
         block.hold(num_bytes)
         block.view(0, num_bytes, torch.uint8).fill_(7)
-        found.append((resident() - before) // PAGE_BYTES)
+        found += [(resident() - before) // PAGE_BYTES, block.held_bytes]
+    block.empty()
+    found += [(resident() - before) // PAGE_BYTES, block.held_bytes]
     block.hold(PAGE_BYTES)
     found.append(int(block.view(0, PAGE_BYTES, torch.uint8).sum()))
     return found
 
 
 def test_what_a_block_holds_no_more_goes_back_to_the_system(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, _given_back) == [[64, 11, 0, 0]] * 2
+    assert run_ranks(2, _given_back) == [[11, 10 * PAGE_BYTES + 1, *[64, 64 * PAGE_BYTES] * 2, 0, 0, 0]] * 2
 
 
 def _needed_before_its_own_wait() -> str:

@@ -13,6 +13,7 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.buffer import share, shared_memory
 from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
 from megatron_fsdp.buffer.futex import has_futex
+from megatron_fsdp.buffer.pools import pack_bytes
 from megatron_fsdp.buffer.share import VARIABLE, over_shared_memory, resolve_shared_memory
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
@@ -380,5 +381,5 @@ def test_a_model_says_that_its_axis_shares_memory_and_how_much(run_ranks: RunRan
     taken = bucket + 2 * bucket  # over sockets: scratch, and weights that are gathered
     for line, shared, without, scratch in run_ranks(2, _told):
         assert "gloo and shared memory, global ranks 0, 1" in line
-        assert (shared, without) == ((bucket // 2, 0), (0, 0))
+        assert (shared, without) == ((bucket // 2 + pack_bytes([bucket])[1], 0), (0, 0))
         assert bucket <= scratch <= taken

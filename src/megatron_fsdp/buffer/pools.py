@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -119,6 +120,7 @@ class BucketPool:
         count: How many blocks there are.
         num_bytes: The most that anyone needs of one.
         make_block: Makes one of a number of bytes.
+        kept: How many blocks keep their memory when the pool is emptied, those that were made first.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool grows: several units that fill at once each need one).
 
@@ -127,12 +129,18 @@ class BucketPool:
     """
 
     def __init__(
-        self, count: int, num_bytes: int, make_block: Callable[[int], Block], make_room: Callable[[], bool]
+        self,
+        count: int,
+        num_bytes: int,
+        make_block: Callable[[int], Block],
+        make_room: Callable[[], bool],
+        kept: int = 0,
     ) -> None:
         self._count = count
         self._num_bytes = num_bytes
         self._make_block = make_block
         self._make_room = make_room
+        self._kept = kept
         self._free: list[Block] = []
         self._made: list[Block] = []
         self.peak_bytes = 0
@@ -171,9 +179,21 @@ class BucketPool:
     def empty(self) -> None:
         """Give the memory of the blocks that are not out back to the allocator; they take some when they are lent."""
         for block in self._free:
-            block.empty()
+            if all(block is not kept for kept in self._made[: self._kept]):
+                block.empty()
 
     @property
     def held_bytes(self) -> int:
         """Bytes held now."""
         return sum(block.held_bytes for block in self._made)
+
+
+def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """Call a bound method for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        alive = reference()
+        return alive is not None and alive()
+
+    return call

@@ -56,23 +56,24 @@ class SharedBlock(Block):
 
     def empty(self) -> None:
         """As above, once nobody reads it any more."""
-        self._shrink(0)
+        self._await_readers()
+        self._arena.give_back(self.offset_bytes, -(-self._held_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self._held_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """As above, once nobody reads what is there; views are good in any case."""
-        self._shrink(num_bytes)
-        self._held_bytes = num_bytes
+        """As above, once nobody reads what is there; it holds the most that it was asked for since it was empty.
+
+        New pages cost more than what is done with them here, several times over.
+        """
+        self._await_readers()
+        self._held_bytes = max(self._held_bytes, num_bytes)
 
     def poison(self) -> None:
         """As above; nothing happens while somebody reads it."""
         if self._messages.is_done(self._last_message):
             super().poison()
 
-    def _shrink(self, num_bytes: int) -> None:
+    def _await_readers(self) -> None:
         if self._last_message:
             self._messages.await_done(self._last_message)
             self._last_message = 0
-        first = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-        if first < self._held_bytes:
-            self._arena.give_back(self.offset_bytes + first, -(-self._held_bytes // PAGE_BYTES) * PAGE_BYTES - first)
-        self._held_bytes = min(self._held_bytes, num_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import partial
 import torch
 
 from megatron_fsdp.buffer.lanes import HostLane, Ticket, make_lane
-from megatron_fsdp.buffer.pools import Block, BucketPool
+from megatron_fsdp.buffer.pools import Block, BucketPool, weakly
 from megatron_fsdp.buffer.shared_block import SharedBlock
 from megatron_fsdp.buffer.weight_memory import WeightMemory
 from megatron_fsdp.errors import MegatronFSDPError
@@ -19,7 +18,7 @@ from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
 from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
-from megatron_fsdp.runtime.shared_use import block_maker, sharers
+from megatron_fsdp.runtime.shared_use import bucket_pool, sharers
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import Verifier
 from megatron_fsdp.runtime.wire_bytes import gathered_bytes
@@ -99,12 +98,12 @@ class Executor:
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
-        sizes = [unit.bucket_bytes for unit in self._units]
-        make_room = _weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
-        root, others = block_maker(self._units[:1], self._device), block_maker(self._units[1:], self._device)
-        self._root_bucket = BucketPool(1, sizes[ROOT], root, make_room)
-        self._buckets = BucketPool(self.bucket_count, max(sizes[ROOT + 1 :], default=0), others, make_room)
-        self._scratch = BucketPool(self._scratch_count, max(sizes), partial(Block, device=self._device), make_room)
+        make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
+        root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
+        self._root_bucket = bucket_pool(1, root, self._device, make_room)
+        self._buckets = bucket_pool(self.bucket_count, others, self._device, make_room)
+        largest = max(unit.bucket_bytes for unit in self._units)
+        self._scratch = BucketPool(self._scratch_count, largest, partial(Block, device=self._device), make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Let another number of units fill a bucket or have one in reduction at a time."""
@@ -399,14 +398,3 @@ class Executor:
     def bucket_bytes(self) -> int:
         """What buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)
-
-
-def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Call a bound method for as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> bool:
-        alive = reference()
-        return alive is not None and alive()
-
-    return call
