@@ -26,7 +26,7 @@ from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYT
 from megatron_fsdp.buffer.shared_block import SharedBlock
 
 _GATHERS, _REDUCTIONS = 0, 1
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _END_OF_PASS = 1, 2, 3, 4
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _BEGIN_OF_PASS, _END_OF_PASS = 1, 2, 3, 4, 5
 
 _ADDED_AT_ONCE = 1 << 15
 """Elements; what is added up stays in the cache meanwhile."""
@@ -106,7 +106,7 @@ class SharedMemory:
         """A tensor (numel,) that is the same memory on all ranks, of zeros; by all ranks, in the same order.
 
         A rank may write its own part of `numel / num_ranks` elements while no other reads that: from the end of a pass
-        (`end_pass`) to the next gather.
+        (`end_pass`) to the next `begin_pass`, or gather.
 
         Raises:
             MemoryError: There is no room left.
@@ -139,6 +139,10 @@ class SharedMemory:
         return None
 
     # ---- collectives --------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> SharedWork:
+        """Start agreeing that each rank's own weights are up to date; when it is done, all may be read."""
+        return self._agree(_BEGIN_OF_PASS, 0)
 
     def end_pass(self) -> SharedWork:
         """Start agreeing that nobody reads weights any more; when it is done, each rank may change its own."""

@@ -18,7 +18,7 @@ from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
 from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
-from megatron_fsdp.runtime.shared_use import bucket_pool, sharers
+from megatron_fsdp.runtime.shared_use import Passes, bucket_pool
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.verify_ranks import Verifier
 from megatron_fsdp.runtime.wire_bytes import gathered_bytes
@@ -84,7 +84,7 @@ class Executor:
         self.fingerprint = 0
         self.verifier: Verifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
-        self._sharers = sharers(units)
+        self._passes = Passes(units, self._gather_lane)
         self.was_asked = False
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
@@ -175,7 +175,7 @@ class Executor:
             self.reduce(unit, reach)
         else:
             self.retire_all()
-            self._end_pass()
+            self._passes.end()
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
@@ -197,28 +197,29 @@ class Executor:
         if not failed and not self.is_broken:
             self.end_pass()
 
-    def end_pass(self) -> None:
-        """Wait until no rank reads the weights of others any more, where they lie in memory that ranks share.
+    def begin_pass(self) -> None:
+        """Agree that all weights are up to date, where those of other ranks are read where they lie."""
+        self._agree(self._passes.begin)
 
-        Without it a rank could step while another still computes with its weights. Where only some ranks failed there
-        is nobody to wait for, and what the others compute will be thrown away.
+    def end_pass(self) -> None:
+        """Agree that no rank reads those of others any more; until then nobody may change its own.
+
+        Where only some ranks failed there is nobody to wait for, and what the others compute will be thrown away.
         """
         self.was_asked = False
-        if not self._sharers:
+        self._agree(self._passes.end)
+
+    def _agree(self, agree: Callable[[], None]) -> None:
+        if not self._passes:
             return
         self.is_broken = True
         try:
             with self.observers.during(Phase.AGREE, ROOT):
-                self._end_pass()
+                agree()
         except RuntimeError as error:
-            self._add_notes(error, "at the end of a pass")
+            self._add_notes(error, "while ranks agree on memory that they share")
             raise
         self.is_broken = False
-
-    def _end_pass(self) -> None:
-        tickets = [self._gather_lane.submit(shared.end_pass) for shared in self._sharers]
-        for ticket in tickets:
-            ticket.wait()
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold what is about to be communicated into a number that ranks can compare."""

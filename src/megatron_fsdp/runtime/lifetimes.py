@@ -73,7 +73,9 @@ class LifetimeChecker(Observer):
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [_Weights(unit.label, any(group.is_gathered for group in unit.groups)) for unit in units]
+        self._weights = [
+            _Weights(unit.label, any(group.plan.gathered_by_unit for group in unit.groups)) for unit in units
+        ]
         self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
         self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
         self._buckets: dict[int, _Lent] = {}  # by unit, what it was lent last

@@ -89,6 +89,8 @@ class OnRequest:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
                 unit.wait()
+        if wait:
+            self.executor.begin_pass()
 
     def check_lifetimes(self) -> None:
         """Check every use of borrowed memory from now on; once."""
@@ -137,6 +139,7 @@ class OnRequest:
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""
         self.executor.was_asked = True
+        self.executor.begin_pass()
         event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
         for unit in self.units_of(params):
             self.executor.run(event(unit.index))

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.buffer.pools import Block, BucketPool
-from megatron_fsdp.buffer.shared_memory import SharedMemory
 from megatron_fsdp.unit.unit import Unit
 
 
@@ -32,8 +32,34 @@ def _block_maker(units: Sequence[Unit], device: torch.device) -> tuple[Callable[
     return partial(Block, device=device), 0
 
 
-def sharers(units: Sequence[Unit]) -> tuple[SharedMemory, ...]:
-    """Where the weights of units lie that all inner ranks read where they are."""
-    plans = (group.plan for unit in units for group in unit.groups if group.plan.shares_weights)
-    found = {id(plan.axis.shared): plan.axis.shared for plan in plans}
-    return tuple(shared for shared in found.values() if shared is not None)
+class Passes:
+    """Forwards and backwards that all ranks begin and end together, since they read each other's weights in them.
+
+    It is false where no weights are shared.
+
+    Args:
+        units: All units.
+        lane: Where ranks wait for each other.
+    """
+
+    def __init__(self, units: Sequence[Unit], lane: Lane) -> None:
+        plans = (group.plan for unit in units for group in unit.groups if group.plan.shares_weights)
+        found = {id(plan.axis.shared): plan.axis.shared for plan in plans}
+        self._shared = tuple(shared for shared in found.values() if shared is not None)
+        self._lane = lane
+
+    def __bool__(self) -> bool:
+        return bool(self._shared)
+
+    def begin(self) -> None:
+        """Wait until the weights of all are up to date."""
+        self._wait([self._lane.submit(shared.begin_pass) for shared in self._shared])
+
+    def end(self) -> None:
+        """Wait until nobody reads them."""
+        self._wait([self._lane.submit(shared.end_pass) for shared in self._shared])
+
+    @staticmethod
+    def _wait(tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.wait()

@@ -7,8 +7,8 @@ from megatron_fsdp.unit.unit import Unit
 
 
 def gathered_bytes(unit: Unit) -> int:
-    """Of the full weights that are gathered; 0 where they are whole everywhere."""
-    plans = [group.plan for group in unit.groups if group.is_gathered]
+    """Of the full weights that are gathered; 0 where they are whole everywhere, or shared."""
+    plans = [group.plan for group in unit.groups if group.plan.gathered_by_unit]
     return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
 
 

@@ -108,6 +108,14 @@ class GroupPlan:
         """Whether the full weights are there once for all inner ranks, in memory that these share."""
         return self.weights_in_slots and self.axis.shared is not None
 
+    @cached_property
+    def gathered_by_unit(self) -> bool:
+        """Whether ranks communicate for each unit before they use its full weights, beside those of the outer axis.
+
+        Where they share memory they agree once for each pass; but not where what they share comes from outer ranks.
+        """
+        return self.is_gathered and (not self.shares_weights or self.gathers_across)
+
     @property
     def gathered_bytes(self) -> int:
         """Bytes that the full compute weights take while they are gathered, and only then, else 0."""

@@ -127,7 +127,7 @@ class Unit:
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
-            if not group.is_gathered:
+            if not group.plan.gathered_by_unit:
                 continue
             self._tickets.append(lane.submit(partial(group.weights.gather_into, full)))
 
@@ -214,6 +214,7 @@ class Unit:
                 continue
             for name, param in zip(group.names, group.full, strict=True):
                 if param._version:
+                    self._mark(0)
                     raise ScheduleError(
                         f"{name} was modified in place inside the forward of unit {self.label}, and the change would "
                         "be lost when its gathered weights are released; modify parameters between forwards instead"
