@@ -202,10 +202,7 @@ class Executor:
         self._agree(self._passes.begin)
 
     def end_pass(self) -> None:
-        """Agree that no rank reads those of others any more; until then nobody may change its own.
-
-        Where only some ranks failed there is nobody to wait for, and what the others compute will be thrown away.
-        """
+        """Agree that no rank reads those of others any more; until then nobody may change its own."""
         self.was_asked = False
         self._agree(self._passes.end)
 
