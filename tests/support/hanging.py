@@ -80,6 +80,7 @@ def misbehaving(
     limit_s: float = DEADLINE_S,
     watch_s: float = 0.0,
     verify: str | None = None,
+    shares: bool = False,
 ) -> Iterator[None]:
     """Ranks that run a scenario, until the block ends.
 
@@ -90,6 +91,7 @@ def misbehaving(
         limit_s: The time limit of their process group.
         watch_s: The time after which they explain by themselves; 0: never.
         verify: Their `verify_ranks`.
+        shares: Whether they share memory; else they gather and reduce over sockets.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([*preloaded_modules(), __name__])

@@ -20,6 +20,7 @@ _COMMUNICATES = frozenset(
         Phase.REDUCE_ACROSS,
         Phase.RETIRE,
         Phase.AGREE,
+        Phase.PASS,
         Phase.NORM,
         Phase.WHOLE,
     )

@@ -175,7 +175,9 @@ class Executor:
             self.reduce(unit, reach)
         else:
             self.retire_all()
-            self._passes.end()
+            if self._passes:
+                with self.observers.during(Phase.PASS, ROOT):
+                    self._passes.end()
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
@@ -211,7 +213,7 @@ class Executor:
             return
         self.is_broken = True
         try:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.PASS, ROOT):
                 agree()
         except RuntimeError as error:
             self._add_notes(error, "while ranks agree on memory that they share")
