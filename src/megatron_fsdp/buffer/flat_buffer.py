@@ -56,11 +56,14 @@ class FlatBuffer:
         """Copy what belongs here of full tensors, casting to this buffer's dtype; None: leave that one alone."""
         pieces, parts = [], []
         for index, (piece, tensor) in enumerate(zip(self.pieces(), tensors, strict=True)):
-            if tensor is not None:
-                start, stop = self.layout.range_in(index, self.region)
-                if start < stop:
-                    pieces.append(piece.view(-1))
-                    parts.append(tensor.detach().reshape(-1)[start:stop])
+            if tensor is None or not piece.numel():
+                continue
+            if not tensor.is_contiguous():  # flattening it takes a copy, of one at a time
+                self.store(index, tensor)
+                continue
+            start, stop = self.layout.range_in(index, self.region)
+            pieces.append(piece.view(-1))
+            parts.append(tensor.detach().view(-1)[start:stop])
         if pieces:
             torch._foreach_copy_(pieces, parts)
 

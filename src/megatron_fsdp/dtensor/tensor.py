@@ -59,7 +59,7 @@ class UnevenDTensor(DTensor):
         """The same as a parameter, which `nn.Parameter` would make of a second tensor."""
         made: Any = cls.wrap(local, frame, requires_grad)
         made._is_param = True
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.shard_frame.description.local_range

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,18 +31,24 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: Of any dtype and shape.
     """
-    flat = tensor.detach().reshape(-1)
-    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return _of_memory(real) if real.device.type == "cpu" else mixed_words(real)
+    return fingerprints([tensor])[0]
 
 
-def _of_memory(flat: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of contiguous elements in this process's memory."""
+def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The fingerprints of several tensors on one device, (len(tensors),)."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return torch.tensor([_of_memory(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
+    return torch.stack([mixed_words(tensor) for tensor in tensors])
+
+
+def _of_memory(tensor: torch.Tensor) -> int:
+    """The fingerprint of what is in this process's memory."""
+    flat = _flat(tensor)
     if not flat.nbytes:
-        return torch.zeros((), dtype=torch.int64)
+        return 0
     memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     high, low = zlib.crc32(memory), int(_words(flat).sum())
-    return torch.tensor((high - 2**31) * 2**32 + ((low ^ low >> 32) & _LOW))
+    return (high - 2**31) * 2**32 + ((low ^ low >> 32) & _LOW)
 
 
 def lowest_and_highest(hashes: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +58,9 @@ def lowest_and_highest(hashes: torch.Tensor, group: dist.ProcessGroup) -> tuple[
     return ~both[0], both[1]
 
 
-def mixed_words(real: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of a flat real tensor by operations of its device."""
+def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of a tensor by operations of its device, whichever that is."""
+    real = _flat(tensor)
     total = torch.zeros((), dtype=torch.int64, device=real.device)
     for chunk in real.split(_CHUNK_NUMEL):
         words = _words(chunk)
@@ -61,6 +69,12 @@ def mixed_words(real: torch.Tensor) -> torch.Tensor:
         mixed = (mixed ^ (mixed >> _SHIFT)).mul_(_SPREAD)
         total = (total ^ (total >> _SHIFT)) * _MIX + (mixed ^ (mixed >> _SHIFT)).sum()
     return total
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements one after another as real numbers; a copy where they do not lie so."""
+    flat = tensor.detach().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The plans of a model's parameter groups; groups of equal shapes, as those of equal blocks, have what they can in common."""
+"""The plans of a model's parameter groups; groups of equal shapes, as equal blocks have, share what they can."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.real_values import has_values
-from megatron_fsdp.runtime.fingerprint import fingerprint, lowest_and_highest
+from megatron_fsdp.runtime.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.tensor_parallel import local_part, part_of
 
@@ -80,6 +80,6 @@ def differing_tensors(
     """
     if not tensors:
         return ()
-    hashes = torch.stack([fingerprint(tensor).to(device) for tensor in tensors.values()])
+    hashes = fingerprints(list(tensors.values())).to(device)
     lowest, highest = lowest_and_highest(hashes, group)
     return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)

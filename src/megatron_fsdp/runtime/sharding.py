@@ -133,9 +133,7 @@ class Sharding:
     ) -> tuple[TensorParallelPart | None, ...]:
         """How tensor parallelism cut the parameters of a group."""
         mesh = self.domain(spec.key.is_expert).tensor_parallel
-        return tuple(
-            part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True)
-        )
+        return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
 
     def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
         """Decide layout, dtypes, placements and factors of one group.
