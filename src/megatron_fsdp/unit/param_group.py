@@ -255,7 +255,7 @@ class ParameterGroup:
         return self._stand_in.expand(self.plan.layout.shapes[index])
 
     def _make_sharded(self, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
-        # Detached, since a view keeps the buffer that it was taken from, and whoever holds parameters needs memory only.
+        # Detached: a view keeps the buffer that it was taken from alive, and who holds parameters needs memory only.
         param = UnevenDTensor.as_parameter(piece.detach(), frame, original.requires_grad)
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
