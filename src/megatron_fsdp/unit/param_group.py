@@ -59,6 +59,7 @@ class ParameterGroup:
         pieces = self.weights.main.pieces()
         self.sharded = tuple(map(self._make_sharded, pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
+        self._stand_in = None  # it goes when every full parameter has its place
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
