@@ -5,6 +5,7 @@ otherwise. `plan_layout` makes one; `megatron_fsdp.layout_planner` holds the sea
 """
 
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -203,6 +204,26 @@ class Layout:
         """Half-open range of one tensor's flattened elements that lie in a region of the buffer, maybe empty."""
         offset, numel = self.offsets[index], self.tensor_numel(index)
         return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
+
+    def pieces_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """Where the memory of a region holds what of each tensor: half-open range and shape, as `piece_shape`.
+
+        Worked out once for each region.
+        """
+        found = self._pieces.get(region)
+        if found is None:
+            found = self._pieces[region] = tuple(self._piece_in(index, region) for index in range(len(self.shapes)))
+        return found
+
+    @functools.cached_property
+    def _pieces(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        return {}
+
+    def _piece_in(self, index: int, region: Region) -> tuple[int, int, tuple[int, ...]]:
+        start, stop = self.range_in(index, region)
+        shape = self.shapes[index] if region.numel == self.numel else self.piece_shape(index, stop - start)
+        first = self.offsets[index] + start - region.start if start < stop else 0
+        return first, first + stop - start, shape
 
     def is_row_sharded(self, index: int) -> bool:
         """Whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).

@@ -249,7 +249,10 @@ def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:
 
 
 def _holds_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    """Asked of every module, so it goes down no further than to the first parameter."""
+    if any(param is not None for param in module._parameters.values()):
+        return True
+    return any(child is not None and _holds_parameters(child) for child in module._modules.values())
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -123,3 +123,40 @@ def test_the_part_of_a_full_buffer_is_a_buffer_that_shares_its_memory(rank: int)
     part.local.fill_(-1.0)
     assert full.piece(0)[2 * rank].tolist() == [-1.0, -1.0]
     assert part.local.data_ptr() == full.part(shard_region(layout, rank)).data_ptr()
+
+
+@given(shape_lists, st.integers(1, 5), st.sampled_from([1, 4]))
+def test_all_pieces_at_once_are_those_of_one_at_a_time(
+    shapes: list[tuple[int, ...]], num_ranks: int, alignment_numel: int
+) -> None:
+    layout = plan_layout(shapes, num_ranks, alignment_numel=alignment_numel)
+    tensors = numbered(shapes)
+    given_tensors = [None if index == 1 else tensor for index, tensor in enumerate(tensors)]
+    for rank in range(num_ranks):
+        together, alone = shard_buffer(layout, rank, torch.float64), shard_buffer(layout, rank, torch.float64)
+        together.store_all(given_tensors)
+        for index, tensor in enumerate(given_tensors):
+            if tensor is not None:
+                alone.store(index, tensor)
+        assert torch.equal(together.local, alone.local)
+        start = shard_region(layout, rank).start
+        for index, (piece, (first, stop, shape)) in enumerate(
+            zip(together.pieces(), layout.pieces_in(together.region), strict=True)
+        ):
+            inside = layout.local_range(index, rank)
+            shape_cut = layout.piece_shape(index, inside[1] - inside[0])
+            expected = layout.shapes[index] if together.is_whole else shape_cut
+            assert shape == tuple(piece.shape) == expected
+            assert stop - first == inside[1] - inside[0] == piece.numel()
+            if piece.numel():
+                assert first == layout.offsets[index] + inside[0] - start == piece.storage_offset()
+
+
+def test_tensors_that_do_not_lie_in_order_are_stored_as_they_read() -> None:
+    layout = plan_layout([(4, 3), (2, 5)], 2)
+    tensors = [torch.arange(12.0).view(3, 4).t(), torch.arange(20.0).view(2, 10)[:, ::2]]
+    shards = [shard_buffer(layout, rank) for rank in range(2)]
+    for shard in shards:
+        shard.store_all(tensors)
+    for index, tensor in enumerate(tensors):
+        assert torch.cat([shard.piece(index).reshape(-1) for shard in shards]).tolist() == tensor.flatten().tolist()

@@ -1,50 +1,92 @@
 """Fingerprints tell tensors apart that differ in any bit or in order."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_fsdp.runtime.fingerprint import fingerprint
+from megatron_fsdp.runtime.fingerprint import fingerprint, fingerprints, lowest_and_highest, mixed_words
+from tests.conftest import RunRanks
 
+Fingerprint = Callable[[torch.Tensor], torch.Tensor]
+both_kinds = pytest.mark.parametrize("kind", [fingerprint, mixed_words], ids=["memory", "operations"])
+"""That of the CPU, and that of other devices."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
 
+@both_kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [1, 2, 496, 1 << 14, (1 << 16) + 3])
-def test_constants_differ(dtype: torch.dtype, numel: int) -> None:
+def test_constants_differ(dtype: torch.dtype, numel: int, kind: Fingerprint) -> None:
     ones, zeros = torch.ones(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
-    assert fingerprint(ones).item() != fingerprint(zeros).item()
-    assert fingerprint(ones).item() == fingerprint(ones.clone()).item()
+    assert kind(ones).item() != kind(zeros).item()
+    assert kind(ones).item() == kind(ones.clone()).item()
 
 
-def test_constant_floats_whose_bits_differ_in_one_high_bit_differ() -> None:
+@both_kinds
+def test_constant_floats_whose_bits_differ_in_one_high_bit_differ(kind: Fingerprint) -> None:
     for numel in (1 << power for power in range(18)):
-        values = {fingerprint(torch.full((numel,), value, dtype=torch.float64)).item() for value in (1.0, 2.0, 4.0, -1)}
+        values = {kind(torch.full((numel,), value, dtype=torch.float64)).item() for value in (1.0, 2.0, 4.0, -1)}
         assert len(values) == 4
 
 
-def test_order_matters_inside_and_across_chunks() -> None:
+@both_kinds
+def test_order_matters_inside_and_across_chunks(kind: Fingerprint) -> None:
     tensor = torch.arange((1 << 17) + 5, dtype=torch.float32)
-    first = fingerprint(tensor).item()
+    first = kind(tensor).item()
     for left, right in ((0, 1), (5, 1 << 16), (7, 7 + (1 << 16)), (1, tensor.numel() - 1)):
         swapped = tensor.clone()
         swapped[left], swapped[right] = tensor[right], tensor[left]
-        assert fingerprint(swapped).item() != first
-    assert fingerprint(tensor.roll(1 << 16)).item() != first
+        assert kind(swapped).item() != first
+    assert kind(tensor.roll(1 << 16)).item() != first
 
 
-def test_every_random_state_of_many_seeds_differs() -> None:
+@both_kinds
+def test_every_random_state_of_many_seeds_differs(kind: Fingerprint) -> None:
     generator = torch.Generator()
-    found = {fingerprint(generator.manual_seed(seed).get_state()).item() for seed in range(300)}
+    found = {kind(generator.manual_seed(seed).get_state()).item() for seed in range(300)}
     assert len(found) == 300
 
 
-def test_shape_and_strides_do_not_matter_and_an_empty_tensor_has_one() -> None:
+@both_kinds
+def test_shape_and_strides_do_not_matter_and_an_empty_tensor_has_one(kind: Fingerprint) -> None:
     tensor = torch.randn(6, 4)
-    assert fingerprint(tensor.t()).item() == fingerprint(tensor.t().contiguous()).item()
-    assert fingerprint(torch.empty(0)).item() == 0
+    assert kind(tensor.t()).item() == kind(tensor.t().contiguous()).item()
+    assert kind(torch.empty(0)).item() == 0
 
 
+@both_kinds
 @pytest.mark.parametrize("numel", [8, 9, (1 << 16) + 8])
-def test_where_a_tensor_lies_in_memory_does_not_matter(numel: int) -> None:
+def test_where_a_tensor_lies_in_memory_does_not_matter(numel: int, kind: Fingerprint) -> None:
     memory = torch.randn(numel + 1)
-    assert fingerprint(memory[1:]).item() == fingerprint(memory[1:].clone()).item()
+    assert kind(memory[1:]).item() == kind(memory[1:].clone()).item()
+
+
+@both_kinds
+def test_any_one_bit_matters(kind: Fingerprint) -> None:
+    words = torch.arange(37, dtype=torch.int64)
+    before = kind(words).item()
+    for place in (0, 17, 36):
+        for bit in range(64):
+            changed = words.clone()
+            changed[place] ^= 1 << bit if bit < 63 else -(2**63)
+            assert kind(changed).item() != before
+
+
+def test_several_at_once_have_the_fingerprints_of_each() -> None:
+    tensors = [torch.randn(5, 3), torch.empty(0), torch.randn(4, 2).t(), torch.ones(3, dtype=torch.bool)]
+    assert fingerprints(tensors).tolist() == [fingerprint(tensor).item() for tensor in tensors]
+
+
+def extremes() -> tuple[list[int], list[int]]:
+    rank = dist.get_rank()
+    hashes = torch.tensor([-(2**63), 2**63 - 1, 7, 5 - rank, (-1) ** rank * 2**62])
+    lowest, highest = lowest_and_highest(hashes, dist.group.WORLD)
+    return lowest.tolist(), highest.tolist()
+
+
+def test_the_lowest_and_the_highest_of_all_ranks_are_found_by_one_reduction(run_ranks: RunRanks) -> None:
+    for lowest, highest in run_ranks(2, extremes):
+        assert lowest == [-(2**63), 2**63 - 1, 7, 4, -(2**62)]
+        assert highest == [-(2**63), 2**63 - 1, 7, 5, 2**62]

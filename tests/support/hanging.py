@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.buffer.share import VARIABLE
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.reading import read_folder
 from tests.support.usage_models import FEATURES, Layer, Ordered
@@ -40,7 +41,8 @@ def step(model: nn.Module) -> Tensor:
 
 def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
     """One rank: two steps as they should be, and the third with the misbehaviour."""
-    limit_s, watch_s, verify = settings
+    limit_s, watch_s, verify, shares = settings
+    os.environ[VARIABLE] = str(int(shares))
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)
@@ -98,7 +100,7 @@ def misbehaving(
     with tempfile.TemporaryDirectory() as beside:
         ranks = [
             context.Process(
-                target=_main, args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify)
+                target=_main, args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify, shares)
             )
             for rank in range(world)
         ]

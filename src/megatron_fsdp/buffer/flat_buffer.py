@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_fsdp.layout import Layout
@@ -53,6 +55,25 @@ class FlatBuffer:
         """
         return piece_view(self.layout, self.region, self.local, index)
 
+    def pieces(self) -> list[torch.Tensor]:
+        """The pieces of all tensors."""
+        return [self.local[start:stop].view(shape) for start, stop, shape in self.layout.pieces_in(self.region)]
+
+    def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy what belongs here of full tensors, casting to this buffer's dtype; None: leave that one alone."""
+        pieces, parts = [], []
+        for index, (piece, tensor) in enumerate(zip(self.pieces(), tensors, strict=True)):
+            if tensor is None or not piece.numel():
+                continue
+            if not tensor.is_contiguous():  # flattening it takes a copy, of one at a time
+                self.store(index, tensor)
+                continue
+            start, stop = self.layout.range_in(index, self.region)
+            pieces.append(piece.view(-1))
+            parts.append(tensor.detach().view(-1)[start:stop])
+        if pieces:
+            torch._foreach_copy_(pieces, parts)
+
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Copy what belongs here of a full tensor, casting to this buffer's dtype."""
         start, stop = self.layout.range_in(index, self.region)
@@ -67,14 +88,8 @@ def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
 
 def piece_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
     """What a region holds of tensor `index`, as a view of the region's memory (region.numel,)."""
-    if region.numel == layout.numel:
-        return full_view(layout, local, index)
-    start, stop = layout.range_in(index, region)
-    shape = layout.piece_shape(index, stop - start)
-    if start == stop:
-        return local[:0].view(shape)
-    first = layout.tensor_range(index)[0] + start - region.start
-    return local[first : first + stop - start].view(shape)
+    start, stop, shape = layout.pieces_in(region)[index]
+    return local[start:stop].view(shape)
 
 
 def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.exchange import gather_objects
 from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.buffer.mailbox import Mailboxes
 from megatron_fsdp.buffer.own_group import timeout_of
@@ -108,6 +109,5 @@ def _open_all(rank: int, own: Arena, offers: list[Place | None]) -> list[Arena] 
 
 
 def _collect(axis: Axis, value: Value) -> list[Value]:
-    found: list[Value] = [value] * axis.num_ranks
-    dist.all_gather_object(found, value, group=axis.group)
-    return found
+    assert axis.group is not None
+    return gather_objects(axis.group, value)

@@ -54,6 +54,13 @@ class UnevenDTensor(DTensor):
         made.shard_frame = frame
         return made
 
+    @classmethod
+    def as_parameter(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool) -> nn.Parameter:
+        """The same as a parameter, which `nn.Parameter` would make of a second tensor."""
+        made: Any = cls.wrap(local, frame, requires_grad)
+        made._is_param = True
+        return made
+
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.shard_frame.description.local_range
         return (

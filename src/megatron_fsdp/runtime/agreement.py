@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.exchange import gather_objects
 from megatron_fsdp.buffer.real_values import real_values
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 
 
 @real_values()
 def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Sequence[str] = ()) -> None:
-    """Compare over the ranks; one small collective.
+    """Compare over the ranks; one small collective, and where facts differ another one, to tell which.
 
     Args:
         group: The ranks; None for a single one.
@@ -28,9 +30,8 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
         if error is not None:
             raise error
         return
-    mine = (str(error) if error is not None else None, list(facts))
-    everyone: list[tuple[str | None, list[str]]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    digest = hashlib.sha256("\n".join(facts).encode()).digest()
+    everyone = gather_objects(group, (str(error) if error is not None else None, digest))
     errors = [found for found, _ in everyone]
     if error is not None and all(found == errors[0] for found in errors):
         raise error
@@ -39,7 +40,8 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
         raise ConfigurationError(
             f"some ranks of the group cannot go on ({told}); give every rank the same model and arguments"
         )
-    _compare([found for _, found in everyone])
+    if any(found != digest for _, found in everyone):
+        _compare(gather_objects(group, list(facts)))
 
 
 def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:

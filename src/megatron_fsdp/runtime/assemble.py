@@ -258,9 +258,10 @@ def _plan_together(
         if switches.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(switches.strategy)
         check_module(module, switches.init_meta)
-        for name, param in module.named_parameters():
+        params = dict(module.named_parameters())
+        for name, param in params.items():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
-        sharding.check_patterns([name for name, param in module.named_parameters() if param.requires_grad])
+        sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
         facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")

@@ -9,7 +9,8 @@ from torch import nn
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.grouping import ParameterInfo, cut_groups, group_parameters
 from megatron_fsdp.runtime.agreement import agree_over
-from megatron_fsdp.runtime.blueprint import Blueprint, draw_blueprint
+from megatron_fsdp.runtime.blueprint import Blueprint, draw_blueprint, has_meta
+from megatron_fsdp.runtime.group_plans import GroupPlans
 from megatron_fsdp.runtime.materialise import materialise
 from megatron_fsdp.runtime.random_state import same_random_numbers
 from megatron_fsdp.runtime.sharding import Sharding
@@ -42,9 +43,10 @@ def build_units(
     Raises:
         ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
     """
-    blueprint = draw_blueprint(module)
+    blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
     originals = dict(module.named_parameters())
     sites = parameter_sites(module)
+    plans = GroupPlans(sharding)
     units = []
     for index, spec in enumerate(plan.units):
         infos = [parameter_info(name, originals[name], sharding) for name in spec.parameters]
@@ -54,12 +56,13 @@ def build_units(
         for group_spec in specs if index else cut_groups(specs, bucket_numel):
             params = [originals.pop(info.name) for info in group_spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
-            groups.append(ParameterGroup(sharding.plan_group(group_spec, params), params))
+            group_plan, frames = plans.plan(group_spec, params)
+            groups.append(ParameterGroup(group_plan, params, frames))
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
         unit.install_sharded()
         units.append(unit)
-    if blueprint.unfinished and not leaves_empty:
+    if blueprint is not None:
         _initialise(module, blueprint, units, sharding)
     return tuple(units)
 

@@ -6,26 +6,61 @@ size and the same for any order of elements.
 
 from __future__ import annotations
 
+import ctypes
+import zlib
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 
 _CHUNK_NUMEL = 1 << 16
 _STEP, _MIX, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 _SHIFT = 29
+_LOW = 2**32 - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """An int64 scalar on the tensor's device that depends on every element's bits and on its position.
 
-    The bits are read as words; each word is added to a multiple of its position, multiplied, folded and multiplied
+    On the CPU it is zlib's CRC-32 of the bytes, which is one call for a tensor, beside a sum of their words. Elsewhere
+    the bits are read as words; each word is added to a multiple of its position, multiplied, folded and multiplied
     again, modulo 2 ** 64, and the results are summed; the steps are those of splitmix64 (Steele, Lea and Flood, 2014).
-    Works in small chunks, so it takes little memory: at most 2 MiB.
+    Works in small chunks, so it takes little memory: at most 2 MiB. The two kinds are not to be compared.
 
     Args:
         tensor: Of any dtype and shape.
     """
-    flat = tensor.detach().reshape(-1)
-    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return fingerprints([tensor])[0]
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The fingerprints of several tensors on one device, (len(tensors),)."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return torch.tensor([_of_memory(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
+    return torch.stack([mixed_words(tensor) for tensor in tensors])
+
+
+def _of_memory(tensor: torch.Tensor) -> int:
+    """The fingerprint of what is in this process's memory."""
+    flat = _flat(tensor)
+    if not flat.nbytes:
+        return 0
+    memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+    high, low = zlib.crc32(memory), int(_words(flat).sum())
+    return (high - 2**31) * 2**32 + ((low ^ low >> 32) & _LOW)
+
+
+def lowest_and_highest(hashes: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest of each number over the ranks, by one all-reduce; int64 of any shape."""
+    both = torch.stack([~hashes, hashes])  # the complement of the smallest is the largest of the complements
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return ~both[0], both[1]
+
+
+def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of a tensor by operations of its device, whichever that is."""
+    real = _flat(tensor)
     total = torch.zeros((), dtype=torch.int64, device=real.device)
     for chunk in real.split(_CHUNK_NUMEL):
         words = _words(chunk)
@@ -34,6 +69,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         mixed = (mixed ^ (mixed >> _SHIFT)).mul_(_SPREAD)
         total = (total ^ (total >> _SHIFT)) * _MIX + (mixed ^ (mixed >> _SHIFT)).sum()
     return total
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements one after another as real numbers; a copy where they do not lie so."""
+    flat = tensor.detach().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.buffer.real_values import has_values
-from megatron_fsdp.runtime.fingerprint import fingerprint
+from megatron_fsdp.runtime.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.runtime.sharding import Sharding
 from megatron_fsdp.unit.tensor_parallel import local_part, part_of
 
@@ -71,7 +71,7 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
 def differing_tensors(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[str, ...]:
-    """Names of the tensors that are not the same bits on every rank; sends one number per tensor, twice.
+    """Names of the tensors that are not the same bits on every rank; sends two numbers per tensor.
 
     Args:
         tensors: The same names in the same order on every rank, none of them empty.
@@ -80,8 +80,6 @@ def differing_tensors(
     """
     if not tensors:
         return ()
-    hashes = torch.stack([fingerprint(tensor).to(device) for tensor in tensors.values()])
-    lowest, highest = hashes.clone(), hashes.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    hashes = fingerprints(list(tensors.values())).to(device)
+    lowest, highest = lowest_and_highest(hashes, group)
     return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)

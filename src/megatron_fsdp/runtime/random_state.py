@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.notices import warn_caller
-from megatron_fsdp.runtime.fingerprint import fingerprint
+from megatron_fsdp.runtime.fingerprint import fingerprint, lowest_and_highest
 
 RandomState = tuple[torch.Tensor, ...]
 """States of the CPU's generator and, where that is another, of the device's."""
@@ -61,10 +61,7 @@ def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
     mine = random_state(device)
     states = [state.to(device) for state in mine]
     hashes = torch.stack([fingerprint(state) for state in states])
-    lowest, highest = hashes.clone(), hashes.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    if torch.equal(lowest, highest):
+    if torch.equal(*lowest_and_highest(hashes, group)):
         return False
     for state in states:
         dist.broadcast(state, group_src=0, group=group)

@@ -128,6 +128,13 @@ class Sharding:
 
         return replace(self, dense=shared(self.dense), experts=None if self.experts is None else shared(self.experts))
 
+    def parts_of(
+        self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]
+    ) -> tuple[TensorParallelPart | None, ...]:
+        """How tensor parallelism cut the parameters of a group."""
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
+
     def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
         """Decide layout, dtypes, placements and factors of one group.
 
@@ -149,10 +156,7 @@ class Sharding:
             comm_dtype=precision.grad_comm,
             scales_first=self.scales_first,
         )
-        parts = tuple(
-            part_of(info.name, param, domain.tensor_parallel)
-            for info, param in zip(spec.parameters, originals, strict=True)
-        )
+        parts = self.parts_of(spec, originals)
         layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, domain.axes))
         return GroupPlan(
             spec,

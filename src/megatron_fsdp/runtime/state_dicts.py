@@ -28,7 +28,8 @@ def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[Removab
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]
-    handles = [owner.register_state_dict_post_hook(partial(_describe, reference)) for owner in owners]
+    describe = partial(_describe, reference)
+    handles = [owner.register_state_dict_post_hook(describe) for owner in owners]
     if not engine.expert_names.is_trivial:
         handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
         handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
@@ -42,11 +43,11 @@ def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHand
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]
+    before_load, after_save = partial(_before_load, reference), partial(_note_handed_out, reference)
     return [
         module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
-        *(owner.register_load_state_dict_pre_hook(_refuse_assignment) for owner in owners),
-        *(owner.register_load_state_dict_pre_hook(partial(_to_own_shards, reference)) for owner in owners),
-        *(owner.register_state_dict_post_hook(partial(_note_handed_out, reference)) for owner in owners),
+        *(owner.register_load_state_dict_pre_hook(before_load) for owner in owners),
+        *(owner.register_state_dict_post_hook(after_save) for owner in owners),
     ]
 
 
@@ -77,14 +78,20 @@ def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
         engine.install_sharded()
 
 
-def _refuse_assignment(
-    owner: nn.Module, _state_dict: Any, prefix: str, metadata: Mapping[str, Any], *_unused: Any
+def _before_load(
+    reference: weakref.ref[Engine],
+    owner: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *_unused: Any,
 ) -> None:
     if metadata.get("assign_to_params_buffers", False):
         raise ConfigurationError(
             f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
             "which are pieces of flat buffers; load with assign=False, which copies"
         )
+    _to_own_shards(live_engine(reference), owner, state_dict, prefix)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -116,10 +123,7 @@ def _to_local_names(
             state_dict[key] = value
 
 
-def _to_own_shards(
-    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
-) -> None:
-    engine = live_engine(reference)
+def _to_own_shards(engine: Engine, owner: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     for attribute, param in owner._parameters.items():
         if prefix + attribute in state_dict and id(param) in engine.places:
             group, index = engine.places[id(param)]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.buffer.flat_buffer import piece_view
 from megatron_fsdp.buffer.real_values import address_of, addresses_of
 from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import ResolvedPrecision
@@ -35,14 +36,14 @@ class ParameterGroup:
 
     Attributes:
         plan: What was decided.
-        frames: For each parameter, who holds which of its elements.
+        frames: For each parameter, who holds which of its elements; those of other groups, where they are cut alike.
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a frozen group.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
     """
 
-    def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter]) -> None:
+    def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter], frames: tuple[ShardFrame, ...]) -> None:
         self.plan = plan
         self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
         self.gradients: GradientBuffers | None = None
@@ -51,14 +52,14 @@ class ParameterGroup:
                 plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
             )
         self._stand_in: torch.Tensor | None = None
-        for index, original in enumerate(originals):
-            if not original.is_meta:
-                self.store(index, local_part(original))
+        self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         introduce_to_torch()
-        self.frames = tuple(plan.frame(index) for index in range(len(originals)))
+        self.frames = frames
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
-        self.sharded = tuple(self._make_sharded(index, original) for index, original in enumerate(originals))
+        pieces = self.weights.main.pieces()
+        self.sharded = tuple(map(self._make_sharded, pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
+        self._stand_in = None  # it goes when every full parameter has its place
         if self.weights.whole is not None:
             self.place(self.weights.whole)
         elif not self.weights_in_slots:
@@ -247,29 +248,29 @@ class ParameterGroup:
     def hide(self) -> None:
         """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
         with torch.inference_mode(False):
-            if self._stand_in is None:
-                self._stand_in = self._one_element()
             for index in range(len(self.full)):
-                self._point(index, self._stand_in.expand(self.plan.layout.shapes[index]))
+                self._point(index, self._nowhere(index))
 
-    def _one_element(self) -> torch.Tensor:
-        """What a parameter without memory points to; expanded, it has the right shape."""
-        return torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
+    def _nowhere(self, index: int) -> torch.Tensor:
+        """What a parameter without memory points to: one element, expanded to the right shape."""
+        if self._stand_in is None:
+            self._stand_in = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
+        return self._stand_in.expand(self.plan.layout.shapes[index])
 
-    def _make_sharded(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        piece = self.describe_piece(index, self.weights.main.piece(index))
-        param = nn.Parameter(piece, requires_grad=original.requires_grad)
+    def _make_sharded(self, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
+        # Detached: a view keeps the buffer that it was taken from alive, and who holds parameters needs memory only.
+        param = UnevenDTensor.as_parameter(piece.detach(), frame, original.requires_grad)
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
             # Reductions of whole parameters hand back gradients of the global shape.
-            handle = param.register_hook(functools.partial(as_sharded, frame=self.frames[index]))
+            handle = param.register_hook(functools.partial(as_sharded, frame=frame))
             self.own_hooks.add(handle.id)
             for hook in (original._post_accumulate_grad_hooks or {}).values():
                 param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        hollow = self._one_element().expand(self.plan.layout.shapes[index])
+        hollow = self._nowhere(index)
         part = self.plan.parts[index]
         param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)

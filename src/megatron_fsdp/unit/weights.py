@@ -63,6 +63,12 @@ class WeightBuffers:
         if not self.shares_memory:
             self.main.store(index, tensor)
 
+    def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Take the initial values of all tensors but those that are None, in few calls."""
+        self.compute.store_all(tensors)
+        if not self.shares_memory:
+            self.main.store_all(tensors)
+
     @property
     def main_changed(self) -> bool:
         """Whether the memory of the main weights was written to since `note_seen`.

@@ -1,0 +1,64 @@
+"""Small objects are shown to all ranks in one collective, larger ones in two, whatever their sizes on other ranks."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fsdp.buffer.exchange import SMALL_BYTES, gather_objects
+from tests.conftest import RunRanks
+
+_OVERHEAD = 8  # bytes of the length, in front of each object
+
+
+def exchanged(sizes: list[int]) -> tuple[list[int], list[bool], int]:
+    """Lengths of what came, whether it is what was sent, and the collectives that it took."""
+    assert dist.group.WORLD is not None
+    calls, real = [], dist.all_gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    contents = [bytes((rank + place) % 251 for place in range(size)) for rank, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counted)
+        found = gather_objects(dist.group.WORLD, contents[dist.get_rank()])
+    return list(map(len, found)), [a == b for a, b in zip(found, contents, strict=True)], len(calls)
+
+
+def fitting() -> int:
+    """The longest bytes whose pickle is still sent at first."""
+    return max(size for size in range(SMALL_BYTES) if len(pickle.dumps(bytes(size))) + _OVERHEAD <= SMALL_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "collectives"),
+    [
+        (lambda: [0, 0], 1),
+        (lambda: [3, 700], 1),
+        (lambda: [fitting(), fitting()], 1),
+        (lambda: [fitting() + 1, 0], 2),
+        (lambda: [1, 5000], 2),
+        (lambda: [70_000, 5000], 2),
+    ],
+    ids=["empty", "small", "just", "one-more", "second-large", "both-large"],
+)
+def test_objects_of_all_sizes_arrive(run_ranks: RunRanks, sizes: Callable[[], list[int]], collectives: int) -> None:
+    for lengths, right, calls in run_ranks(2, exchanged, sizes()):
+        assert lengths == sizes()
+        assert right == [True, True]
+        assert calls == collectives
+
+
+def kinds() -> list[object]:
+    assert dist.group.WORLD is not None
+    values = [None, ("text", b"bytes"), {"key": [1, 2]}]
+    return gather_objects(dist.group.WORLD, values[dist.get_rank()])
+
+
+def test_ranks_may_send_objects_of_different_kinds(run_ranks: RunRanks) -> None:
+    for found in run_ranks(3, kinds):
+        assert found == [None, ("text", b"bytes"), {"key": [1, 2]}]
