@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.exact import exact_sections
+from benchmarks.kept import sittings
 from benchmarks.markup import spread, table
 from benchmarks.sections import special_sections
 from benchmarks.targets import MET, MISSED, OPEN, Results, Verdict
@@ -38,11 +40,12 @@ def page(
         f"# {title}",
         f"{len(verdicts)} targets: {told}. Losses of all that have a speed equal those of one process.",
     ]
-    parts.append(_facts(results))
+    parts.append(facts(results))
     parts.append("## Targets\n\n" + targets_table(verdicts))
     parts += [f"![{picture}]({picture})" for picture in pictures]
     parts.append("## Steps\n\n" + _LEGEND)
     parts += [_comparison(name, document) for name, document in comparisons(results).items()]
+    parts += exact_sections(results)
     parts.append("## Phases")
     parts += [_phase_table(name, document) for name, document in results.items() if "rows" in document]
     parts += special_sections(results)
@@ -67,9 +70,11 @@ def comparisons(results: Results) -> Results:
     return {name: document for name, document in results.items() if "contenders" in document and "what" not in document}
 
 
-def _facts(results: Results) -> str:
-    found = next((document["facts"] for document in results.values() if "facts" in document), None)
-    return "" if found is None else "\n".join(f"- {key}: {found[key]}" for key in ("date", "versions", "hardware"))
+def facts(results: Results) -> str:
+    """When and from what everything was made; versions and hardware are those of the first run that notes them."""
+    found = next((document["facts"] for document in results.values() if "versions" in document.get("facts", ())), {})
+    lines = [f"- {key}: {found[key]}" for key in ("versions", "hardware") if key in found]
+    return "\n".join([*sittings(results), *lines])
 
 
 def targets_table(verdicts: Sequence[Verdict]) -> str:

@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused")
     parser.add_argument("--simulated-ranks", type=int, default=0, metavar="N", help="be the first of N ranks instead")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is stored")
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     if given.what == "facts":
@@ -97,7 +99,16 @@ def main(argv: Sequence[str]) -> int:
         warmup = 0 if given.what == "start" else given.warmup
         found = measure(
             PhaseRequest(
-                given.model, ranks, given.rounds, warmup, names, given.what, given.optimizer, given.simulated_ranks
+                given.model,
+                ranks,
+                given.rounds,
+                warmup,
+                names,
+                given.what,
+                given.optimizer,
+                given.simulated_ranks,
+                given.device,
+                given.dtype,
             )
         )
     show(found, given.out)

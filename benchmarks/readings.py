@@ -58,12 +58,14 @@ class LiveBytes:
         peak: The most during a step.
         allocations: How often memory was taken in that step, the third one.
         allocated: Bytes that were taken in it.
+        activations: What was alive when its (first) backward began, beyond `persistent`; 0 where it is not known.
     """
 
     persistent: int
     peak: int
     allocations: int = 0
     allocated: int = 0
+    activations: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero")
 WORKLOADS = ("many-small", "large", "llama", "moe")
 BY_SOCKETS_TOO = ("many-small", "large")
 """Workloads on which the engine also takes part without shared memory, and on which optimisations are switched off."""
-CHECKPOINTS = ("checkpoints-many-small-2xcpu", "checkpoints-large-2xcpu")
-"""Results of `checkpoints.py` that the page shows; they are read, not made again."""
+CHECKPOINTS = ("checkpoints-many-small", "checkpoints-large")
+"""Runs that save and load."""
+
+_SAVERS = ("ours", "ours, in the background", "fsdp2, dcp")
+_GPU_MODEL = "llama-8b-layers"
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,27 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
     ]
     if is_quick:
         return tuple(found)
-    return (*found, *_varied(rounds))
+    return (*found, *(_checkpoints(name, rounds or 5) for name in CHECKPOINTS), *_varied(rounds))
 
 
-def gpu_runs() -> tuple[Run, ...]:
-    """Layers as an 8B model has them on one device, for the overhead of each."""
-    arguments = _comparison("llama-8b-layers", 1, 10, ("--strategies", "3"), ("fsdp2", "fsdp1", "ddp"))
-    return (Run("gpu", "compare.py", (*arguments, "--device", "cuda", "--dtype", "bfloat16"), 600),)
+def gpu_runs(device: str = "cuda", model: str = _GPU_MODEL, rounds: int = 10) -> tuple[Run, ...]:
+    """Layers as an 8B model has them on one device: the overhead of each, and the first rank of simulated large jobs.
+
+    Args:
+        device: "cuda"; on "cpu" the same is tried out.
+        model: Name of a workload.
+        rounds: Measured steps.
+    """
+    where = ("--device", device, "--dtype", "bfloat16")
+    compared = _comparison(model, 1, rounds, ("--strategies", "3"), ("fsdp2", "fsdp1", "ddp"))
+    host = ("host", "--model", model, "--rounds", str(rounds))
+    return (
+        Run("gpu", "compare.py", (*compared, *where), 600),
+        *(
+            Run(f"gpu-simulated-{many}", "phases.py", (*host, "--simulated-ranks", str(many), *where), 600)
+            for many in (8, 64)
+        ),
+    )
 
 
 def _everybody(model: str, rounds: int) -> Run:
@@ -110,6 +127,11 @@ def _phases(is_quick: bool, rounds: int | None) -> Iterator[Run]:
 
 def _ablation(model: str, rounds: int) -> Run:
     return Run(f"ablation-{model}", "ablation.py", ("--model", model, "--rounds", str(rounds), "--warmup", "2"), 1200)
+
+
+def _checkpoints(name: str, rounds: int) -> Run:
+    model = name.removeprefix("checkpoints-")
+    return Run(name, "checkpoints.py", ("--model", model, "--rounds", str(rounds), "--savers", *_SAVERS), 600)
 
 
 def _breakdown(model: str, rounds: int) -> Run:

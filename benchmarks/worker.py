@@ -32,6 +32,8 @@ _PATIENCE = timedelta(minutes=5)
 """How long ranks wait for one that is gone."""
 
 _MEASURED_STEP = "benchmark: the step whose peak counts"
+_BACKWARD_NODE = "autograd::engine::evaluate_function"
+"""How the profiler's names of what backward does begin."""
 
 
 @dataclass
@@ -152,7 +154,7 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
                 note.traffic = contender.traffic()
-            _finish_queued_work(setting.device)
+            finish_queued_work(setting.device)
             dist.barrier()
             before = _count_collectives()
             wall_s, cpu_s, loss = _timed_step(contender, microbatches, setting.device)
@@ -179,7 +181,7 @@ def _timed_step(
     """Wall and CPU seconds of one step, and its loss."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     loss = contender.step(microbatches)
-    _finish_queued_work(device)
+    finish_queued_work(device)
     return time.perf_counter() - wall_s, time.process_time() - cpu_s, loss
 
 
@@ -187,7 +189,8 @@ def _count_collectives() -> int:
     return sum(collectives_by_group().values())
 
 
-def _finish_queued_work(device: torch.device) -> None:
+def finish_queued_work(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for; the CPU is never behind."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -266,10 +269,12 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    held = peak = allocations = allocated = 0
+    held = peak = allocations = allocated = before_backward = 0
     measuring = False
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         measuring = measuring or event.name() == _MEASURED_STEP
+        if measuring and not before_backward and event.name().startswith(_BACKWARD_NODE):
+            before_backward = held
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held) if measuring else held
@@ -277,7 +282,8 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
                 allocations += 1
                 allocated += event.nbytes()
     missed = max(held - alive, 0)
-    return LiveBytes(held - missed + unseen, peak - missed + unseen, allocations, allocated)
+    activations = before_backward - held  # the step left nothing behind, or its memory would grow from step to step
+    return LiveBytes(held - missed + unseen, peak - missed + unseen, allocations, allocated, activations)
 
 
 def _bytes_of_tensors() -> int:

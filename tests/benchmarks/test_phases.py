@@ -17,7 +17,7 @@ from benchmarks.operators import MovedModel, ring_bytes
 from benchmarks.phase_readings import PhaseNotes, PhaseRequest, host_microseconds, host_microseconds_by_pass, phase_rows
 from benchmarks.phases import measure, padding
 from benchmarks.report import Spread
-from benchmarks.suite import Run, runs
+from benchmarks.suite import Run, gpu_runs, runs
 
 REQUEST = PhaseRequest("tiny", 2, 2, 0, ("fsdp2", "ours-3"), "step")
 
@@ -77,11 +77,13 @@ def test_copies_are_counted_by_what_they_write() -> None:
     assert (counted.moved.issued, counted.moved.sent_bytes) == (0, 0)
 
 
-def test_one_rank_of_eight_takes_less_than_the_bare_model() -> None:
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_one_rank_of_eight_takes_less_than_the_bare_model(dtype: str, itemsize: int) -> None:
     """Real memory and real steps, with collectives that send nothing; in ranks of its own."""
-    found = measure(PhaseRequest("tiny", 1, 1, 0, ("floor", "fsdp2", "ours-3"), "host", simulated_ranks=8))
+    names = ("floor", "fsdp2", "ours-3")
+    found = measure(PhaseRequest("tiny", 1, 1, 0, names, "host", simulated_ranks=8, dtype=dtype))
     peaks = {row["name"]: row["peak"] for row in found["rows"]}
-    weights_bytes = 4 * 42_720
+    weights_bytes = itemsize * 42_720
     assert peaks["floor"] > 3 * weights_bytes  # weights and moments, all of them
     assert 3 * weights_bytes / 8 < peaks["ours-3"] < 0.8 * peaks["floor"]
     assert {row["phase"] for row in found["rows"]} == {"forward", "backward"}
@@ -92,6 +94,28 @@ def test_no_layout_of_the_table_pads_more_than_a_hundredth() -> None:
     assert 0 < max(worst for worst, _ in found.values()) <= 0.01
     worst, by_lcm = found["Llama-2-7B, block"]  # at 256 and at 1,024 ranks in docs/padding.md
     assert (round(worst, 5), round(by_lcm, 5)) == (0.00514, 0.78231)
+
+
+def test_what_a_gpu_would_run_runs_on_the_cpu(tmp_path: Path) -> None:
+    """But for the device and the model, the same commands."""
+    tried, real = gpu_runs("cpu", "tiny-llama", rounds=1), gpu_runs()
+    assert [run.name for run in tried] == [run.name for run in real] == ["gpu", "gpu-simulated-8", "gpu-simulated-64"]
+    changes = {
+        pair
+        for one, other in zip(tried, real, strict=True)
+        for pair in zip(one.arguments, other.arguments, strict=True)
+    }
+    assert {pair for pair in changes if pair[0] != pair[1]} == {
+        ("cpu", "cuda"),
+        ("tiny-llama", "llama-8b-layers"),
+        ("1", "10"),
+    }
+    document, problem = perform(tried[-1], Path(sys.executable), tmp_path)
+    assert document is not None, problem
+    assert document["request"]["simulated_ranks"] == 64
+    assert document["request"]["dtype"] == "bfloat16"
+    peaks = {row["name"]: row["peak"] for row in document["rows"]}
+    assert 0 < peaks["ours-3"] < peaks["floor"]
 
 
 def test_runs_have_names_of_their_own_and_fall_back_without_deepspeed() -> None:
