@@ -197,7 +197,7 @@ def _finish(results: Mapping[str, Any], failures: dict[str, str], folder: Path, 
     for title in unexplained:
         print(f"missed, and reasons.py says nothing: {title}")
     for title in stale:
-        print(f"met, and reasons.py has a reason: {title}")
+        print(f"no missed target needs this row of reasons.py: {title}")
     print(write_page(results, failures, folder, stem))
     return 0 if results else 1
 

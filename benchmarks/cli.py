@@ -47,6 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="of all that is stored or sent")
     parser.add_argument("--comm-dtype", choices=list(TOLERANCES), help="of gradients on the wire; default: as --dtype")
     parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused", help="AdamW's kernels")
+    parser.add_argument("--no-memory", action="store_true", help="only time steps; count no bytes and copies")
     parser.add_argument("--name", help="of the files of results; default: model, ranks and dtype")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
     given = parser.parse_args(argv)
@@ -71,6 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         given.bucket_mib,
         given.comm_dtype or given.dtype,
         given.optimizer,
+        not given.no_memory,
     )
     name = given.name or f"compare-{request.model}-{request.ranks}x{request.device_type}-{request.dtype}"
     return request, None if given.out is None else given.out / name
@@ -89,12 +91,13 @@ def command_of(request: Request) -> str:
     varied = [name for name in request.contenders if name in variants()]
     peers = [name for name in request.contenders if name in PEERS]
     compiled = "--compiled " if ALL_COMPILED[0] in request.contenders else ""
+    timed = "" if request.measures_memory else " --no-memory"
     return (
         f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
         f"--steps {request.steps} --warmup {request.warmup} {_listed('--strategies', strategies)}"
         f"{_listed('--ddp', by_buckets)}{_listed('--variants', varied)}{_listed('--peers', peers)}{compiled}"
         f"--grad-accumulation {request.microbatches} --dtype {request.dtype} --bucket-mib {request.bucket_mib:g} "
-        f"--comm-dtype {request.comm_dtype} --optimizer {request.optimizer}"
+        f"--comm-dtype {request.comm_dtype} --optimizer {request.optimizer}{timed}"
     )
 
 

@@ -83,10 +83,16 @@ def targets_table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         target = verdict.target
         unit = f" {target.unit}" if target.unit else ""
-        reached = "-" if verdict.value is None else f"{verdict.value:.3g}{unit}"
+        reached = "-" if verdict.value is None else f"{_distinct(verdict.value, target.limit)}{unit}"
         why = f"; {target.told_reason}" if target.told_reason and verdict.word == MISSED else ""
         rows.append([target.title, f"at most {target.limit:g}{unit}", reached, verdict.word + why])
     return table(("what", "target", "reached", "verdict"), rows)
+
+
+def _distinct(value: float, limit: float) -> str:
+    """Three digits, or as many more as it takes to be seen above a limit that it exceeds by little."""
+    texts = [f"{value:.{digits}g}" for digits in (3, 4, 5)]
+    return next((text for text in texts if (float(text) > limit) == (value > limit)), texts[0])
 
 
 def _comparison(name: str, document: Mapping[str, Any]) -> str:
@@ -112,6 +118,10 @@ def _comparison(name: str, document: Mapping[str, Any]) -> str:
 def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]:
     over = [spread(line[kind].get(rival), 1, 2) for rival in ("floor", "fsdp2") for kind in ("wall_over", "cpu_over")]
     moved, sent, peak = line["moved"], line["sent"], line["live"]["peak"]
+    held = ["-"] * 3
+    if peak:
+        held = [f"{size / _MEBIBYTE:.1f}" for size in (line["live"]["persistent"], peak)]
+        held.append(f"{peak / (_ADAM_BYTES * whole / ranks):.2f}")
     seen = ["-", "-"] if moved is None else [f"{moved[key] / _MEBIBYTE:.2f}" for key in ("sent_bytes", "gloo_bytes")]
     return [
         line["name"],
@@ -119,12 +129,10 @@ def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]
         spread(line["cpu_s"], 1000, 1),
         *over,
         spread(line["wall_over"].get("ddp"), 1, 2),
-        f"{line['live']['persistent'] / _MEBIBYTE:.1f}",
-        f"{peak / _MEBIBYTE:.1f}",
-        f"{peak / (_ADAM_BYTES * whole / ranks):.2f}",
+        *held,
         "-" if sent is None else f"{(sent['gather_bytes'] + sent['reduce_bytes']) / _MEBIBYTE:.2f}",
         *seen,
-        str(line["live"]["allocations"]),
+        str(line["live"]["allocations"] or "-"),
         "-" if moved is None else f"{moved['copied_numel'] / whole:.2f}",
     ]
 

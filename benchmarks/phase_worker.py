@@ -38,6 +38,7 @@ def run_rank(rank: int, request: PhaseRequest, store_port: int, threads: int, an
     device = torch.device(request.device_type, rank) if request.device_type != "cpu" else torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
+        torch.empty(0, device=device)  # a mesh of more ranks than devices is taken only from a device in use
     if request.simulated_ranks:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -19,6 +19,7 @@ _FLAT_STEP = "what is left is work for each parameter around the flat step"
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("*: peak of live bytes over fsdp2's", _ARENA),
+    ("*: bytes of reductions over fsdp2's", "padding of the layout, at most a hundredth (docs/padding.md)"),
     ("*: peak off the planner's, fraction", "the planner plans for sockets, without the arena of shared memory"),
     ("many-small, 2 ranks: CPU time of a step over fsdp2's", "host time per unit, see below"),
     ("many-small, 2 ranks: wall time of a step over the floor's", "host time per unit, see below"),

@@ -15,6 +15,9 @@ CHECKPOINTS = ("checkpoints-many-small", "checkpoints-large")
 """Runs that save and load."""
 
 _SAVERS = ("ours", "ours, in the background", "fsdp2, dcp")
+_TIMES = ("--no-memory",)
+"""Where no target asks for bytes."""
+
 _GPU_MODEL = "llama-8b-layers"
 
 
@@ -54,7 +57,11 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
     ]
     if is_quick:
         return tuple(found)
-    return (*found, *(_checkpoints(name, rounds or 5) for name in CHECKPOINTS), *_varied(rounds))
+    return (
+        *found,
+        *(_checkpoints(name, rounds or (8 if name.endswith("large") else 3)) for name in CHECKPOINTS),
+        *_varied(rounds),
+    )
 
 
 def gpu_runs(device: str = "cuda", model: str = _GPU_MODEL, rounds: int = 10) -> tuple[Run, ...]:
@@ -84,22 +91,20 @@ def _everybody(model: str, rounds: int) -> Run:
 
 def _varied(rounds: int | None) -> Iterator[Run]:
     """Fewer contenders where the number of ranks, microbatches, the wire's dtype or compilation is varied."""
-    few = rounds or 4
+    ours = ("--strategies", "3")
     for model in WORKLOADS:
-        yield _compared(f"{model}-4", _comparison(model, 4, few, ("--strategies", "3"), CLOSE_PEERS))
-    for model in BY_SOCKETS_TOO:
+        yield _compared(f"{model}-4", _comparison(model, 4, rounds or 4, ours, CLOSE_PEERS))
+    for model in WORKLOADS:
         yield _accumulating(model, rounds or 3)
+    both = (("--strategies", "0", "3"), ("fsdp2", "ddp"))
+    for model in WORKLOADS:
+        yield _compared(f"{model}-1", (*_comparison(model, 1, rounds or 4, *both), *_TIMES))
+    for model in WORKLOADS:
+        narrow = ("--comm-dtype", "bfloat16", *_TIMES)
+        yield _compared(f"{model}-2-bf16", (*_comparison(model, 2, rounds or 4, *both), *narrow))
     for model in BY_SOCKETS_TOO:
-        compiled = _comparison(model, 2, few, ("--strategies", "3"), ("fsdp2",))
-        yield _compared(f"{model}-2-compiled", (*compiled, "--compiled"))
-    for model in WORKLOADS:
-        yield _compared(f"{model}-1", _comparison(model, 1, few, ("--strategies", "0", "3"), ("fsdp2", "ddp")))
-    for model in WORKLOADS:
-        narrow = _comparison(model, 2, rounds or 3, ("--strategies", "0", "3"), ("fsdp2", "ddp"))
-        yield _compared(f"{model}-2-bf16", (*narrow, "--comm-dtype", "bfloat16"))
-    for model in WORKLOADS:
-        if model not in BY_SOCKETS_TOO:
-            yield _accumulating(model, rounds or 3)
+        compiled = _comparison(model, 2, rounds or 3, ours, ("fsdp2",))
+        yield _compared(f"{model}-2-compiled", (*compiled, "--compiled", *_TIMES))
 
 
 def _accumulating(model: str, rounds: int) -> Run:
@@ -131,7 +136,8 @@ def _ablation(model: str, rounds: int) -> Run:
 
 def _checkpoints(name: str, rounds: int) -> Run:
     model = name.removeprefix("checkpoints-")
-    return Run(name, "checkpoints.py", ("--model", model, "--rounds", str(rounds), "--savers", *_SAVERS), 600)
+    arguments = ("--model", model, "--rounds", str(rounds), "--no-memory", "--savers", *_SAVERS)
+    return Run(name, "checkpoints.py", arguments, 600)
 
 
 def _breakdown(model: str, rounds: int) -> Run:

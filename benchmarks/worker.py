@@ -79,22 +79,14 @@ def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Sett
 
 
 def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
-    absent = missing_peers(request.contenders)
-    live = {}
-    for name in request.contenders:
-        if name in absent:
-            continue
-        problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
-        gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
-        if found is None:
-            absent[name] = problem
-        else:
-            live[name] = found
-    reference = reference_losses(request, setting)
+    live, absent = _measure_memory(request, setting, rank)
+    reference = reference_losses(request, setting) if rank == 0 else ()
+    dist.barrier()  # the others leave the cores to the first rank
     contenders = [build_contender(name, setting) for name in live]
     notes = _take_turns(request, setting, contenders, rank)
     sent = [_sent(contender, note.traffic, request.steps) for contender, note in zip(contenders, notes, strict=True)]
-    moved = [_moved(contender, microbatches_of(request, setting, 0, rank), setting) for contender in contenders]
+    extra = microbatches_of(request, setting, 0, rank)
+    moved = [_moved(contender, extra, setting) if request.measures_memory else None for contender in contenders]
     mine = {
         contender.name: RankReading(
             tuple(note.wall_s),
@@ -118,6 +110,23 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
         absent,
         planned_peak(request, setting) if OURS[3] in live and rank == 0 else None,
     )
+
+
+def _measure_memory(request: Request, setting: Setting, rank: int) -> tuple[dict[str, LiveBytes], dict[str, str]]:
+    """Try everybody alone; returns what each holds, and why others take no part."""
+    absent = missing_peers(request.contenders)
+    present = [name for name in request.contenders if name not in absent]
+    if not request.measures_memory:
+        return dict.fromkeys(present, LiveBytes(0, 0)), absent
+    live = {}
+    for name in present:
+        problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
+        gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
+        if found is None:
+            absent[name] = problem
+        else:
+            live[name] = found
+    return live, absent
 
 
 _Found = TypeVar("_Found")
@@ -202,7 +211,7 @@ def microbatches_of(request: Request, setting: Setting, step: int, rank: int) ->
 
 
 def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
-    """Mean loss per step of one process that sees the data of all ranks; every rank computes the same."""
+    """Mean loss per step of one process that sees the data of all ranks."""
     model = build_model(setting.workload, setting.dtype, setting.device)
     optimizer = make_optimizer(model, setting)
     losses = []

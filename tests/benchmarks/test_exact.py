@@ -1,19 +1,16 @@
 """Tables of exact figures: the bound below a peak, whose copies are whose, and deferred reductions."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.cli import main
 from benchmarks.exact import exact_sections, peak_bound
 from benchmarks.operators import TRANSPORT, MovedModel, engine_copies
 from tests.benchmarks.documents import comparison, contender
-from tests.support.source_tree import ROOT, SOURCE
 
 MIB = 2**20
 COUNTED = {"gathers": 2, "reductions": 1, "gather_bytes": 3 * MIB, "reduce_bytes": 2 * MIB}
@@ -78,24 +75,19 @@ def test_copies_belong_to_the_innermost_module_that_is_not_torchs() -> None:
     assert engine_copies(copied) == (3, 3 * len(TRANSPORT))
 
 
+def compare(folder: Path, arguments: str) -> dict[str, Any]:
+    """The document of a run on the tiny model; its ranks are processes of their own."""
+    command = f"--model tiny --device cpu --steps 1 --warmup 1 {arguments} --out {folder} --name made"
+    assert main(command.split()) == 0
+    found: dict[str, Any] = json.loads((folder / "made.json").read_text())
+    return found
+
+
 @pytest.fixture(scope="module")
 def shared_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The engine with and without shared memory on the tiny model, two ranks."""
-    folder = tmp_path_factory.mktemp("results")
-    arguments = (
-        "--model tiny --ranks 2 --device cpu --steps 1 --warmup 1 --strategies 3 --variants ours-3-sockets --peers"
-    )
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *arguments.split(), "--out", str(folder)],
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    found: dict[str, Any] = json.loads(Path(folder / "compare-tiny-2xcpu-float32.json").read_text())
-    return found
+    """The engine with and without shared memory, two ranks."""
+    arguments = "--ranks 2 --strategies 3 --variants ours-3-sockets --peers"
+    return compare(tmp_path_factory.mktemp("results"), arguments)
 
 
 def test_the_engine_copies_the_same_whatever_carries_it(shared_run: dict[str, Any]) -> None:
@@ -116,3 +108,11 @@ def test_activations_of_the_floor_are_what_its_forward_leaves(shared_run: dict[s
     assert live["persistent"] + live["activations"] < live["peak"] + 4 * tokens * vocabulary
     weights_bytes = 4 * shared_run["parameter_numel"]
     assert live["persistent"] == pytest.approx(3 * weights_bytes, rel=0.01)
+
+
+def test_without_memory_steps_are_timed_all_the_same(tmp_path: Path) -> None:
+    found = compare(tmp_path, "--ranks 1 --strategies 3 --peers --no-memory")
+    for line in found["contenders"]:
+        assert (line["live"]["peak"], line["moved"], line["disagrees"]) == (0, None, None)
+        assert line["wall_s"]["median"] > 0
+        assert line["losses"] == pytest.approx(found["reference_losses"], rel=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.bench import main, shortened, write_page
 from benchmarks.kept import commit_of, joined, made, sittings, stamped
 from benchmarks.markup import spread, table
-from benchmarks.page import page
+from benchmarks.page import page, targets_table
 from benchmarks.plots import heights, over_floor, peak_mib
 from benchmarks.reasons import REASONS
 from benchmarks.suite import Run
@@ -49,6 +49,14 @@ def test_a_row_has_times_ratios_memory_and_counts() -> None:
     assert cells[14:] == ["7", "1.00"]
 
 
+def test_memory_that_was_not_measured_is_a_dash() -> None:
+    nothing = {"persistent": 0, "peak": 0, "allocations": 0, "allocated": 0}
+    timed = contender("ours-3", over={"floor": 1.5}, live=nothing, moved=None)
+    text = page("A page", {"large-1": comparison(timed)}, {}, [], [])
+    assert row(text, "ours-3")[8:] == ["-"] * 8
+    assert heights({"large-1": comparison(timed)}, peak_mib) == {}
+
+
 def test_who_disagrees_has_a_row_without_speeds_and_a_reason() -> None:
     text = written()
     assert row(text, "fsdp1")[1:8] == ["-"] * 7
@@ -76,6 +84,8 @@ def test_targets_stand_beside_what_was_reached_and_a_reason_only_where_missed() 
     assert "| fast | at most 0.5 s | 0.25 s | met |" in text
     assert "| slow | at most 0.5 s | 0.75 s | missed; gloo |" in text
     assert "| fast | at most 0.5 s | - | not measured |" in text
+    close = [Verdict(slow, value) for value in (0.5002, 0.50000002, 0.4999)]
+    assert [cells.split(" | ")[2] for cells in targets_table(close).splitlines()[2:]] == ["0.5002 s", "0.5 s", "0.5 s"]
     assert "3 targets: 1 met, 1 missed, 1 not measured." in text
 
 
