@@ -108,19 +108,34 @@ def _listed(option: str, values: Sequence[str]) -> str:
 def describe_run(request: Request) -> dict[str, str]:
     """What somebody needs to repeat the run: date, command, versions, hardware."""
     packages = ["deepspeed"] * any(name in DEEPSPEED for name in request.contenders) + ["transformers"]
-    versions = [f"{package} {installed}" for package in packages if (installed := _version(package))]
-    facts = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    machine = describe_machine(request.device_type, request.ranks, packages)
+    return {
+        "date": machine.pop("date"),
         "command": command_of(request),
-        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, "
-        + ", ".join([*versions, f"Python {platform.python_version()}"]),
-        "hardware": f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}",
+        **machine,
         "threads per rank": os.environ["OMP_NUM_THREADS"],
         "tokens per rank and step": str(tokens_per_rank(request)),
     }
-    if request.device_type == "cuda":
-        facts["hardware"] += f", {request.ranks} x {torch.cuda.get_device_name(0)}"
-    return facts
+
+
+def describe_machine(device_type: str, ranks: int, packages: Sequence[str] = ()) -> dict[str, str]:
+    """Date, versions and hardware of a run.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        ranks: Processes, each with a device of its own on "cuda".
+        packages: Whose versions are told besides torch's, where they are installed.
+    """
+    versions = [f"{package} {installed}" for package in packages if (installed := _version(package))]
+    described = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, "
+        + ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "hardware": f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}",
+    }
+    if device_type == "cuda":
+        described["hardware"] += f", {ranks} x {torch.cuda.get_device_name(0)}"
+    return described
 
 
 def tokens_per_rank(request: Request) -> int:

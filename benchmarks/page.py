@@ -141,6 +141,7 @@ def _phase_table(name: str, document: Mapping[str, Any]) -> str:
     request = document["request"]
     many = request["simulated_ranks"]
     where = f"rank 0 of {many} simulated ranks" if many else f"{request['ranks']} ranks"
+    where += f", {request.get('device_type', 'cpu')}, {request.get('dtype', 'float32')}"
     rows = [
         [
             row["phase"],
@@ -160,4 +161,6 @@ def _phase_table(name: str, document: Mapping[str, Any]) -> str:
     for phase, values in sorted(document.get("host_us_by_pass", {}).items()):
         told += f"; {phase} alone: " + ", ".join(f"{who} {value:.0f} us" for who, value in sorted(values.items()))
     parts = [f"### {name}", f"{request['model']}, {where}, {request['rounds']} rounds.", table(head, rows)]
-    return "\n\n".join([*parts, *([f"Host time per unit and pass beyond the bare model: {told}."] if told else [])])
+    parts += [f"Host time per unit and pass beyond the bare model: {told}."] if told else []
+    parts += [f"`{document['made']['command']}`"] if "made" in document else []
+    return "\n\n".join(parts)

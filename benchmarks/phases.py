@@ -12,6 +12,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
+from benchmarks.cli import describe_machine
 from benchmarks.contenders import FLOOR, FSDP2, OURS
 from benchmarks.launching import measure_on_ranks
 from benchmarks.output import show
@@ -40,7 +41,7 @@ def measure(request: PhaseRequest) -> dict[str, Any]:
     """Start the ranks and return what they measured, as data for programs."""
     notes: dict[str, list[PhaseNotes]] = measure_on_ranks(run_rank, request, request.ranks, threads=1)
     rows = phase_rows(request, notes)
-    found = phase_document(request, rows)
+    found = {"facts": describe_machine(request.device_type, request.ranks), **phase_document(request, rows)}
     if request.what == "host":
         units = WORKLOADS[request.model].layers
         found["host_us_per_unit_and_pass"] = host_microseconds(rows, FLOOR, units)

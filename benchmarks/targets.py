@@ -65,9 +65,14 @@ def judge(results: Results, targets: Sequence[Target] | None = None) -> list[Ver
 
 
 def told_amiss(verdicts: Sequence[Verdict]) -> tuple[list[str], list[str]]:
-    """Where `reasons.py` does not fit: missed titles without a reason, and patterns of which no title is missed."""
-    missed = [verdict.target for verdict in verdicts if verdict.word == MISSED]
-    stale = [pattern for pattern, _ in REASONS if not any(fnmatchcase(each.title, pattern) for each in missed)]
+    """Where `reasons.py` does not fit: missed titles without a reason, and patterns of titles that are met."""
+    missed, met = ([each.target for each in verdicts if each.word == word] for word in (MISSED, MET))
+    stale = [
+        pattern
+        for pattern, _ in REASONS
+        if any(fnmatchcase(each.title, pattern) for each in met)
+        and not any(fnmatchcase(each.title, pattern) for each in missed)
+    ]
     return [target.title for target in missed if not target.told_reason], stale
 
 

@@ -78,6 +78,16 @@ def test_phases_facts_pictures_and_the_plan_are_there() -> None:
     assert "the planner says that ours-3 takes 1.0 MiB at its peak" in text
 
 
+def test_phases_say_where_they_ran_and_how_they_are_repeated() -> None:
+    document = phases("host", ("forward", "floor", 1.0))
+    document["request"] |= {"simulated_ranks": 64, "device_type": "cuda", "dtype": "bfloat16", "rounds": 3}
+    made = stamped(document | {"facts": {"versions": "torch 9", "hardware": "an H200"}}, "a1", "python it")
+    text = page("A page", {"gpu-simulated-64": made}, {}, [], [])
+    assert "many-small, rank 0 of 64 simulated ranks, cuda, bfloat16, 3 rounds." in text
+    assert f"- date: {made['made']['date']}, commit a1\n- versions: torch 9\n- hardware: an H200\n" in text
+    assert "\n`python it`\n" in text
+
+
 def test_targets_stand_beside_what_was_reached_and_a_reason_only_where_missed() -> None:
     fast, slow = (Target(name, 0.5, lambda _: 0.0, "s", reason="gloo") for name in ("fast", "slow"))
     text = written([Verdict(fast, 0.25), Verdict(slow, 0.75), Verdict(fast, None)])
@@ -182,6 +192,7 @@ def test_a_bench_in_parts_stores_what_it_has_after_every_run(tmp_path: Path, mon
         return {"value": sitting}, ""
 
     monkeypatch.setattr("benchmarks.bench.perform", performed)
+    monkeypatch.setattr("benchmarks.bench._has_gpu", lambda _: False)
     common = ["--no-environment", "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--keep", "--only"]
     sitting = 1
     assert main([*common, "step-many", "start"]) == 0
