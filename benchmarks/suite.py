@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ALL_OURS = ("--strategies", "0", "1", "2", "3", "--ddp", "mddp", "mddp-optim")
 ALL_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero")
+CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp")
 WORKLOADS = ("many-small", "large", "llama", "moe")
 BY_SOCKETS_TOO = ("many-small", "large")
 """Workloads on which the engine also takes part without shared memory, and on which optimisations are switched off."""
@@ -94,22 +94,22 @@ def _varied(rounds: int | None) -> Iterator[Run]:
     ours = ("--strategies", "3")
     for model in WORKLOADS:
         yield _compared(f"{model}-4", _comparison(model, 4, rounds or 4, ours, CLOSE_PEERS))
-    for model in WORKLOADS:
-        yield _accumulating(model, rounds or 3)
     both = (("--strategies", "0", "3"), ("fsdp2", "ddp"))
     for model in WORKLOADS:
         yield _compared(f"{model}-1", (*_comparison(model, 1, rounds or 4, *both), *_TIMES))
     for model in WORKLOADS:
         narrow = ("--comm-dtype", "bfloat16", *_TIMES)
-        yield _compared(f"{model}-2-bf16", (*_comparison(model, 2, rounds or 4, *both), *narrow))
+        yield _compared(f"{model}-2-bf16", (*_comparison(model, 2, rounds or 3, *both), *narrow))
+    for model in WORKLOADS:
+        yield _accumulating(model, rounds or 3)
     for model in BY_SOCKETS_TOO:
-        compiled = _comparison(model, 2, rounds or 3, ours, ("fsdp2",))
+        compiled = _comparison(model, 2, rounds or 2, ours, ("fsdp2",))
         yield _compared(f"{model}-2-compiled", (*compiled, "--compiled", *_TIMES))
 
 
 def _accumulating(model: str, rounds: int) -> Run:
-    deferred = ("--strategies", "0", "3", "--variants", "ours-3-deferred")
-    compared = _comparison(model, 2, rounds, deferred, ("fsdp2", "fsdp2-deferred", "ddp"))
+    deferred = ("--strategies", "3", "--variants", "ours-3-deferred")
+    compared = _comparison(model, 2, rounds, deferred, ("fsdp2", "fsdp2-deferred"))
     return _compared(f"{model}-2-accumulation", (*compared, "--grad-accumulation", "4"))
 
 
