@@ -43,6 +43,10 @@ REASONS: tuple[tuple[str, str], ...] = (
         "not looked into yet; ranks compare parameters and options first, and set shared memory up",
     ),
     ("host time per unit of *", _HOST),
+    (
+        "*: time to save over fsdp2's",
+        "every tensor is summed up as it is written, and folders and a manifest are forced to the disk, too",
+    ),
 )
 """Pattern of titles, reason; a test holds every pattern to a target that exists."""
 
