@@ -86,11 +86,13 @@ bench-compare: $(READY)
 bench-checkpoints: $(READY)
 	$(PY) benchmarks/checkpoints.py $(ARGS)
 
-# The checks that need a GPU; where there is none it says so and succeeds.
+# The checks that need a GPU, and layers of an 8B model on it, alone and as the first of 8 and of 64 ranks
+# (benchmarks/results/bench-gpu.md); where there is none it says so and succeeds.
 gpu-check: $(READY)
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  mkdir -p benchmarks/results && \
 	  $(PY) -m pytest -m gpu --junitxml=benchmarks/results/gpu-tests.xml && \
+	  $(PY) benchmarks/bench.py --gpu --no-environment && \
 	  $(PY) benchmarks/compare.py --device cuda --out benchmarks/results $(ARGS); \
 	else echo "gpu-check: no CUDA device here, nothing checked"; fi
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,17 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
 from benchmarks.environment import prepare
+from benchmarks.kept import commit_of, joined, stamped
 from benchmarks.page import comparisons, page
-from benchmarks.suite import CHECKPOINTS, Run, gpu_runs, runs
-from benchmarks.targets import judge
+from benchmarks.suite import Run, gpu_runs, runs
+from benchmarks.targets import judge, told_amiss
 from megatron_fsdp.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_GPU = "there is no CUDA device here"
+_NAMED = ("compare.py", "checkpoints.py")
+"""Programs that write more than one file, by `--name` into a folder."""
+
 _DISAGREEMENT = 1
 """The exit code of a comparison that has results, though not for everybody."""
 
@@ -48,7 +53,7 @@ def perform(run: Run, python: Path, folder: Path) -> tuple[dict[str, Any] | None
 def _attempt(run: Run, arguments: Sequence[str], python: Path, folder: Path) -> tuple[dict[str, Any] | None, str]:
     file = folder / f"{run.name}.json"
     file.unlink(missing_ok=True)
-    where = ("--out", str(folder), "--name", run.name) if run.script == "compare.py" else ("--out", str(file))
+    where = ("--out", str(folder), "--name", run.name) if run.script in _NAMED else ("--out", str(file))
     command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / run.script), *arguments, *where]
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -99,9 +104,9 @@ def _has_gpu(python: Path) -> bool:
     return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def write_page(results: dict[str, dict[str, Any]], failures: dict[str, str], folder: Path, stem: str) -> Path:
+def write_page(results: Mapping[str, Any], failures: dict[str, str], folder: Path, stem: str) -> Path:
     """Write the page, its pictures and the results for programs; returns the page."""
-    folder.mkdir(parents=True, exist_ok=True)
+    write_results(results, failures, folder, stem)
     pictures: list[str] = []
     if comparisons(results):
         try:
@@ -110,14 +115,16 @@ def write_page(results: dict[str, dict[str, Any]], failures: dict[str, str], fol
             pictures = draw(results, folder, stem)
         except ConfigurationError as error:
             failures = {**failures, "pictures": str(error)}
-    verdicts = judge(results)
-    text = page("Benchmark", results, failures, verdicts, pictures)
-    (folder / f"{stem}.json").write_text(
-        json.dumps(shortened({"results": results, "failures": failures})) + "\n", encoding="utf-8"
-    )
     path = folder / f"{stem}.md"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(page("Benchmark", results, failures, judge(results), pictures), encoding="utf-8")
     return path
+
+
+def write_results(results: Mapping[str, Any], failures: Mapping[str, str], folder: Path, stem: str) -> None:
+    """Write the results for programs; a benchmark that is ended early leaves those that it has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(shortened({"results": results, "failures": failures})) + "\n"
+    (folder / f"{stem}.json").write_text(text, encoding="utf-8")
 
 
 def shortened(value: Any) -> Any:
@@ -129,72 +136,98 @@ def shortened(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def stored_checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the benchmark of checkpoints has left in a folder."""
-    files = {name: folder / f"{name}.json" for name in CHECKPOINTS}
-    return {
-        name: {"what": "checkpoints", **json.loads(file.read_text(encoding="utf-8"))}
-        for name, file in files.items()
-        if file.exists()
-    }
+def _read_results(folder: Path, stem: str) -> dict[str, Any]:
+    file = folder / f"{stem}.json"
+    found: dict[str, Any] = {"results": {}, "failures": {}}
+    return {**found, **json.loads(file.read_text(encoding="utf-8"))} if file.exists() else found
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run everything and write the page; returns the exit code, 1 where no run gave results."""
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure this engine beside its peers; one page.")
     parser.add_argument("--quick", action="store_true", help="few rounds, fewer models and ranks")
     parser.add_argument("--rounds", type=int, metavar="N", help="measured steps of every run")
-    parser.add_argument("--minutes", type=float, default=33.0, help="after which no further run is begun")
+    parser.add_argument("--minutes", type=float, default=38.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
+    parser.add_argument("--keep", action="store_true", help="runs that give nothing now keep their results on the page")
+    parser.add_argument("--gpu", action="store_true", help="only the runs on a CUDA device, on a page of their own")
     parser.add_argument("--again", action="store_true", help="measure nothing; write the page of the results in --out")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-bench", help="made where it is not there")
     parser.add_argument("--no-environment", action="store_true", help="use this interpreter; install nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "bench", help="where single runs write")
-    given = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run everything and write the page; returns the exit code, 1 where no run gave results."""
+    given = _parse(argv)
     until = time.monotonic() + 60 * given.minutes
-    chosen = [run for run in runs(given.quick, given.rounds) if _is_wanted(run.name, given.only)]
+    on_cpu = () if given.gpu else runs(given.quick, given.rounds)
+    stem = "bench-gpu" if given.gpu else f"bench-{os.cpu_count()}xcpu"
+    before = _read_results(given.out, stem) if given.again or given.keep else {"results": {}, "failures": {}}
     if given.list:
-        print(*(run.name for run in [*chosen, *gpu_runs()]), sep="\n")
+        print(*(run.name for run in [*on_cpu, *gpu_runs()] if _is_wanted(run.name, given.only)), sep="\n")
         return 0
-    stem = f"bench-{os.cpu_count()}xcpu"
     if given.again:
-        before = json.loads((given.out / f"{stem}.json").read_text(encoding="utf-8"))
-        print(write_page(before["results"], before["failures"], given.out, stem))
-        return 0
+        return _finish(before["results"], before["failures"], given.out, stem)
     failures: dict[str, str] = {}
     python, missing = (Path(sys.executable), "") if given.no_environment else prepare(given.environment)
     if missing:
         failures["peers"] = missing
         print(missing, file=sys.stderr)
-    if _has_gpu(python):
-        chosen = [*gpu_runs(), *chosen]
-    else:
-        failures["gpu"] = "there is no CUDA device here"
-    results = _perform_all(chosen, python, given.work, failures, until)
-    stored = {} if given.only else stored_checkpoints(ROOT / "benchmarks" / "results")
-    print(write_page({**results, **stored}, failures, given.out, stem))
+    has_gpu = _has_gpu(python)
+    if not has_gpu:
+        failures["gpu"] = NO_GPU
+    if given.gpu and not has_gpu:
+        print(f"bench.py: {NO_GPU}, nothing measured")
+        return 0
+    chosen = [run for run in [*(gpu_runs() if has_gpu else ()), *on_cpu] if _is_wanted(run.name, given.only)]
+    names = [run.name for run in [*runs(is_quick=False), *gpu_runs()]]
+    results: dict[str, Any] = {}
+    for name, document in _performed(chosen, python, given.work, failures, until):
+        results[name] = document
+        write_results(*joined(before, results, failures, names), given.out, stem)
+    return _finish(*joined(before, results, failures, names), given.out, stem)
+
+
+def _finish(results: Mapping[str, Any], failures: dict[str, str], folder: Path, stem: str) -> int:
+    """Write the page, and say where `reasons.py` does not fit it; returns the exit code."""
+    unexplained, stale = told_amiss(judge(results))
+    for title in unexplained:
+        print(f"missed, and reasons.py says nothing: {title}")
+    for title in stale:
+        print(f"no missed target needs this row of reasons.py: {title}")
+    print(write_page(results, failures, folder, stem))
     return 0 if results else 1
 
 
-def _perform_all(
+def _performed(
     chosen: Sequence[Run], python: Path, folder: Path, failures: dict[str, str], until: float
-) -> dict[str, dict[str, Any]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run one after another; yields those that gave a document, and notes in `failures` those that did not."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = {}
+    commit = commit_of(ROOT)
     for index, run in enumerate(chosen, 1):
-        begun = time.monotonic()
+        begun, worked = time.monotonic(), _children_cpu_s()
         if begun > until:
             failures[run.name] = "the time was over (--minutes)"
             continue
         document, problem = perform(run, python, folder)
-        if document is not None:
-            results[run.name] = document
         if problem:
             failures[run.name] = problem
-        print(f"{index}/{len(chosen)} {run.name}: {problem or 'done'} ({time.monotonic() - begun:.0f} s)", flush=True)
-    return results
+        took = f"{time.monotonic() - begun:.0f} s, of the CPUs {_children_cpu_s() - worked:.0f} s"
+        wrong = [line["name"] for line in (document or {}).get("contenders", ()) if line["disagrees"]]
+        told = problem or (f"no speed of {', '.join(wrong)}, whose losses are wrong" if wrong else "done")
+        print(f"{index}/{len(chosen)} {run.name}: {told} ({took})", flush=True)
+        if document is not None:
+            yield run.name, stamped(document, commit, f"python benchmarks/{run.script} {' '.join(run.arguments)}")
+
+
+def _children_cpu_s() -> float:
+    """CPU seconds of all processes that were started here and have ended."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def _is_wanted(name: str, words: Sequence[str]) -> bool:

@@ -32,6 +32,7 @@ class Request:
         rounds: Measured saves and loads of everybody.
         savers: Names, in table order.
         folder: Where to save.
+        measures_memory: Whether to find out what tensors take, which costs a save and a load of everybody more.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Request:
     rounds: int
     savers: tuple[str, ...]
     folder: Path
+    measures_memory: bool = True
 
 
 @dataclass
@@ -86,7 +88,7 @@ def run_rank(rank: int, request: Request, store_port: int, answer: Path) -> None
     setting = Setting(WORKLOADS[request.model], torch.float32, device, mesh)
     batch = make_batch(setting.workload, device, rank)
     savers = build_savers(list(request.savers), setting, batch, request.folder)
-    readings = {name: _prepare(saver) for name, saver in savers.items()}
+    readings = {name: _prepare(saver, request.measures_memory) for name, saver in savers.items()}
     for turn in range(request.rounds):
         for position in turns(len(savers), turn):
             name = request.savers[position]
@@ -103,12 +105,13 @@ def run_rank(rank: int, request: Request, store_port: int, answer: Path) -> None
     dist.destroy_process_group()
 
 
-def _prepare(saver: Saver) -> Reading:
+def _prepare(saver: Saver, measures_memory: bool) -> Reading:
     """Compare values, count, and measure memory; these saves and loads are not timed."""
     expected = {key: value.clone() for key, value in local_values(saver.job).items()}
     reading = Reading(sum(value.nbytes for value in expected.values()))
+    measures = (_tensor_peak, _counted) if measures_memory else (_counted,)
     for act, note in ((saver.save, reading.save), (saver.load, reading.load)):
-        for measure in (_tensor_peak, _counted):  # memory first: what is kept for the next save counts
+        for measure in measures:  # memory first: what is kept for the next save counts
             if act == saver.load:
                 forget(saver)
             dist.barrier()

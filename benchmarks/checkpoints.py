@@ -10,7 +10,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -49,16 +49,20 @@ _LEGEND = (
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
-    """Read the arguments; returns what to run and the folder for the results."""
+    """Read the arguments; returns what to run and the files for the results, without their suffix."""
     parser = argparse.ArgumentParser(prog="checkpoints.py", description=__doc__)
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
     parser.add_argument("--ranks", type=int, choices=range(1, 9), default=2)
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=5, metavar="N", help="1 to 100")
     parser.add_argument("--savers", nargs="*", choices=SAVERS, default=list(SAVERS), metavar="NAME")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure what tensors take")
+    parser.add_argument("--name", help="of the files of results; default: model and ranks")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
     given = parser.parse_args(argv)
     names = tuple(name for name in SAVERS if name in given.savers or name == PEER)
-    return Request(given.model, given.ranks, given.rounds, names, Path()), given.out
+    name = given.name or f"checkpoints-{given.model}-{given.ranks}xcpu"
+    request = Request(given.model, given.ranks, given.rounds, names, Path(), not given.no_memory)
+    return request, given.out and given.out / name
 
 
 def run(request: Request) -> dict[str, list[Reading]]:
@@ -68,7 +72,7 @@ def run(request: Request) -> dict[str, list[Reading]]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "reading"
-        asked = Request(request.model, request.ranks, request.rounds, request.savers, Path(folder) / "saved")
+        asked = replace(request, folder=Path(folder) / "saved")
         spawn(run_rank, (asked, store.port, answer), nprocs=request.ranks)
         found: dict[str, list[Reading]] = pickle.loads(answer.read_bytes())
     return found
@@ -99,7 +103,7 @@ def _row(name: str, ranks: list[Act], peers: list[Act]) -> str:
         f"{max(one.read_bytes for one in counts) / _MIB:.2f}",
         f"{max(one.written_bytes for one in counts) / _MIB:.2f}",
         str(max(one.synced for one in counts)),
-        f"{max(one.tensor_bytes for one in ranks) / _MIB:.2f}",
+        f"{largest / _MIB:.2f}" if (largest := max(one.tensor_bytes for one in ranks)) else "-",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -130,6 +134,7 @@ def describe_run(request: Request) -> dict[str, str]:
     """What somebody needs to repeat the run, and how busy the machine was."""
     command = f"python benchmarks/checkpoints.py --model {request.model} --ranks {request.ranks}"
     command += f" --rounds {request.rounds} --savers " + " ".join(f"'{name}'" for name in request.savers)
+    command += "" if request.measures_memory else " --no-memory"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
@@ -142,7 +147,7 @@ def describe_run(request: Request) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run, print, and write where asked; returns the exit code."""
-    request, folder = parse(argv)
+    request, files = parse(argv)
     readings = run(request)
     wrong = {name: one.problems[:3] for name, ranks in readings.items() for one in ranks if one.problems}
     if wrong:
@@ -151,12 +156,12 @@ def main(argv: Sequence[str]) -> int:
     facts = describe_run(request)
     text = markdown(request, readings, facts)
     print(text)
-    if folder is not None:
-        name = f"checkpoints-{request.model}-{request.ranks}xcpu"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    if files is not None:
+        files.parent.mkdir(parents=True, exist_ok=True)
+        files.with_name(files.name + ".md").write_text(text, encoding="utf-8")
         content = {"facts": facts, "readings": {key: [asdict(one) for one in ranks] for key, ranks in readings.items()}}
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        document = {"what": "checkpoints", "request": {"model": request.model, "ranks": request.ranks}, **content}
+        files.with_name(files.name + ".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

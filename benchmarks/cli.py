@@ -47,6 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="of all that is stored or sent")
     parser.add_argument("--comm-dtype", choices=list(TOLERANCES), help="of gradients on the wire; default: as --dtype")
     parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused", help="AdamW's kernels")
+    parser.add_argument("--no-memory", action="store_true", help="only time steps; count no bytes and copies")
     parser.add_argument("--name", help="of the files of results; default: model, ranks and dtype")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
     given = parser.parse_args(argv)
@@ -71,6 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         given.bucket_mib,
         given.comm_dtype or given.dtype,
         given.optimizer,
+        not given.no_memory,
     )
     name = given.name or f"compare-{request.model}-{request.ranks}x{request.device_type}-{request.dtype}"
     return request, None if given.out is None else given.out / name
@@ -89,12 +91,13 @@ def command_of(request: Request) -> str:
     varied = [name for name in request.contenders if name in variants()]
     peers = [name for name in request.contenders if name in PEERS]
     compiled = "--compiled " if ALL_COMPILED[0] in request.contenders else ""
+    timed = "" if request.measures_memory else " --no-memory"
     return (
         f"python benchmarks/compare.py --model {request.model} --ranks {request.ranks} --device {request.device_type} "
         f"--steps {request.steps} --warmup {request.warmup} {_listed('--strategies', strategies)}"
         f"{_listed('--ddp', by_buckets)}{_listed('--variants', varied)}{_listed('--peers', peers)}{compiled}"
         f"--grad-accumulation {request.microbatches} --dtype {request.dtype} --bucket-mib {request.bucket_mib:g} "
-        f"--comm-dtype {request.comm_dtype} --optimizer {request.optimizer}"
+        f"--comm-dtype {request.comm_dtype} --optimizer {request.optimizer}{timed}"
     )
 
 
@@ -105,19 +108,34 @@ def _listed(option: str, values: Sequence[str]) -> str:
 def describe_run(request: Request) -> dict[str, str]:
     """What somebody needs to repeat the run: date, command, versions, hardware."""
     packages = ["deepspeed"] * any(name in DEEPSPEED for name in request.contenders) + ["transformers"]
-    versions = [f"{package} {installed}" for package in packages if (installed := _version(package))]
-    facts = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    machine = describe_machine(request.device_type, request.ranks, packages)
+    return {
+        "date": machine.pop("date"),
         "command": command_of(request),
-        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, "
-        + ", ".join([*versions, f"Python {platform.python_version()}"]),
-        "hardware": f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}",
+        **machine,
         "threads per rank": os.environ["OMP_NUM_THREADS"],
         "tokens per rank and step": str(tokens_per_rank(request)),
     }
-    if request.device_type == "cuda":
-        facts["hardware"] += f", {request.ranks} x {torch.cuda.get_device_name(0)}"
-    return facts
+
+
+def describe_machine(device_type: str, ranks: int, packages: Sequence[str] = ()) -> dict[str, str]:
+    """Date, versions and hardware of a run.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        ranks: Processes, each with a device of its own on "cuda".
+        packages: Whose versions are told besides torch's, where they are installed.
+    """
+    versions = [f"{package} {installed}" for package in packages if (installed := _version(package))]
+    described = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, "
+        + ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "hardware": f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}",
+    }
+    if device_type == "cuda":
+        described["hardware"] += f", {ranks} x {torch.cuda.get_device_name(0)}"
+    return described
 
 
 def tokens_per_rank(request: Request) -> int:

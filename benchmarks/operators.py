@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ _TO_ALL = frozenset({"_allgather_base_", "allgather_", "allgather_into_tensor_co
 _EXCHANGED = frozenset({"alltoall_base_", "alltoall_"})
 _REDUCED = frozenset({"allreduce_", "allreduce_coalesced_"})
 _SENT = frozenset({"send", "broadcast_"})
+
+_TORCH = "torch"
+ENGINE = "megatron_fsdp."
+"""How names of modules of this engine begin."""
+
+TRANSPORT = frozenset(ENGINE + f"buffer.{name}" for name in ("shared_memory", "shared_arena", "mailbox", "share"))
+"""Modules that carry elements from rank to rank; what they copy is the collective, as the copies of sockets are."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Moved:
         copied_numel: Elements of the results of copies, casts and multiplications into other memory.
         copies: How many operators did that.
         reduced_bytes: Of `sent_bytes` those of reductions.
+        copied_by: Of `copied_numel` those by the module that asked for them, torch's own passed over.
     """
 
     issued: int
@@ -39,6 +48,7 @@ class Moved:
     copied_numel: int
     copies: int
     reduced_bytes: int = 0
+    copied_by: Mapping[str, int] = field(default_factory=dict)
 
 
 def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int) -> int | None:
@@ -74,6 +84,30 @@ def copied_numel(name: str, overload: str, args: Sequence[Any], kwargs: dict[str
     return 0
 
 
+def asking_module() -> str:
+    """Name of the innermost module on the stack that is not torch's and not this one."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = str(frame.f_globals.get("__name__", ""))
+        if name != __name__ and name.partition(".")[0] != _TORCH:
+            return name
+    return ""
+
+
+def engine_copies(copied_by: Mapping[str, int]) -> tuple[int, int]:
+    """What the engine copies besides collectives, and what its own transport copies to carry them out, in elements.
+
+    The back end's sockets copy as well, where nobody counts; only the first figure compares across transports.
+
+    Args:
+        copied_by: As in `Moved`.
+    """
+    carried = sum(numel for name, numel in copied_by.items() if name in TRANSPORT)
+    engine = sum(numel for name, numel in copied_by.items() if name.startswith(ENGINE))
+    return engine - carried, carried
+
+
 class MovedModel(TorchDispatchMode):
     """Counts inside the block; operators that run inside those of tensor subclasses are not seen.
 
@@ -100,6 +134,7 @@ class MovedModel(TorchDispatchMode):
             self._copied.total(),
             self._copies,
             sum(self._bytes[name] for name in _ONCE | _EXCHANGED | _REDUCED),
+            dict(self._copied),
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,8 +149,9 @@ class MovedModel(TorchDispatchMode):
                 self._bytes[name] += sent
         else:
             numel = copied_numel(name, func._overloadname, args, kwargs, result)
-            self._copied[name] += numel
-            self._copies += numel > 0
+            if numel > 0:
+                self._copied[asking_module()] += numel
+                self._copies += 1
         return result
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.exact import exact_sections
+from benchmarks.kept import sittings
 from benchmarks.markup import spread, table
 from benchmarks.sections import special_sections
 from benchmarks.targets import MET, MISSED, OPEN, Results, Verdict
@@ -38,11 +40,12 @@ def page(
         f"# {title}",
         f"{len(verdicts)} targets: {told}. Losses of all that have a speed equal those of one process.",
     ]
-    parts.append(_facts(results))
+    parts.append(facts(results))
     parts.append("## Targets\n\n" + targets_table(verdicts))
     parts += [f"![{picture}]({picture})" for picture in pictures]
     parts.append("## Steps\n\n" + _LEGEND)
     parts += [_comparison(name, document) for name, document in comparisons(results).items()]
+    parts += exact_sections(results)
     parts.append("## Phases")
     parts += [_phase_table(name, document) for name, document in results.items() if "rows" in document]
     parts += special_sections(results)
@@ -67,9 +70,11 @@ def comparisons(results: Results) -> Results:
     return {name: document for name, document in results.items() if "contenders" in document and "what" not in document}
 
 
-def _facts(results: Results) -> str:
-    found = next((document["facts"] for document in results.values() if "facts" in document), None)
-    return "" if found is None else "\n".join(f"- {key}: {found[key]}" for key in ("date", "versions", "hardware"))
+def facts(results: Results) -> str:
+    """When and from what everything was made; versions and hardware are those of the first run that notes them."""
+    found = next((document["facts"] for document in results.values() if "versions" in document.get("facts", ())), {})
+    lines = [f"- {key}: {found[key]}" for key in ("versions", "hardware") if key in found]
+    return "\n".join([*sittings(results), *lines])
 
 
 def targets_table(verdicts: Sequence[Verdict]) -> str:
@@ -78,10 +83,16 @@ def targets_table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         target = verdict.target
         unit = f" {target.unit}" if target.unit else ""
-        reached = "-" if verdict.value is None else f"{verdict.value:.3g}{unit}"
+        reached = "-" if verdict.value is None else f"{_distinct(verdict.value, target.limit)}{unit}"
         why = f"; {target.told_reason}" if target.told_reason and verdict.word == MISSED else ""
         rows.append([target.title, f"at most {target.limit:g}{unit}", reached, verdict.word + why])
     return table(("what", "target", "reached", "verdict"), rows)
+
+
+def _distinct(value: float, limit: float) -> str:
+    """Three digits, or as many more as it takes to be seen above a limit that it exceeds by little."""
+    texts = [f"{value:.{digits}g}" for digits in (3, 4, 5)]
+    return next((text for text in texts if (float(text) > limit) == (value > limit)), texts[0])
 
 
 def _comparison(name: str, document: Mapping[str, Any]) -> str:
@@ -107,6 +118,10 @@ def _comparison(name: str, document: Mapping[str, Any]) -> str:
 def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]:
     over = [spread(line[kind].get(rival), 1, 2) for rival in ("floor", "fsdp2") for kind in ("wall_over", "cpu_over")]
     moved, sent, peak = line["moved"], line["sent"], line["live"]["peak"]
+    held = ["-"] * 3
+    if peak:
+        held = [f"{size / _MEBIBYTE:.1f}" for size in (line["live"]["persistent"], peak)]
+        held.append(f"{peak / (_ADAM_BYTES * whole / ranks):.2f}")
     seen = ["-", "-"] if moved is None else [f"{moved[key] / _MEBIBYTE:.2f}" for key in ("sent_bytes", "gloo_bytes")]
     return [
         line["name"],
@@ -114,12 +129,10 @@ def _contender_row(line: Mapping[str, Any], whole: int, ranks: int) -> list[str]
         spread(line["cpu_s"], 1000, 1),
         *over,
         spread(line["wall_over"].get("ddp"), 1, 2),
-        f"{line['live']['persistent'] / _MEBIBYTE:.1f}",
-        f"{peak / _MEBIBYTE:.1f}",
-        f"{peak / (_ADAM_BYTES * whole / ranks):.2f}",
+        *held,
         "-" if sent is None else f"{(sent['gather_bytes'] + sent['reduce_bytes']) / _MEBIBYTE:.2f}",
         *seen,
-        str(line["live"]["allocations"]),
+        str(line["live"]["allocations"] or "-"),
         "-" if moved is None else f"{moved['copied_numel'] / whole:.2f}",
     ]
 
@@ -128,6 +141,7 @@ def _phase_table(name: str, document: Mapping[str, Any]) -> str:
     request = document["request"]
     many = request["simulated_ranks"]
     where = f"rank 0 of {many} simulated ranks" if many else f"{request['ranks']} ranks"
+    where += f", {request.get('device_type', 'cpu')}, {request.get('dtype', 'float32')}"
     rows = [
         [
             row["phase"],
@@ -147,4 +161,6 @@ def _phase_table(name: str, document: Mapping[str, Any]) -> str:
     for phase, values in sorted(document.get("host_us_by_pass", {}).items()):
         told += f"; {phase} alone: " + ", ".join(f"{who} {value:.0f} us" for who, value in sorted(values.items()))
     parts = [f"### {name}", f"{request['model']}, {where}, {request['rounds']} rounds.", table(head, rows)]
-    return "\n\n".join([*parts, *([f"Host time per unit and pass beyond the bare model: {told}."] if told else [])])
+    parts += [f"Host time per unit and pass beyond the bare model: {told}."] if told else []
+    parts += [f"`{document['made']['command']}`"] if "made" in document else []
+    return "\n\n".join(parts)

@@ -11,9 +11,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
+from benchmarks.exact import exact_sections
 from benchmarks.gains import SMALL, gains
 from benchmarks.markup import spread, table
-from benchmarks.page import targets_table
+from benchmarks.page import facts, targets_table
 from benchmarks.sections import ablation_table
 from benchmarks.suite import WORKLOADS
 from benchmarks.targets import MET, MISSED, OPEN, Results, Verdict, judge
@@ -58,19 +59,14 @@ def render(results: Results) -> str:
     if not results:
         return "\n\n".join([*parts, "## Results", "No run has been published yet."]) + "\n"
     verdicts = judge(results)
-    parts += ["## Results", _facts(results), _main_table(results), _without_speed(results)]
-    parts += _by_verdict(verdicts)
+    parts += ["## Results", facts(results), _main_table(results), _without_speed(results)]
+    parts += [*_by_verdict(verdicts), *exact_sections(results)]
     ablations = {name: document for name, document in results.items() if document.get("what") == "ablation"}
     if ablations:
         parts.append("## What each optimisation gave")
         parts += [ablation_table(name, document) for name, document in ablations.items()]
         parts.append(_small_ones(ablations))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _facts(results: Results) -> str:
-    found = next((document["facts"] for document in results.values() if "versions" in document.get("facts", ())), None)
-    return "" if found is None else "\n".join(f"- {key}: {found[key]}" for key in ("date", "versions", "hardware"))
 
 
 def _main_table(results: Results) -> str:

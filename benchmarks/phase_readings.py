@@ -22,6 +22,8 @@ class PhaseRequest:
         what: "step" (optimizer and clipping), "start" (wrapping and first step), or "host" (forward and backward).
         optimizer: AdamW's kernels.
         simulated_ranks: The size of the job that one process pretends to be the first rank of; 0: none.
+        device_type: "cpu" or "cuda".
+        dtype: Of weights, gradients and optimizer state, "float32" or "bfloat16".
     """
 
     model: str
@@ -32,6 +34,8 @@ class PhaseRequest:
     what: str
     optimizer: str = "fused"
     simulated_ranks: int = 0
+    device_type: str = "cpu"
+    dtype: str = "float32"
 
 
 @dataclass

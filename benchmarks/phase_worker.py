@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import Contender, Setting, build_contender
 from benchmarks.phase_readings import PhaseNotes, PhaseRequest
-from benchmarks.worker import live_bytes, turns
+from benchmarks.worker import finish_queued_work, live_bytes, turns
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp import MegatronFSDP
 
@@ -35,16 +35,21 @@ def run_rank(rank: int, request: PhaseRequest, store_port: int, threads: int, an
     """Join the ranks, or pretend to be the first of many, measure, and let the first write `{name: [per rank]}`."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)  # what simulated ranks receive is whatever lies in memory
+    device = torch.device(request.device_type, rank) if request.device_type != "cpu" else torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(rank)
+        torch.empty(0, device=device)  # a mesh of more ranks than devices is taken only from a device in use
     if request.simulated_ranks:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.simulated_ranks)
     else:
         store = TCPStore("127.0.0.1", store_port)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=request.ranks)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    kernels = cast(Any, request.optimizer)
-    setting = Setting(WORKLOADS[request.model], torch.float32, torch.device("cpu"), mesh, step_kernels=kernels)
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    kernels, dtype = cast(Any, request.optimizer), getattr(torch, request.dtype)
+    setting = Setting(WORKLOADS[request.model], dtype, device, mesh, comm_dtype=dtype, step_kernels=kernels)
     notes = _MEASURED[request.what](request, setting)
     everyone: list[Notes] = [notes]
     if not request.simulated_ranks:
@@ -67,8 +72,8 @@ def steps(request: PhaseRequest, setting: Setting) -> Notes:
     def turn(name: str, noted: PhaseNotes) -> None:
         contender = contenders[name]
         contender.backward([batch])
-        _timed(noted, CLIPPING, lambda: _clip(contender))
-        _timed(noted, OPTIMIZER_STEP, contender.optimizer.step)
+        _timed(noted, CLIPPING, lambda: _clip(contender), setting.device)
+        _timed(noted, OPTIMIZER_STEP, contender.optimizer.step, setting.device)
         contender.optimizer.zero_grad()
 
     _rounds(request, notes, turn)
@@ -82,9 +87,10 @@ def starts(request: PhaseRequest, setting: Setting) -> Notes:
 
     def turn(name: str, noted: PhaseNotes) -> None:
         model = build_model(setting.workload, setting.dtype, setting.device)
-        contender: Contender = _timed(noted, WRAPPING, partial(build_contender, name, setting, model))
-        _timed(noted, FIRST_STEP, partial(contender.step, [batch]))
-        del model, contender  # what they hold must not count for the next one
+        built = partial(build_contender, name, setting, model)
+        contender: Contender = _timed(noted, WRAPPING, built, setting.device)
+        _timed(noted, FIRST_STEP, partial(contender.step, [batch]), setting.device)
+        del model, built, contender  # what they hold must not count for the next one
         gc.collect()
 
     _rounds(request, notes, turn)
@@ -104,8 +110,8 @@ def host(request: PhaseRequest, setting: Setting) -> Notes:
 
     def turn(name: str, noted: PhaseNotes) -> None:
         contender = contenders[name]
-        loss = _timed(noted, FORWARD, lambda: loss_of(contender.model, batch))
-        _timed(noted, BACKWARD, loss.backward)
+        loss = _timed(noted, FORWARD, lambda: loss_of(contender.model, batch), setting.device)
+        _timed(noted, BACKWARD, loss.backward, setting.device)
         contender.optimizer.step()
         contender.optimizer.zero_grad()
 
@@ -125,12 +131,16 @@ def _rounds(request: PhaseRequest, notes: Notes, turn: Callable[[str, PhaseNotes
             turn(names[position], notes[names[position]] if index >= request.warmup else PhaseNotes())
 
 
-def _timed(noted: PhaseNotes, phase: str, act: Callable[[], Any]) -> Any:
+def _timed(noted: PhaseNotes, phase: str, act: Callable[[], Any], device: torch.device) -> Any:
+    """CPU time is the host's until it has asked for everything, wall time until the device has done it."""
+    finish_queued_work(device)
     if dist.get_backend() != "fake":
         dist.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     found = act()
-    noted.add(phase, time.perf_counter() - wall_s, time.process_time() - cpu_s)
+    cpu_s = time.process_time() - cpu_s
+    finish_queued_work(device)
+    noted.add(phase, time.perf_counter() - wall_s, cpu_s)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
+from benchmarks.cli import describe_machine
 from benchmarks.contenders import FLOOR, FSDP2, OURS
 from benchmarks.launching import measure_on_ranks
 from benchmarks.output import show
@@ -40,7 +41,7 @@ def measure(request: PhaseRequest) -> dict[str, Any]:
     """Start the ranks and return what they measured, as data for programs."""
     notes: dict[str, list[PhaseNotes]] = measure_on_ranks(run_rank, request, request.ranks, threads=1)
     rows = phase_rows(request, notes)
-    found = phase_document(request, rows)
+    found = {"facts": describe_machine(request.device_type, request.ranks), **phase_document(request, rows)}
     if request.what == "host":
         units = WORKLOADS[request.model].layers
         found["host_us_per_unit_and_pass"] = host_microseconds(rows, FLOOR, units)
@@ -82,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused")
     parser.add_argument("--simulated-ranks", type=int, default=0, metavar="N", help="be the first of N ranks instead")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is stored")
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     if given.what == "facts":
@@ -97,7 +100,16 @@ def main(argv: Sequence[str]) -> int:
         warmup = 0 if given.what == "start" else given.warmup
         found = measure(
             PhaseRequest(
-                given.model, ranks, given.rounds, warmup, names, given.what, given.optimizer, given.simulated_ranks
+                given.model,
+                ranks,
+                given.rounds,
+                warmup,
+                names,
+                given.what,
+                given.optimizer,
+                given.simulated_ranks,
+                given.device,
+                given.dtype,
             )
         )
     show(found, given.out)

@@ -42,8 +42,8 @@ def over_floor(line: Mapping[str, Any]) -> float | None:
 
 
 def peak_mib(line: Mapping[str, Any]) -> float | None:
-    """Live MiB at the peak."""
-    return line["live"]["peak"] / 2**20
+    """Live MiB at the peak; None where it was not measured."""
+    return line["live"]["peak"] / 2**20 or None
 
 
 def draw(results: Results, folder: Path, stem: str) -> list[str]:

@@ -24,6 +24,7 @@ class Request:
         bucket_mib: Gradients that close a bucket, in MiB, of all that cut them by size.
         comm_dtype: Of gradients on the wire; the same names.
         optimizer: AdamW's kernels, "fused" or "foreach".
+        measures_memory: Whether live bytes are counted, and what one more step moves; else steps are timed, no more.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Request:
     bucket_mib: float
     comm_dtype: str = "float32"
     optimizer: Literal["fused", "foreach"] = "fused"
+    measures_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,21 @@ class SentPerStep:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Allocated bytes of one rank, activations included.
+    """Allocated bytes of one rank, activations included; all 0 where they were not measured.
 
     Attributes:
         persistent: Between steps, gradients cleared.
         peak: The most during a step.
         allocations: How often memory was taken in that step, the third one.
         allocated: Bytes that were taken in it.
+        activations: What was alive when its (first) backward began, beyond `persistent`; 0 where it is not known.
     """
 
     persistent: int
     peak: int
     allocations: int = 0
     allocated: int = 0
+    activations: int = 0
 
 
 @dataclass(frozen=True)

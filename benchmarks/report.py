@@ -196,8 +196,7 @@ def _costs(line: Line, request: Request, reading: RunReading) -> list[str]:
         seen = [f"{line.moved.sent_bytes / _MEBIBYTE:.2f}", f"{line.moved.gloo_bytes / _MEBIBYTE:.2f}"]
         seen.append(f"{line.moved.copied_numel / reading.parameter_numel:.2f}")
     return [
-        f"{line.live.persistent / _MEBIBYTE:.1f}",
-        f"{line.live.peak / _MEBIBYTE:.1f}",
+        *(f"{size / _MEBIBYTE:.1f}" if size else "-" for size in (line.live.persistent, line.live.peak)),
         str(line.live.allocations) if line.live.allocations else "-",
         f"{line.collectives:g}",
         *sent,

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 ALL_OURS = ("--strategies", "0", "1", "2", "3", "--ddp", "mddp", "mddp-optim")
 ALL_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero")
+CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp")
 WORKLOADS = ("many-small", "large", "llama", "moe")
 BY_SOCKETS_TOO = ("many-small", "large")
 """Workloads on which the engine also takes part without shared memory, and on which optimisations are switched off."""
-CHECKPOINTS = ("checkpoints-many-small-2xcpu", "checkpoints-large-2xcpu")
-"""Results of `checkpoints.py` that the page shows; they are read, not made again."""
+CHECKPOINTS = ("checkpoints-many-small", "checkpoints-large")
+"""Runs that save and load."""
+
+_SAVERS = ("ours", "ours, in the background", "fsdp2, dcp")
+_TIMES = ("--no-memory",)
+"""Where no target asks for bytes."""
+
+_GPU_MODEL = "llama-8b-layers"
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,31 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
     ]
     if is_quick:
         return tuple(found)
-    return (*found, *_varied(rounds))
+    return (
+        *found,
+        *(_checkpoints(name, rounds or (8 if name.endswith("large") else 3)) for name in CHECKPOINTS),
+        *_varied(rounds),
+    )
 
 
-def gpu_runs() -> tuple[Run, ...]:
-    """Layers as an 8B model has them on one device, for the overhead of each."""
-    arguments = _comparison("llama-8b-layers", 1, 10, ("--strategies", "3"), ("fsdp2", "fsdp1", "ddp"))
-    return (Run("gpu", "compare.py", (*arguments, "--device", "cuda", "--dtype", "bfloat16"), 600),)
+def gpu_runs(device: str = "cuda", model: str = _GPU_MODEL, rounds: int = 10) -> tuple[Run, ...]:
+    """Layers as an 8B model has them on one device: the overhead of each, and the first rank of simulated large jobs.
+
+    Args:
+        device: "cuda"; on "cpu" the same is tried out.
+        model: Name of a workload.
+        rounds: Measured steps.
+    """
+    where = ("--device", device, "--dtype", "bfloat16")
+    compared = _comparison(model, 1, rounds, ("--strategies", "3"), ("fsdp2", "fsdp1", "ddp"))
+    host = ("host", "--model", model, "--rounds", str(rounds))
+    return (
+        Run("gpu", "compare.py", (*compared, *where), 600),
+        *(
+            Run(f"gpu-simulated-{many}", "phases.py", (*host, "--simulated-ranks", str(many), *where), 600)
+            for many in (8, 64)
+        ),
+    )
 
 
 def _everybody(model: str, rounds: int) -> Run:
@@ -67,27 +91,25 @@ def _everybody(model: str, rounds: int) -> Run:
 
 def _varied(rounds: int | None) -> Iterator[Run]:
     """Fewer contenders where the number of ranks, microbatches, the wire's dtype or compilation is varied."""
-    few = rounds or 4
+    ours = ("--strategies", "3")
     for model in WORKLOADS:
-        yield _compared(f"{model}-4", _comparison(model, 4, few, ("--strategies", "3"), CLOSE_PEERS))
-    for model in BY_SOCKETS_TOO:
+        yield _compared(f"{model}-4", _comparison(model, 4, rounds or 4, ours, CLOSE_PEERS))
+    both = (("--strategies", "0", "3"), ("fsdp2", "ddp"))
+    for model in WORKLOADS:
+        yield _compared(f"{model}-1", (*_comparison(model, 1, rounds or 4, *both), *_TIMES))
+    for model in WORKLOADS:
+        narrow = ("--comm-dtype", "bfloat16", *_TIMES)
+        yield _compared(f"{model}-2-bf16", (*_comparison(model, 2, rounds or 3, *both), *narrow))
+    for model in WORKLOADS:
         yield _accumulating(model, rounds or 3)
     for model in BY_SOCKETS_TOO:
-        compiled = _comparison(model, 2, few, ("--strategies", "3"), ("fsdp2",))
-        yield _compared(f"{model}-2-compiled", (*compiled, "--compiled"))
-    for model in WORKLOADS:
-        yield _compared(f"{model}-1", _comparison(model, 1, few, ("--strategies", "0", "3"), ("fsdp2", "ddp")))
-    for model in WORKLOADS:
-        narrow = _comparison(model, 2, rounds or 3, ("--strategies", "0", "3"), ("fsdp2", "ddp"))
-        yield _compared(f"{model}-2-bf16", (*narrow, "--comm-dtype", "bfloat16"))
-    for model in WORKLOADS:
-        if model not in BY_SOCKETS_TOO:
-            yield _accumulating(model, rounds or 3)
+        compiled = _comparison(model, 2, rounds or 2, ours, ("fsdp2",))
+        yield _compared(f"{model}-2-compiled", (*compiled, "--compiled", *_TIMES))
 
 
 def _accumulating(model: str, rounds: int) -> Run:
-    deferred = ("--strategies", "0", "3", "--variants", "ours-3-deferred")
-    compared = _comparison(model, 2, rounds, deferred, ("fsdp2", "fsdp2-deferred", "ddp"))
+    deferred = ("--strategies", "3", "--variants", "ours-3-deferred")
+    compared = _comparison(model, 2, rounds, deferred, ("fsdp2", "fsdp2-deferred"))
     return _compared(f"{model}-2-accumulation", (*compared, "--grad-accumulation", "4"))
 
 
@@ -110,6 +132,12 @@ def _phases(is_quick: bool, rounds: int | None) -> Iterator[Run]:
 
 def _ablation(model: str, rounds: int) -> Run:
     return Run(f"ablation-{model}", "ablation.py", ("--model", model, "--rounds", str(rounds), "--warmup", "2"), 1200)
+
+
+def _checkpoints(name: str, rounds: int) -> Run:
+    model = name.removeprefix("checkpoints-")
+    arguments = ("--model", model, "--rounds", str(rounds), "--no-memory", "--savers", *_SAVERS)
+    return Run(name, "checkpoints.py", arguments, 600)
 
 
 def _breakdown(model: str, rounds: int) -> Run:

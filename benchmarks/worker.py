@@ -33,6 +33,8 @@ _PATIENCE = timedelta(minutes=5)
 """How long ranks wait for one that is gone."""
 
 _MEASURED_STEP = "benchmark: the step whose peak counts"
+_BACKWARD_NODE = "autograd::engine::evaluate_function"
+"""How the profiler's names of what backward does begin."""
 
 
 @dataclass
@@ -78,22 +80,14 @@ def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Sett
 
 
 def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
-    absent = missing_peers(request.contenders)
-    live = {}
-    for name in request.contenders:
-        if name in absent:
-            continue
-        problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
-        gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
-        if found is None:
-            absent[name] = problem
-        else:
-            live[name] = found
-    reference = reference_losses(request, setting)
+    live, absent = _measure_memory(request, setting, rank)
+    reference = reference_losses(request, setting) if rank == 0 else ()
+    dist.barrier()  # the others leave the cores to the first rank
     contenders = [build_contender(name, setting) for name in live]
     notes = _take_turns(request, setting, contenders, rank)
     sent = [_sent(contender, note.traffic, request.steps) for contender, note in zip(contenders, notes, strict=True)]
-    moved = [_moved(contender, microbatches_of(request, setting, 0, rank), setting) for contender in contenders]
+    extra = microbatches_of(request, setting, 0, rank)
+    moved = [_moved(contender, extra, setting) if request.measures_memory else None for contender in contenders]
     mine = {
         contender.name: RankReading(
             tuple(note.wall_s),
@@ -117,6 +111,23 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
         absent,
         planned_peak(request, setting) if OURS[3] in live and rank == 0 else None,
     )
+
+
+def _measure_memory(request: Request, setting: Setting, rank: int) -> tuple[dict[str, LiveBytes], dict[str, str]]:
+    """Try everybody alone; returns what each holds, and why others take no part."""
+    absent = missing_peers(request.contenders)
+    present = [name for name in request.contenders if name not in absent]
+    if not request.measures_memory:
+        return dict.fromkeys(present, LiveBytes(0, 0)), absent
+    live = {}
+    for name in present:
+        problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
+        gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
+        if found is None:
+            absent[name] = problem
+        else:
+            live[name] = found
+    return live, absent
 
 
 _Found = TypeVar("_Found")
@@ -153,7 +164,7 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
                 note.traffic = contender.traffic()
-            _finish_queued_work(setting.device)
+            finish_queued_work(setting.device)
             dist.barrier()
             before = _count_collectives()
             wall_s, cpu_s, loss = _timed_step(contender, microbatches, setting.device)
@@ -180,7 +191,7 @@ def _timed_step(
     """Wall and CPU seconds of one step, and its loss."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     loss = contender.step(microbatches)
-    _finish_queued_work(device)
+    finish_queued_work(device)
     return time.perf_counter() - wall_s, time.process_time() - cpu_s, loss
 
 
@@ -188,7 +199,8 @@ def _count_collectives() -> int:
     return sum(collectives_by_group().values())
 
 
-def _finish_queued_work(device: torch.device) -> None:
+def finish_queued_work(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for; the CPU is never behind."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -200,7 +212,7 @@ def microbatches_of(request: Request, setting: Setting, step: int, rank: int) ->
 
 
 def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
-    """Mean loss per step of one process that sees the data of all ranks; every rank computes the same."""
+    """Mean loss per step of one process that sees the data of all ranks."""
     model = build_model(setting.workload, setting.dtype, setting.device)
     optimizer = make_optimizer(model, setting)
     losses = []
@@ -267,10 +279,12 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    held = held_shared = peak = allocations = allocated = 0
+    held = held_shared = peak = allocations = allocated = before_backward = 0
     measuring = False
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         measuring = measuring or event.name() == _MEASURED_STEP
+        if measuring and not before_backward and event.name().startswith(_BACKWARD_NODE):
+            before_backward = held
         if event.name() == "[memory]":
             held += event.nbytes()
             if measuring and event.nbytes() > 0:
@@ -280,7 +294,9 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
             held_shared += change
         peak = max(peak, held + held_shared) if measuring else held + held_shared
     missed, unseen = max(held - alive, 0), unseen - held_shared  # of blocks every change was seen
-    return LiveBytes(held + held_shared - missed + unseen, peak - missed + unseen, allocations, allocated)
+    activations = before_backward - held  # the step left nothing behind, or its memory would grow from step to step
+    held_bytes = held + held_shared - missed + unseen
+    return LiveBytes(held_bytes, peak - missed + unseen, allocations, allocated, activations)
 
 
 def _bytes_of_tensors() -> int:

@@ -263,11 +263,12 @@ def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -
 
 @pytest.mark.parametrize("ours", ["--strategies 3 1", "--strategies --ddp mddp-optim"])
 def test_recorded_command_repeats_the_run(ours: str) -> None:
-    changed = "--variants no-flat-step ours-3-sockets --compiled"
+    changed = "--variants no-flat-step ours-3-sockets --compiled --no-memory"
     given = f"--model large {ours} {changed} --peers ddp --steps 7 --device cpu --bucket-mib 1.5"
     request, files = parse([*given.split(), "--out", "somewhere", "--name", "one"])
     repeated, nowhere = parse(command_of(request).split()[2:])
     assert repeated == request
+    assert not request.measures_memory
     varied = ("no-flat-step", "ours-3-sockets", "ddp", "floor-compiled", "ours-3-compiled", "fsdp2-compiled")
     assert request.contenders in (("floor", "ours-3", "ours-1", *varied), ("floor", "mddp-optim", *varied))
     assert (files, nowhere) == (Path("somewhere/one"), None)

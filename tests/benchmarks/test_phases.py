@@ -1,5 +1,6 @@
 """Phases: ratios within a turn, host time by subtraction; and the parts of the suite that decide without measuring."""
 
+import json
 import os
 import sys
 import time
@@ -15,9 +16,9 @@ from benchmarks.bench import perform, run_to_end
 from benchmarks.contenders import missing_peers
 from benchmarks.operators import MovedModel, ring_bytes
 from benchmarks.phase_readings import PhaseNotes, PhaseRequest, host_microseconds, host_microseconds_by_pass, phase_rows
-from benchmarks.phases import measure, padding
+from benchmarks.phases import main, padding
 from benchmarks.report import Spread
-from benchmarks.suite import Run, runs
+from benchmarks.suite import Run, gpu_runs, runs
 
 REQUEST = PhaseRequest("tiny", 2, 2, 0, ("fsdp2", "ours-3"), "step")
 
@@ -77,21 +78,32 @@ def test_copies_are_counted_by_what_they_write() -> None:
     assert (counted.moved.issued, counted.moved.sent_bytes) == (0, 0)
 
 
-def test_one_rank_of_eight_takes_less_than_the_bare_model() -> None:
-    """Real memory and real steps, with collectives that send nothing; in ranks of its own."""
-    found = measure(PhaseRequest("tiny", 1, 1, 0, ("floor", "fsdp2", "ours-3"), "host", simulated_ranks=8))
-    peaks = {row["name"]: row["peak"] for row in found["rows"]}
-    weights_bytes = 4 * 42_720
-    assert peaks["floor"] > 3 * weights_bytes  # weights and moments, all of them
-    assert 3 * weights_bytes / 8 < peaks["ours-3"] < 0.8 * peaks["floor"]
-    assert {row["phase"] for row in found["rows"]} == {"forward", "backward"}
-
-
 def test_no_layout_of_the_table_pads_more_than_a_hundredth() -> None:
     found = {name: (worst, by_lcm) for name, worst, by_lcm in padding()}
     assert 0 < max(worst for worst, _ in found.values()) <= 0.01
     worst, by_lcm = found["Llama-2-7B, block"]  # at 256 and at 1,024 ranks in docs/padding.md
     assert (round(worst, 5), round(by_lcm, 5)) == (0.00514, 0.78231)
+
+
+def test_a_gpu_gets_what_the_cpu_can_try_out() -> None:
+    tried, real = gpu_runs("cpu", "tiny-llama", rounds=1), gpu_runs()
+    assert [run.name for run in tried] == [run.name for run in real] == ["gpu", "gpu-simulated-8", "gpu-simulated-64"]
+    both = [zip(one.arguments, other.arguments, strict=True) for one, other in zip(tried, real, strict=True)]
+    changes = {pair for pairs in both for pair in pairs if pair[0] != pair[1]}
+    assert changes == {("cpu", "cuda"), ("tiny-llama", "llama-8b-layers"), ("1", "10")}
+
+
+def test_one_rank_of_eight_takes_less_than_the_bare_model(tmp_path: Path) -> None:
+    """Real memory and real steps, with collectives that send nothing; as on a GPU, in a rank of its own."""
+    arguments = gpu_runs("cpu", "tiny-llama", rounds=1)[1].arguments
+    assert main([*arguments, "--warmup", "0", "--out", str(tmp_path / "made.json")]) == 0
+    found = json.loads((tmp_path / "made.json").read_text())
+    assert (found["request"]["simulated_ranks"], found["request"]["dtype"]) == (8, "bfloat16")
+    peaks = {row["name"]: row["peak"] for row in found["rows"]}
+    weights_bytes = 2 * 19_616
+    assert peaks["floor"] > 3 * weights_bytes  # weights and moments, all of them
+    assert 3 * weights_bytes / 8 < peaks["ours-3"] < 0.8 * peaks["floor"]
+    assert {row["phase"] for row in found["rows"]} == {"forward", "backward"}
 
 
 def test_runs_have_names_of_their_own_and_fall_back_without_deepspeed() -> None:

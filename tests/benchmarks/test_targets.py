@@ -1,14 +1,15 @@
 """Targets read the right figure out of the documents, and say in words what became of them."""
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import targets
+from benchmarks import reasons, targets
 from benchmarks.reasons import REASONS
-from benchmarks.suite import CHECKPOINTS, runs
-from benchmarks.targets import MET, MISSED, OPEN, TARGETS, Results, Target, judge
+from benchmarks.suite import runs
+from benchmarks.targets import MET, MISSED, OPEN, TARGETS, Results, Target, judge, told_amiss
 from tests.benchmarks.documents import comparison, contender, phases
 
 FLOOR = contender("floor", over={"floor": 1.0}, moved={"copied_numel": 60, "gloo_bytes": 0})
@@ -16,7 +17,7 @@ OURS = contender("ours-3", over={"floor": 1.5, "fsdp2": 0.25, "ddp": 1.1}, peak=
 FSDP2 = contender("fsdp2", over={"floor": 6.0, "fsdp2": 1.0}, peak=120, sent=80)
 DDP_LIKE = contender("ours-0", over={"ddp": 1.25}, needed_bytes=80)
 COUNTED = {"gathers": 2, "reductions": 1, "gather_bytes": 30, "reduce_bytes": 30}
-NOTHING_SEEN = {"copied_numel": 60, "gloo_bytes": 0, "reduced_bytes": 0}
+NOTHING_SEEN = {"copied_numel": 60, "gloo_bytes": 0, "reduced_bytes": 0, "copied_by": {}}
 DEFERRED = contender("ours-3-deferred", over={"fsdp2-deferred": 0.5}, peak=60) | {
     "sent": COUNTED,
     "moved": NOTHING_SEEN,
@@ -34,7 +35,7 @@ def results() -> dict[str, Any]:
     plain = [{"save": {"wall_s": [4.0, 3.0], "cpu_s": [4.0, 8.0]}}]
     return {
         "many-small-2-accumulation": comparison(DEFERRED, PEER),
-        "checkpoints-large-2xcpu": {"what": "checkpoints", "readings": {"ours": saved, "fsdp2, dcp": plain}},
+        "checkpoints-large": {"what": "checkpoints", "readings": {"ours": saved, "fsdp2, dcp": plain}},
         "many-small-2": comparison(FLOOR, ours, FSDP2, DDP_LIKE, planned_peak=100),
         "step-many-small-fused": phases("step", ("optimizer.step", "fsdp2", 1.0), ("optimizer.step", "ours-3", 0.375)),
         "host": phases("host", ("forward", "floor", 1.0)) | host,
@@ -57,9 +58,9 @@ def results() -> dict[str, Any]:
         (targets.reduce_bytes_ratio("many-small-2-accumulation", "fsdp2-deferred", "ours-3-deferred"), 0.75),
         (targets.peak_ratio("many-small-2-accumulation", "fsdp2-deferred", "ours-3-deferred"), 0.5),
         (targets.host_us("host", "backward"), 150.0),
-        (targets.checkpointing("checkpoints-large-2xcpu", "save"), 1.375),  # 3 over 4, and 6 over 3
+        (targets.checkpointing("checkpoints-large", "save"), 1.375),  # 3 over 4, and 6 over 3
         (targets.extra_allocated("many-small-2"), 0.5),
-        (targets.extra_copies("many-small-2"), 0.4),
+        (targets.engine_copied("many-small-2"), 0.6),
         (targets.phase_ratio("step-many-small-fused", "optimizer.step"), 0.375),
         (targets.import_beyond_torch, 0.25),
     ],
@@ -81,7 +82,24 @@ def test_bytes_that_nobody_sees_are_not_taken_for_none_sent() -> None:
 
 
 def test_reasons_belong_to_targets() -> None:
-    assert REASONS.keys() <= {target.title for target in TARGETS}
+    titles = [target.title for target in TARGETS]
+    assert [pattern for pattern, _ in REASONS if not fnmatch.filter(titles, pattern)] == []
+
+
+def test_the_first_row_that_matches_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (("large, 2*: time", "sockets"), ("*: time", "Python"), ("*: bytes", "padding"))
+    monkeypatch.setattr(reasons, "REASONS", table)
+    titles = ("large, 2 ranks: time", "large, 4 ranks: time", "large: peak")
+    assert [reasons.reason_for(title) for title in titles] == ["sockets", "Python", ""]
+
+
+def test_reasons_that_are_lacking_and_that_nothing_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (("a*", "sockets"), ("b", "Python"), ("c", "nobody asked"))
+    for module in (reasons, targets):
+        monkeypatch.setattr(module, "REASONS", table)
+    values = {"a1": 2.0, "a2": 0.5, "b": 0.5, "d": 2.0}
+    verdicts = judge({}, [Target(title, 1.0, lambda _, value=value: value) for title, value in values.items()])
+    assert told_amiss(verdicts) == (["d"], ["b"])  # of c nothing was measured
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
@@ -114,5 +132,5 @@ def test_every_target_reads_a_run_that_the_suite_has() -> None:
 
     asked: set[str] = set()
     judge(Names())
-    assert asked <= {run.name for run in runs(is_quick=False)} | set(CHECKPOINTS)
+    assert asked <= {run.name for run in runs(is_quick=False)}
     assert len({target.title for target in TARGETS}) == len(TARGETS)

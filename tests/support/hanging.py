@@ -100,7 +100,8 @@ def misbehaving(
     with tempfile.TemporaryDirectory() as beside:
         ranks = [
             context.Process(
-                target=_main, args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify, shares)
+                target=_main,
+                args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify, shares),
             )
             for rank in range(world)
         ]
