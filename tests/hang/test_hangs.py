@@ -18,8 +18,6 @@ _LAYER_2 = (
     "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
     "(4 parameters, 492 bytes)"
 )
-_AWAITED = "weights of layers.1" if has_futex() else "reduced gradients of layers.3"
-"""What cannot go on without the other rank: memory that ranks share needs no scratch of a reduction before it."""
 _ROOT = "(root) holds first.weight, first.bias, last.weight, last.bias (4 parameters, 336 bytes)"
 
 
@@ -145,8 +143,8 @@ CASES = [
         Kind.ELSEWHERE,
         [
             "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
-            f"rank 0 waits for the {_AWAITED} in the backward of step 2 (operation ",
-            f"{_AWAITED[-8:]} holds {_AWAITED[-8:]}.up.weight, ",
+            "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation ",
+            "layers.3 holds layers.3.up.weight, ",
         ],
     ),
     (
@@ -212,6 +210,44 @@ def test_one_rank_of_three_that_asks_for_a_norm_is_named(tmp_path: Path) -> None
     assert finding.sentences[0] == (
         "only rank 1 waits for the norm of all gradients in step 2, and most ranks have not come to that"
     )
+
+
+_SHARING: list[tuple[object, Kind, list[str]]] = [
+    (
+        sleep_outside,
+        Kind.ELSEWHERE,
+        [
+            "rank 1 runs code outside of the model (",
+            "rank 0 waits for all ranks to begin or end a pass in step 2 (operation ",
+        ],
+    ),
+    (
+        sleep_in_a_unit,
+        Kind.ELSEWHERE,
+        [
+            "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
+            "rank 0 waits for all ranks to begin or end a pass in step 2 (operation ",
+        ],
+    ),
+    (die, Kind.DIED, ["rank 1 died without a word (process "]),
+    (
+        ask_for_whole_tensors,
+        Kind.ALONE,
+        ["rank 1 does alone what takes all ranks: it puts whole tensors together where rank 0 agrees that all begin"],
+    ),
+]
+
+
+@pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")
+@pytest.mark.parametrize(("misbehave", "kind", "told"), _SHARING, ids=[case[0].__name__ for case in _SHARING])  # type: ignore[attr-defined]
+def test_misbehaviour_is_named_where_ranks_share_memory(
+    misbehave: object, kind: Kind, told: list[str], tmp_path: Path
+) -> None:
+    with misbehaving(misbehave, tmp_path, shares=True):  # type: ignore[arg-type]
+        found = explained(tmp_path, kind)
+    assert [(finding.kind, finding.ranks) for finding in found.findings] == [(kind, (1,))]
+    for part in told:
+        assert part in str(found), str(found)
 
 
 def test_a_rank_that_says_goodbye_is_told_from_one_that_died(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ COLUMNS: dict[str, str] = {
     "release": "other",
     "finalise": "other",
     "agree": "wait",
+    "pass": "wait",
     "norm": "update",
     "whole tensors": "other",
 }
