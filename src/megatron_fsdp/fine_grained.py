@@ -5,11 +5,10 @@ Nothing here changes the model.
 
 from torch import nn
 
+from megatron_fsdp.large_ends import READ_INNER_PARAMETERS
 from megatron_fsdp.units import UnitPlan, UnitSpec, has_forward
 
 _ROOT = 0
-_ALWAYS_WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""These read parameters of the modules inside them without calling those."""
 
 
 def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.Module], ...] = ()) -> UnitPlan:
@@ -62,6 +61,6 @@ def _owner(module: nn.Module, unit: str, parameter: str, whole_types: tuple[type
     inner = parameter.removeprefix(f"{unit}.").split(".")[:-1]
     paths = [".".join((unit, *inner[:depth])) for depth in range(len(inner) + 1)]
     for path in paths:
-        if isinstance(module.get_submodule(path), (*_ALWAYS_WHOLE, *whole_types)):
+        if isinstance(module.get_submodule(path), (*READ_INNER_PARAMETERS, *whole_types)):
             return path
     return next(path for path in reversed(paths) if has_forward(module.get_submodule(path)))

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.import_path import import_by_path
+from megatron_fsdp.large_ends import large_ends
 
 _ROOT = 0
 _CLASSES_LISTED = 10
@@ -63,6 +64,7 @@ def find_units(
       Where the model itself is an instance, it is the root and there are no other units. An empty sequence: no units.
     * None or ``"auto"``: the classes that the model names in ``_no_split_modules``, as Hugging Face models do; else
       repeated blocks, which are the children of a ``ModuleList`` or ``Sequential`` of which at least two share a class.
+      Beside them, embeddings and linear layers that are large (`large_ends` has the rule).
 
     Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
     others outside.
@@ -164,7 +166,16 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
 
 
 def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    """Try what the model says about itself, then repeated blocks."""
+    """Try what the model says about itself, then repeated blocks; with the large ends beside them."""
+    blocks, source = _find_blocks(module)
+    ends = large_ends(module, blocks)
+    if not ends:
+        return blocks, source
+    units = {id(unit) for unit in (*blocks.values(), *ends.values())}
+    return _outermost(module, lambda candidate: id(candidate) in units), f"{source}; large ends {', '.join(ends)}"
+
+
+def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     class_names = _no_split_class_names(module)
     found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and has_forward(candidate))
     if found:
