@@ -43,12 +43,15 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
                 shared.append(name)
             else:
                 owned.setdefault(next(iter(owners.values())), []).append(name)
-    finer = [UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__) for path, names in owned.items()]
+    ends = {unit.name for unit in plan.units if unit.is_end}
+    finer = [
+        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__, is_end=path in ends)
+        for path, names in owned.items()
+    ]
     order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
     of_root = tuple(sorted((*root.parameters, *shared), key=order.__getitem__))
-    return UnitPlan(
-        (UnitSpec(root.name, of_root, root.class_name), *finer), f"{plan.source}, fine-grained", plan.aliases
-    )
+    units = (UnitSpec(root.name, of_root, root.class_name), *finer)
+    return UnitPlan(units, f"{plan.source}, fine-grained", plan.aliases, plan.block_classes)
 
 
 def _names(canonical: str, unit: UnitSpec, other_names: dict[str, list[str]]) -> list[str]:
