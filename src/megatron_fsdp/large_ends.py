@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Classes of torch that read parameters of the modules inside them without calling those."""
@@ -81,4 +81,4 @@ def _holders(module: nn.Module) -> dict[int, set[int]]:
 
 def _numel(module: nn.Module) -> int:
     """Elements of the parameters inside a module; those that have no shape yet count as none."""
-    return sum(0 if is_lazy(param) else param.numel() for param in module.parameters())
+    return sum(param.numel() for param in module.parameters() if not isinstance(param, UninitializedParameter))

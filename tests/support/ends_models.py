@@ -73,7 +73,7 @@ class EndsDecoder(nn.Module):
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
         if not self.shape.recomputes:
             return module(x)
-        return checkpoint(module, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(module, x, use_reentrant=False)
 
 
 def ends_case(shape: Shape) -> ModelCase:
