@@ -374,7 +374,8 @@ def test_tokens_that_hide_do_not_depend_on_the_batch() -> None:
 
 
 def test_large_ends_hide_nothing_and_need_nothing_to_hide_behind() -> None:
-    model, tokens = EndsDecoder(Shape()), torch.zeros(2, TOKENS, dtype=torch.long)
+    with torch.device("meta"):
+        model, tokens = EndsDecoder(Shape()), torch.empty(2, TOKENS, dtype=torch.long)
     found, given = (plan(model, 2, inputs=tokens, loss_fn=_sum, fsdp_unit_modules=units) for units in (None, [Block]))
     assert "large ends tokens, head" in found.model.source
     assert found.hidden_from_tokens == given.hidden_from_tokens
