@@ -213,7 +213,6 @@ def _ours(
         model,
         make_optimizer(model, setting),
         device_mesh=setting.mesh,
-        fsdp_unit_modules=[type(blocks_of(model)[0])],
         zero_dp_strategy=strategy,
         mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=None, main_grads_dtype=None, grad_comm_dtype=setting.narrow_dtype

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.contenders import Setting
 from benchmarks.readings import Request
-from benchmarks.workloads import blocks_of, build_model
+from benchmarks.workloads import build_model
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.plan.front import plan
 
@@ -33,7 +33,6 @@ def planned_peak(request: Request, setting: Setting) -> int | None:
         policy=MixedPrecisionPolicy(None, None, setting.narrow_dtype),
         optimizer="adamw-fused" if request.optimizer == "fused" else "adamw",
         backend="gloo" if setting.device.type == "cpu" else "nccl",
-        fsdp_unit_modules=[type(blocks_of(model)[0])],
         inputs=tokens,
         loss_fn=_loss,
     )

@@ -191,11 +191,12 @@ def test_a_bare_class_name_is_answered_with_its_path() -> None:
 @pytest.mark.parametrize("given", [None, "auto"])
 def test_repeated_blocks_of_a_list_are_found(given: None) -> None:
     plan = find_units(Model(2), given)
-    assert (names(plan), plan.source) == (["", "layers.0", "layers.1"], "repeated blocks")
+    assert names(plan) == ["", "embed", "layers.0", "layers.1", "head"]
+    assert plan.source == "repeated blocks; large ends embed, head"
 
 
 def test_repeated_children_of_a_sequence_are_found_and_single_ones_are_not() -> None:
-    model = nn.Sequential(nn.Embedding(3, 2), Block(), Block(), nn.ReLU(), Leaf())
+    model = nn.Sequential(nn.Embedding(2, 2), Block(), Block(), nn.ReLU(), Leaf())
     assert names(find_units(model, None)) == ["", "1", "2"]
 
 
@@ -219,18 +220,20 @@ def test_what_the_model_says_goes_before_repetition() -> None:
     model = Model(2)
     model._no_split_modules = ["Embedding", "Absent"]  # type: ignore[assignment]
     plan = find_units(model, None)
-    assert (names(plan), plan.source) == (["", "embed"], "_no_split_modules Embedding")
+    assert (names(plan), plan.source) == (["", "embed", "head"], "_no_split_modules Embedding; large ends head")
 
 
 def test_an_inner_model_may_say_it_and_saying_nothing_useful_is_passed_over() -> None:
     outer = nn.Module()
     outer.inner = Model(2)
     outer.inner._no_split_modules = {"Block"}  # type: ignore[assignment]
-    assert names(find_units(outer, None)) == ["", "inner.layers.0", "inner.layers.1"]
+    plan = find_units(outer, None)
+    assert names(plan) == ["", "inner.embed", "inner.layers.0", "inner.layers.1", "inner.head"]
+    assert plan.source.startswith("_no_split_modules Block;")
     outer.inner._no_split_modules = ["Absent"]  # type: ignore[assignment]
-    assert find_units(outer, None).source == "repeated blocks"
+    assert find_units(outer, None).source.startswith("repeated blocks;")
     outer.inner._no_split_modules = None  # type: ignore[assignment]
-    assert find_units(outer, None).source == "repeated blocks"
+    assert find_units(outer, None).source.startswith("repeated blocks;")
 
 
 def test_nothing_found_says_so() -> None:

@@ -14,7 +14,7 @@ from megatron_fsdp.weight_plan import (
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SLOT, OWN, RESIZED = Place.SLOT, Place.OWN, Place.RESIZED
+SLOT, OWN, FOR_STEP, RESIZED = Place.SLOT, Place.OWN, Place.FOR_STEP, Place.RESIZED
 
 
 def unit(num_bytes: int, dtype: torch.dtype = FP32) -> UnitWeights:
@@ -27,7 +27,7 @@ MODEL = [unit(1000), unit(80), unit(80), unit(200), unit(80), unit(120)]  # the 
 @pytest.mark.parametrize(
     ("allocator", "places", "slot_bytes"),
     [
-        (WeightAllocator.SLOTS, (OWN, SLOT, SLOT, SLOT, SLOT, SLOT), 200),
+        (WeightAllocator.SLOTS, (FOR_STEP, SLOT, SLOT, SLOT, SLOT, SLOT), 200),
         (WeightAllocator.RESIZE, (RESIZED,) * 6, 0),
         (WeightAllocator.DOUBLE_BUFFER, (OWN, SLOT, SLOT, RESIZED, SLOT, RESIZED), 80),
         (WeightAllocator.PERSISTENT_DOUBLE_BUFFER, (OWN, SLOT, SLOT, OWN, SLOT, OWN), 80),

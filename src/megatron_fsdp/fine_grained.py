@@ -5,11 +5,10 @@ Nothing here changes the model.
 
 from torch import nn
 
+from megatron_fsdp.large_ends import READ_INNER_PARAMETERS
 from megatron_fsdp.units import UnitPlan, UnitSpec, has_forward
 
 _ROOT = 0
-_ALWAYS_WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""These read parameters of the modules inside them without calling those."""
 
 
 def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.Module], ...] = ()) -> UnitPlan:
@@ -44,12 +43,15 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
                 shared.append(name)
             else:
                 owned.setdefault(next(iter(owners.values())), []).append(name)
-    finer = [UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__) for path, names in owned.items()]
+    ends = {unit.name for unit in plan.units if unit.is_end}
+    finer = [
+        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__, is_end=path in ends)
+        for path, names in owned.items()
+    ]
     order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
     of_root = tuple(sorted((*root.parameters, *shared), key=order.__getitem__))
-    return UnitPlan(
-        (UnitSpec(root.name, of_root, root.class_name), *finer), f"{plan.source}, fine-grained", plan.aliases
-    )
+    units = (UnitSpec(root.name, of_root, root.class_name), *finer)
+    return UnitPlan(units, f"{plan.source}, fine-grained", plan.aliases, plan.block_classes)
 
 
 def _names(canonical: str, unit: UnitSpec, other_names: dict[str, list[str]]) -> list[str]:
@@ -62,6 +64,6 @@ def _owner(module: nn.Module, unit: str, parameter: str, whole_types: tuple[type
     inner = parameter.removeprefix(f"{unit}.").split(".")[:-1]
     paths = [".".join((unit, *inner[:depth])) for depth in range(len(inner) + 1)]
     for path in paths:
-        if isinstance(module.get_submodule(path), (*_ALWAYS_WHOLE, *whole_types)):
+        if isinstance(module.get_submodule(path), (*READ_INNER_PARAMETERS, *whole_types)):
             return path
     return next(path for path in reversed(paths) if has_forward(module.get_submodule(path)))

@@ -106,7 +106,7 @@ def fully_shard_model(
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
-            the model declares in `_no_split_modules`, else repeated blocks.
+            the model declares in `_no_split_modules`, else repeated blocks; and large ends beside them.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
         outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": share main
             weights and optimizer state out over it too (HFSDP).

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.import_path import import_by_path
+from megatron_fsdp.large_ends import large_ends
 
 _ROOT = 0
 _CLASSES_LISTED = 10
@@ -30,12 +31,14 @@ class UnitSpec:
         parameters: Canonical names of the parameters that it owns, in model order.
         class_name: Name of the module's class.
         is_module: Whether it is a module; else parameters that were put together in another way, under a made-up name.
+        is_end: Whether it is an embedding or a linear layer that was found beside the blocks.
     """
 
     name: str
     parameters: tuple[str, ...]
     class_name: str
     is_module: bool = True
+    is_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,22 @@ class UnitPlan:
         source: How the units were found, in words.
         aliases: For each further name of a tied parameter, ``(further name, canonical name)``; the canonical name is
             the first in model order.
+        block_classes: Names of the classes of the units that are no ends, where there are ends.
     """
 
     units: tuple[UnitSpec, ...]
     source: str
     aliases: tuple[tuple[str, str], ...]
+    block_classes: tuple[str, ...] = ()
+
+    def remedy(self, unit: UnitSpec) -> str:
+        """What to do where a forward reads a weight of a unit without calling it, in words."""
+        if unit.is_end:
+            return (
+                f"call the module, or give fsdp_unit_modules=[{', '.join(self.block_classes)}], so that the weight "
+                "stays with the root, which is whole during the whole forward"
+            )
+        return "call the module, or let fsdp_unit_modules name classes that leave the weight to the root"
 
 
 def find_units(
@@ -63,6 +77,7 @@ def find_units(
       Where the model itself is an instance, it is the root and there are no other units. An empty sequence: no units.
     * None or ``"auto"``: the classes that the model names in ``_no_split_modules``, as Hugging Face models do; else
       repeated blocks, which are the children of a ``ModuleList`` or ``Sequential`` of which at least two share a class.
+      Beside them, embeddings and linear layers that are large (`large_ends` has the rule).
 
     Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
     others outside.
@@ -81,14 +96,15 @@ def find_units(
             module has no ``forward`` and so cannot tell when its parameters are needed.
     """
     if fsdp_unit_modules is None or fsdp_unit_modules == "auto":
-        found, source = _find_automatically(module)
+        found, ends, source = _find_automatically(module)
     else:
+        ends = {}
         classes = _resolve_classes(module, fsdp_unit_modules)
         found = _outermost(module, lambda candidate: isinstance(candidate, classes))
         _check_matches(module, classes, found)
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
-    return _plan(module, found, source)
+    return _plan(module, found, ends, source)
 
 
 def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
@@ -163,8 +179,18 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
             )
 
 
-def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    """Try what the model says about itself, then repeated blocks."""
+def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], str]:
+    """Try what the model says about itself, then repeated blocks. All units, the large ends of them, and in words."""
+    blocks, source = _find_blocks(module)
+    ends = large_ends(module, blocks)
+    if not ends:
+        return blocks, ends, source
+    ids = {id(unit) for unit in (*blocks.values(), *ends.values())}
+    units = _outermost(module, lambda candidate: id(candidate) in ids)
+    return units, ends, f"{source}; large ends {', '.join(ends)}"
+
+
+def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     class_names = _no_split_class_names(module)
     found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and has_forward(candidate))
     if found:
@@ -213,7 +239,7 @@ def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[
     return dict(walk("", module))
 
 
-def _plan(module: nn.Module, found: Mapping[str, nn.Module], source: str) -> UnitPlan:
+def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, nn.Module], source: str) -> UnitPlan:
     """Hand every parameter to its owner."""
     first_paths: dict[int, str] = {}
     for path, unit_module in found.items():
@@ -234,11 +260,12 @@ def _plan(module: nn.Module, found: Mapping[str, nn.Module], source: str) -> Uni
     for name, paths in owners.items():
         owned[paths.pop() if len(paths) == 1 else ""].append(name)
     units = tuple(
-        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__)
+        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__, is_end=path in ends)
         for path, names in owned.items()
         if names or not path
     )
-    return UnitPlan(units, source, tuple(aliases))
+    blocks = dict.fromkeys(unit.class_name for unit in units[_ROOT + 1 :] if not unit.is_end)
+    return UnitPlan(units, source, tuple(aliases), tuple(blocks) if ends else ())
 
 
 def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:

@@ -33,7 +33,11 @@ class Place(Enum):
 
     SLOT = "slot"  # in numbered slots, in turn with other units
     OWN = "own"  # in memory of its own that is kept
+    FOR_STEP = "for a step"  # in memory of its own, from its first use to the last backward before weights change
     RESIZED = "resized"  # in memory of its own that is there only while the unit is gathered
+
+
+_KEPT = (Place.OWN, Place.FOR_STEP)
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,11 @@ class WeightPlan:
     def peak_bytes(self) -> int:
         """The most that gathered weights take at a time, where units are used in their order.
 
-        Kept buffers and slots count whole. Of the units that resize, as many as there are slots are there at a time,
-        and they follow one another; the root is there with all of them.
+        Slots and buffers that are kept, be it for a step, count whole. Of the units that resize, as many as there are
+        slots are there at a time, and they follow one another; the root is there with all of them.
         """
-        kept = sum(self.gathered_bytes[unit] for unit in self.units_in(Place.OWN))
-        in_turn = [unit for unit, place in enumerate(self.places) if unit and place is not Place.OWN]
+        kept = sum(self.gathered_bytes[unit] for place in _KEPT for unit in self.units_in(place))
+        in_turn = [unit for unit, place in enumerate(self.places) if unit and place not in _KEPT]
         resized = [self.gathered_bytes[unit] if self.places[unit] is Place.RESIZED else 0 for unit in in_turn]
         windows = (sum(resized[first : first + self.slots]) for first in range(max(1, len(resized))))
         root = self.gathered_bytes[0] if self.places[0] is Place.RESIZED else 0
@@ -103,15 +107,19 @@ def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots
         slots: How many units besides the root may be gathered at a time.
 
     Returns:
-        The plan. The root, whose forward surrounds all others, never lives in a slot.
+        The plan. The root, whose forward surrounds all others, never lives in a slot. Its memory goes back where the
+        caller has not asked for memory that is taken at once and kept.
     """
-    root = Place.RESIZED if allocator is WeightAllocator.RESIZE else Place.OWN
+    root = _ROOT_PLACES.get(allocator, Place.OWN)
     return WeightPlan(
         places=(root, *_places_of_others(allocator, units[1:])),
         gathered_bytes=tuple(unit.gathered_bytes for unit in units),
         slots=slots,
         taken_at_once=allocator in DOUBLE_BUFFERS,
     )
+
+
+_ROOT_PLACES = {WeightAllocator.RESIZE: Place.RESIZED, WeightAllocator.SLOTS: Place.FOR_STEP}
 
 
 def _places_of_others(allocator: WeightAllocator, units: Sequence[UnitWeights]) -> list[Place]:

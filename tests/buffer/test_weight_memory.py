@@ -22,6 +22,23 @@ def test_slots_are_shared_and_kept() -> None:
     assert weights.held_bytes == weights.peak_bytes == 2 * 512
 
 
+def test_the_root_beside_slots_is_there_for_a_step_and_stays_the_same_memory() -> None:
+    weights = memory(WeightAllocator.SLOTS)
+    root = weights.take(0, None)
+    assert weights.held_bytes == 1024
+    assert weights.give_back(0)
+    assert (weights.held_bytes, weights.peak_bytes) == (0, 1024)
+    assert weights.take(0, None) is root
+    assert root.held_bytes == 1024
+
+
+def test_beside_double_buffers_the_root_is_kept() -> None:
+    weights = memory(WeightAllocator.MAX_POOL)
+    weights.take(0, None)
+    assert not weights.give_back(0)
+    assert weights.held_bytes == 1024 + 2 * 512
+
+
 def test_resized_blocks_are_there_while_they_are_taken() -> None:
     weights = memory(WeightAllocator.RESIZE)
     root, first = weights.take(0, None), weights.take(1, 0)

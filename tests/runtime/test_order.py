@@ -1,6 +1,6 @@
 """A recorded order foretells what the last pass needed, for as long as the pass keeps to it."""
 
-from megatron_fsdp.runtime.order import RecordedOrder
+from megatron_fsdp.runtime.order import RecordedOrder, StepLength
 
 
 def record(order: RecordedOrder, *units: int) -> None:
@@ -98,3 +98,21 @@ def test_a_pass_that_is_broken_off_leaves_the_recorded_order() -> None:
     order.begin()
     order.note(0)
     assert order.upcoming(2) == (1, 2)
+
+
+def lasts(length: StepLength, *steps: int) -> list[list[bool]]:
+    """What is foretold after each backward of steps with so many backwards."""
+    found = []
+    for backwards in steps:
+        found.append([length.note_backward() for _ in range(backwards)])
+        length.note_step()
+    return found
+
+
+def test_the_last_backward_of_a_step_is_foretold_by_the_step_before() -> None:
+    assert lasts(StepLength(), 2, 2, 1, 3) == [[False, False], [False, True], [False], [True, False, False]]
+
+
+def test_new_weights_without_a_backward_are_no_step() -> None:
+    length = StepLength()
+    assert lasts(length, 2, 0, 0, 2) == [[False, False], [], [], [False, True]]

@@ -38,6 +38,57 @@ def test_a_second_microbatch_gathers_everything_again() -> None:
     assert numberless(player(f"{FORWARD} {BACKWARD}")) == numberless(first)
 
 
+def given_back_per_step(microbatches: int = 1) -> Play:
+    """The root's memory is given back when the last backward of a step is over; one step has been seen."""
+    player = play(returned_before_step=frozenset({0}))
+    first = player(" ".join([FORWARD, BACKWARD] * microbatches))
+    assert "release0" not in first.split()  # nothing is known of the first step
+    assert player("W").startswith("release0 ")
+    return player
+
+
+def test_the_root_is_released_when_the_last_backward_of_a_step_is_over_before_its_own_reduction() -> None:
+    player = given_back_per_step()
+    player(f"{FORWARD} B0> B3> G3 B2> G2 B1> G1")
+    assert player("E") == "release0 reduce0 finalise"
+    assert player("W") == "release1 release2"
+    assert player("F0>").startswith("gather0 ")
+
+
+def test_between_the_microbatches_of_a_step_the_root_stays() -> None:
+    player = given_back_per_step(microbatches=3)
+    plain = play()
+    for each in (player, plain):
+        each(" ".join([FORWARD, BACKWARD] * 3) + " W")
+    for _ in range(2):
+        assert player(f"{FORWARD} {BACKWARD}") == plain(f"{FORWARD} {BACKWARD}")
+    assert player(FORWARD) == plain(FORWARD)
+    assert player(BACKWARD) == plain(BACKWARD).replace("reduce0", "release0 reduce0")
+
+
+def test_a_step_with_more_backwards_than_the_one_before_gathers_the_root_once_more() -> None:
+    player = given_back_per_step()
+    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("gather0") for _ in range(3)]
+    assert gathers == [1, 1, 0]
+    player("W")
+    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("gather0") for _ in range(3)]
+    assert gathers == [1, 0, 0]
+
+
+def test_evaluation_gives_no_memory_of_the_root_back() -> None:
+    player = given_back_per_step()
+    evaluation = "F0> F1> f1< F2> f2< F3> f3< f0<"
+    for _ in range(3):
+        assert "release0" not in player(evaluation).split()
+    assert player(f"{FORWARD} {BACKWARD}").split().count("gather0") == 0
+
+
+def test_a_reset_forgets_how_long_steps_are() -> None:
+    player = given_back_per_step()
+    player("R")
+    assert "release0" not in player(f"{FORWARD} {BACKWARD}").split()
+
+
 def test_a_unit_with_memory_of_its_own_needs_no_particular_slot() -> None:
     player = resized()
     player("F0> F1> F1< F2> F2< F3> F3< F0<")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.runtime.schedule import ROOT, Action, Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.runtime.schedule import ROOT, Action, Operation, Scheduler
+from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 from tests.support.schedule_language import Play
 
 _MAX_UNITS = 6
@@ -62,6 +63,7 @@ def programs(draw: st.DrawFn, nests: bool = False) -> Program:
         prefetch_backward=draw(st.integers(0, slots)),
         reduces_early=draw(st.booleans()),
         **_places(draw, count, shares_slots),
+        returned_before_step=frozenset({ROOT}) if shares_slots and not nests and draw(st.booleans()) else frozenset(),
     )
     units = st.integers(1, count - 1)
     inner_units = frozenset(draw(st.sets(units, max_size=1))) if nests else frozenset()

@@ -52,7 +52,7 @@ class WeightMemory:
 
     def give_back(self, unit: int) -> bool:
         """A unit is released; returns whether its memory is gone now."""
-        if self._plan.places[unit] is not Place.RESIZED or unit not in self._own:
+        if self._plan.places[unit] not in (Place.RESIZED, Place.FOR_STEP) or unit not in self._own:
             return False
         self._own[unit].empty()
         return True

@@ -55,7 +55,7 @@ def _unless_whole(rule: Rule, reduces: bool = False) -> Rule:
             return rule(func, args, kwargs)
         frames = _frames(args, kwargs)
         if all(frame.is_whole for frame in frames):
-            return _on_whole(func, args, kwargs, frames[0])
+            return _on_whole(func, args, kwargs, frames[0], elementwise=False)
         return rule(func, args, kwargs)
 
     return either
@@ -130,10 +130,10 @@ def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---- whole on every rank --------------------------------------------------------------------------------------------
 
 
-def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame) -> Any:
+def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame, elementwise: bool = True) -> Any:
     """Any operation, on tensors that every rank has whole."""
     target = _written(func, args, kwargs)
-    operand = functools.partial(_whole_operand, frame, func)
+    operand = functools.partial(_whole_operand, frame, func, elementwise)
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
     if target is not None:
         return target
@@ -144,13 +144,13 @@ def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame) -> Any:
     return tree_map(rewrapped, result)
 
 
-def _whole_operand(frame: ShardFrame, func: Any, value: Any) -> Any:
+def _whole_operand(frame: ShardFrame, func: Any, elementwise: bool, value: Any) -> Any:
     if isinstance(value, UnevenDTensor) and value.shard_frame.is_whole:
         return value._local_tensor
     if isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.ndim):
         if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
             return value._local_tensor
-        return local_operand(frame, value, func)
+        return local_operand(frame, value, func, elementwise)
     return local_operand(frame, value, func)
 
 
@@ -224,11 +224,12 @@ def _refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func.decompose(*args, **kwargs)  # under inference mode, compositions arrive here unopened
         if result is not NotImplemented:
             return result
-    shapes = [tuple(frame.shape) for frame in _frames(args, kwargs)]
+    frames = _frames(args, kwargs)
+    shapes = [tuple(frame.shape) for frame in frames]
     raise ShardOperationError(
         f"{func} cannot run on tensors that are sharded over ranks (shape {shapes[0] if shapes else '?'}): elementwise "
         "operations between tensors cut alike and reductions to one number can; use full_tensor() for the whole "
-        "tensor, or to_local() for this rank's elements"
+        f"tensor, or to_local() for this rank's elements{frames[0].advice if frames else ''}"
     )
 
 

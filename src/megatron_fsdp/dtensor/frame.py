@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fsdp.shard_description import ShardDescription, described_as_whole
+
+
+class OwningUnit(NamedTuple):
+    """The unit that parameters belong to, for messages.
+
+    Attributes:
+        label: Its name.
+        remedy: What to do where a forward reads a weight of it without calling it.
+    """
+
+    label: str
+    remedy: str
 
 
 class ShardFrame:
@@ -24,6 +36,7 @@ class ShardFrame:
             shards are spread over, even where the cut is not torch's.
         foreign_groups: Groups of ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of
             all gradients crosses them too.
+        belongs: The parameter that it is the frame of, and to whom that belongs; None where nobody has said.
         problem: Why such tensors can be neither saved nor loaded by torch.distributed.checkpoint; None where they can.
     """
 
@@ -35,6 +48,7 @@ class ShardFrame:
     ) -> None:
         self.foreign_groups = foreign_groups
         self.problem: str | None = None
+        self.belongs: tuple[str, OwningUnit] | None = None
         self.mesh = mesh
         self.description = description
         self.placements = _placements(description)
@@ -105,7 +119,17 @@ class ShardFrame:
         if shape == self.shape:
             return self
         use = self.description.use
-        return ShardFrame(self.mesh, described_as_whole(tuple(shape), use.sizes, self.description.coordinate))
+        frame = ShardFrame(self.mesh, described_as_whole(tuple(shape), use.sizes, self.description.coordinate))
+        frame.belongs = self.belongs
+        return frame
+
+    @property
+    def advice(self) -> str:
+        """The end of a message about an operation that needs the whole parameter; empty where nobody has said whose."""
+        if self.belongs is None:
+            return ""
+        name, owner = self.belongs
+        return f"; {name} belongs to unit {owner.label}, whose weights are whole only while it runs: {owner.remedy}"
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -13,13 +13,14 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ShardOperationError
 
 
-def local_operand(frame: ShardFrame, value: Any, func: Any) -> Any:
+def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
     """The elements of an operand that belong to this rank's shard of a tensor cut as `frame`; no communication.
 
     Args:
         frame: Of the tensor that is computed.
         value: Any argument; what is no tensor is handed back.
         func: The operation, for messages.
+        elementwise: Whether a plain tensor of one number, spread, says the same at every element.
 
     Raises:
         ShardOperationError: The operand's elements lie elsewhere, or it does not say whether ranks agree on it.
@@ -40,18 +41,19 @@ def local_operand(frame: ShardFrame, value: Any, func: Any) -> Any:
         return _part_of(frame, value._local_tensor)
     if isinstance(value, ReducedScalar):
         return plain(value)
-    return _part_of_plain(frame, value, func)
+    return _part_of_plain(frame, value, func, elementwise)
 
 
 def _part_of(frame: ShardFrame, full: torch.Tensor) -> torch.Tensor:
     return full if full.ndim == 0 else frame.take(full)
 
 
-def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any) -> torch.Tensor:
+def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwise: bool) -> torch.Tensor:
     if value.ndim == 0:
         return value
     lengths = zip(value.shape, value.stride(), strict=True)
-    if value.numel() and all(length == 1 or stride == 0 for length, stride in lengths):
+    spreads = elementwise or _in_backward()
+    if spreads and value.numel() and all(length == 1 or stride == 0 for length, stride in lengths):
         one = value[(0,) * value.ndim]  # one number, spread: such are gradients of sums
         return one.expand(frame.description.local_shape) if frame.shape else one
     if _in_backward():
@@ -60,6 +62,7 @@ def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any) -> torch.T
         f"{func} mixes a tensor of shape {tuple(frame.shape)} that is sharded over ranks with a plain tensor of shape "
         f"{tuple(value.shape)}, of which nothing says that it is the same on every rank; wrap it by "
         "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim), or compute on to_local()"
+        f"{frame.advice}"
     )
 
 

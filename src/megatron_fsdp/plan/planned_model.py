@@ -38,11 +38,13 @@ class PlannedUnit:
         name: Of its module; empty for the root.
         class_name: Of the module's class.
         groups: What was decided for each of its parameter groups.
+        is_end: Whether it is an embedding or a linear layer that was found beside the blocks.
     """
 
     name: str
     class_name: str
     groups: tuple[GroupPlan, ...]
+    is_end: bool = False
 
     @property
     def numel(self) -> int:
@@ -157,7 +159,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         infos = [_info(name, params[name], sharding, setup) for name in spec.parameters]
         specs = group_parameters(infos)
         groups = tuple(layouts.plan(group) for group in (specs if index else cut_groups(specs, cut_numel)))
-        units.append(PlannedUnit(spec.name, spec.class_name, groups))
+        units.append(PlannedUnit(spec.name, spec.class_name, groups, spec.is_end))
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
     return PlannedModel(setup, tuple(units), found.source, memory)
 

@@ -110,7 +110,8 @@ def tokens_where_hidden(
 
     From then on each unit computes longer than its neighbours' weights and gradients travel: a forward than the next
     gather, a backward than a gather and a reduction. The time of compute is taken to be in proportion to the tokens, as
-    it is to samples of the same length. None where nothing travels.
+    it is to samples of the same length. Large ends of a model are left out, as the root is: they come once in a pass,
+    and an embedding computes next to nothing. None where nothing travels.
     """
     costs = step_costs(model, profile, workload, machine.but({"operator_s": 0.0}))  # starting takes no more for more
     sharded = model.setup.strategy == 3
@@ -123,7 +124,7 @@ def tokens_where_hidden(
         times[segment.computing] = times.get(segment.computing, 0.0) + costs.compute(segment)
     needed = []
     for index, unit in enumerate(model.units):
-        if not index:
+        if not index or unit.is_end:
             continue
         gather = sum(_gather_s(group, costs.transfer) for group in unit.groups)
         reduce = sum(_reduce_s(group, costs.transfer) for group in unit.groups)

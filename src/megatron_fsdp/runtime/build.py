@@ -61,6 +61,8 @@ def build_units(
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
         unit.install_sharded()
+        if index:  # the root is whole wherever a forward can read its weights
+            unit.say_who_owns(plan.remedy(spec))
         units.append(unit)
     if blueprint is not None:
         _initialise(module, blueprint, units, sharding)

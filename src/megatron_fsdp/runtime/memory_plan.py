@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megatron_fsdp.buffer.pools import pack_bytes
 from megatron_fsdp.memory_options import MemoryOptions
-from megatron_fsdp.runtime.schedule import ROOT, ScheduleConfig
+from megatron_fsdp.runtime.schedule import ROOT
+from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.weight_plan import Place, UnitWeights, WeightAllocator, WeightPlan, plan_weights, prefetch_depth
 
@@ -66,6 +67,9 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         homeless=resized - {ROOT},
         private=frozenset(weights.units_in(Place.OWN)) - {ROOT},
         returned=resized,
+        returned_before_step=frozenset(
+            unit for unit in weights.units_in(Place.FOR_STEP) if any(group.weights_in_slots for group in units[unit])
+        ),
     )
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow)
 

@@ -1,4 +1,4 @@
-"""Remember the order in which units were needed in one pass and foretell the next ones in the following pass. Pure."""
+"""Remember what happened in one pass, or step, and foretell what comes next in the following one. Pure."""
 
 from __future__ import annotations
 
@@ -39,3 +39,25 @@ class RecordedOrder:
             return ()
         position = len(self._current)
         return tuple(self._expected[position : position + count])
+
+
+class StepLength:
+    """How many backwards come between two changes of the weights; each step foretells the next one.
+
+    Ranks run the same backwards, so they foretell the same. Where a step is longer or shorter than the one before it,
+    what was foretold is wrong once.
+    """
+
+    def __init__(self) -> None:
+        self._expected = 0  # nothing is known of the first step
+        self._backwards = 0
+
+    def note_backward(self) -> bool:
+        """A backward is over; returns whether it is expected to be the last of its step."""
+        self._backwards += 1
+        return self._backwards == self._expected
+
+    def note_step(self) -> None:
+        """The weights have changed; without a backward before it that was no step."""
+        self._expected = self._backwards or self._expected
+        self._backwards = 0

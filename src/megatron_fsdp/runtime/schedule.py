@@ -23,7 +23,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.runtime.order import RecordedOrder
+from megatron_fsdp.runtime.order import RecordedOrder, StepLength
+from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 
 ROOT = 0
 
@@ -64,35 +65,6 @@ _GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up takes 
 _SHARDED, _GATHERING, _READY = Residence
 
 
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """What the scheduler has to know of a model and a strategy.
-
-    Attributes:
-        trainable: For each unit, root first, whether it has parameters that take gradients.
-        gathers: Whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank).
-        shares_slots: Whether gathered weights live in slots (strategy 3); else each unit has its own full buffer.
-        slots: Units other than the root that can be gathered at a time, at least 1.
-        prefetch_forward: How many units to gather ahead in forward.
-        prefetch_backward: How many units to gather ahead in backward.
-        reduces_early: Whether a unit is reduced as soon as its gradients are there; else when the backward is over.
-        homeless: Units with memory of their own: a slot only counts how many are gathered, and any will do.
-        private: Units with memory of their own that is kept: they take no slot and give way to nobody.
-        returned: Units, or the root, that are released when a backward is over, because their memory is given back.
-    """
-
-    trainable: tuple[bool, ...]
-    gathers: bool = True
-    shares_slots: bool = True
-    slots: int = 2
-    prefetch_forward: int = 1
-    prefetch_backward: int = 1
-    reduces_early: bool = True
-    homeless: frozenset[int] = frozenset()
-    private: frozenset[int] = frozenset()
-    returned: frozenset[int] = frozenset()
-
-
 @dataclass
 class _UnitState:
     residence: Residence = Residence.SHARDED
@@ -124,6 +96,7 @@ class Scheduler:
     _clock: int = field(init=False, default=0)
     _forward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
     _backward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
+    _step_length: StepLength = field(init=False, default_factory=StepLength)
 
     def __post_init__(self) -> None:
         self._units = [_UnitState() for _ in self.config.trainable]
@@ -216,7 +189,10 @@ class Scheduler:
 
     def backward_ends(self) -> tuple[Operation, ...]:
         """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
-        done = [unit for unit in sorted(self.config.returned) if unit not in self._forward_stack]
+        returned = self.config.returned
+        if self._in_backward and self._step_length.note_backward():
+            returned = returned | self.config.returned_before_step
+        done = [unit for unit in sorted(returned) if unit not in self._forward_stack]
         operations = [operation for unit in done for operation in self._release(unit)]
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
@@ -254,6 +230,7 @@ class Scheduler:
         if self._forward_stack:
             raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
         self._epoch += 1
+        self._step_length.note_step()
         for state in self._units:
             state.open_forwards = 0
         return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
@@ -269,6 +246,7 @@ class Scheduler:
         self._unsettled.clear()
         self._in_backward = False
         self._forward_order, self._backward_order = RecordedOrder(), RecordedOrder()
+        self._step_length = StepLength()
         for state in self._units:
             state.in_backward, state.reduced = False, True
         operations = self.weights_changed()

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp.buffer.lanes import Lane, Ticket
 from megatron_fsdp.buffer.pools import Block, pack_bytes, storage_of
+from megatron_fsdp.dtensor.frame import OwningUnit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.unit.group_plan import GroupPlan
 from megatron_fsdp.unit.param_group import ParameterGroup
@@ -94,6 +95,13 @@ class Unit:
     def label(self) -> str:
         """The name for messages."""
         return self.name or "(root)"
+
+    def say_who_owns(self, remedy: str) -> None:
+        """Let errors about sharded parameters, met where whole ones are needed, name the unit and what to do."""
+        owner = OwningUnit(self.label, remedy)
+        for group in self.groups:
+            for name, frame in zip(group.names, group.frames, strict=True):
+                frame.belongs = (name, owner)
 
     def plan_buckets(self) -> None:
         """Lay the buckets of all groups into one block; again after a change of the communication dtype."""

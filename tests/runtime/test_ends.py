@@ -1,0 +1,192 @@
+"""Embeddings and heads as units of their own: equal to one process, gathered no more often, never read silently."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.accounting import StepTraffic, step_traffic
+from megatron_fsdp.errors import ShardOperationError
+from megatron_fsdp.placement import ShardingStrategy
+from tests.conftest import RunRanks
+from tests.support.ends_models import EndsDecoder, Read, Shape, calling, ends_case
+from tests.support.models import ModelCase
+from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies
+
+AUTOMATIC = (("fsdp_unit_modules", None),)
+SETTINGS = tuple(Setting(strategy, options=AUTOMATIC) for strategy in (3, 2, 1, 0))
+UNITS = ["", "tokens", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+CASES = {
+    "plain": ends_case(Shape()),
+    "twice": ends_case(Shape(twice=True)),
+    "recomputed": ends_case(Shape(recomputes=True)),
+    "frozen": ends_case(Shape(frozen=True)),
+    "twice-recomputed": ends_case(Shape(twice=True, recomputes=True)),
+}
+
+
+def train(run: Run) -> None:
+    """Three updates: one microbatch, several deferred ones, several that are reduced each; evaluation in between."""
+    if run.sharded is not None:
+        assert [unit.name for unit in run.sharded._engine.units] == UNITS
+    run.train(0)
+    with torch.no_grad():
+        run.loss(10)
+    for index in (1, 2):
+        with run.no_sync():
+            run.loss(index).backward()
+    run.loss(3).backward()
+    with torch.inference_mode():
+        run.loss(11)
+    run.step()
+    for index in (4, 5, 6):
+        run.loss(index).backward()
+    run.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ranks: int, name: str) -> None:
+    tolerance = ONE_RANK if num_ranks == 1 else FP32
+    settings = SETTINGS if num_ranks < 3 else SETTINGS[:1]
+    check_strategies(run_ranks, num_ranks, Scenario(train, CASES[name]), settings, tolerance)
+
+
+# ---- traffic and memory --------------------------------------------------------------------------------------------
+
+
+def count_steps(microbatches: int) -> tuple[list[StepTraffic], StepTraffic, list[int]]:
+    """Traffic of steps two to four, what the formula says of each, and gathered weights held after each backward."""
+    case = CASES["plain"]
+    model = case.build()
+    model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=3)
+    steps, held = [], []
+    for _ in range(4):
+        start = model.traffic()
+        for index in range(microbatches):
+            case.loss(model, case.make_batch(2, torch.Generator().manual_seed(index))).backward()
+            held.append(model.memory().gathered_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = model.traffic().since(start)
+        steps.append(StepTraffic(sent.gathers, sent.reductions, sent.gather_bytes, sent.reduce_bytes))
+    expected = step_traffic(model.footprints(), ShardingStrategy.optim_grads_params, microbatches)
+    return steps[1:], expected, held
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_more_often(
+    run_ranks: RunRanks, microbatches: int
+) -> None:
+    root, slots = 128, 2 * 512  # bytes, in blocks of 128: 16 elements, and twice the 108 of the largest unit, the head
+    for steps, expected, held in run_ranks(2, count_steps, microbatches):
+        assert steps == [expected] * 3
+        first = [root + slots] * microbatches  # nothing is known of the first step
+        assert held == first + ([root + slots] * (microbatches - 1) + [slots]) * 3
+
+
+# ---- weights that are read -----------------------------------------------------------------------------------------
+
+
+def _linear(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, model.head.weight)
+
+
+def _matmul(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
+    return x @ model.head.weight.T
+
+
+def _recomputed(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
+    return checkpoint(lambda chunk: F.linear(chunk, model.head.weight), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _embedding(model: EndsDecoder, tokens: Tensor, x: Tensor) -> Tensor:
+    return model.head(x + F.embedding(tokens, model.tokens.weight))
+
+
+def _one_row(model: EndsDecoder, tokens: Tensor, x: Tensor) -> Tensor:
+    """A single index, such as of a decoding step, looks like one number spread over a shape."""
+    return model.head(x + F.embedding(tokens[:1, :1], model.tokens.weight).sum())
+
+
+def _scaled(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
+    return model.head(x) * model.head.bias
+
+
+READERS: dict[str, tuple[Read, str]] = {
+    "linear": (_linear, "head.weight"),
+    "matmul": (_matmul, "head.weight"),
+    "recomputed": (_recomputed, "head.weight"),
+    "embedding": (_embedding, "tokens.weight"),
+    "one row": (_one_row, "tokens.weight"),
+    "scaled": (_scaled, "head.bias"),
+}
+
+
+def refused(strategy: int, reader: str, grad: bool) -> tuple[str, dict[str, Tensor | None]]:
+    """What a forward that reads a weight says; then, with the head called, the gradients after a reset."""
+    case = ends_case(Shape(read=READERS[reader][0]))
+    torch.manual_seed(0)
+    model = fully_shard_plain(case, strategy)
+    batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
+    with torch.enable_grad() if grad else torch.inference_mode(), pytest.raises(ShardOperationError) as caught:
+        case.loss(model, batch)
+    model.reset()
+    calling(model.module)
+    case.loss(model, batch).backward()
+    return str(caught.value), model.full_gradients()
+
+
+def fully_shard_plain(case: ModelCase, strategy: int) -> nn.Module:
+    model = case.build()
+    return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=strategy)[0]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(
+    run_ranks: RunRanks, num_ranks: int, reader: str
+) -> None:
+    parameter = READERS[reader][1]
+    for strategy in (3, 0) if num_ranks == 2 else (3,):
+        for grad in (True, False):
+            results = run_ranks(num_ranks, refused, strategy, reader, grad)
+            messages = {message for message, _ in results}
+            assert len(messages) == 1
+            assert messages.pop().endswith(
+                f"; {parameter} belongs to unit {parameter.split('.')[0]}, whose weights are whole only while it runs: "
+                "call the module, or give fsdp_unit_modules=[Block], so that the weight stays with the root, which is "
+                "whole during the whole forward"
+            )
+            expected = _gradients_on_one_process(num_ranks)
+            for _, gradients in results:
+                for name, want in expected.items():
+                    torch.testing.assert_close(gradients[name], want, rtol=1e-5, atol=1e-6)
+
+
+def _gradients_on_one_process(num_ranks: int) -> dict[str, Tensor]:
+    case = CASES["plain"]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = case.build()
+    for rank in range(num_ranks):
+        batch = case.make_batch(2, torch.Generator().manual_seed(rank))
+        (case.loss(model, batch) / num_ranks).backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def train_reading(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:
+    from tests.support.ends_models import Block
+
+    options = (("fsdp_unit_modules", [Block]),)
+    for read in (_linear, _embedding, _recomputed):
+        scenario = Scenario(train_reading, ends_case(Shape(read=read)))
+        check_strategies(run_ranks, 2, scenario, (Setting(3, options=options), Setting(1, options=options)))

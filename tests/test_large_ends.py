@@ -1,0 +1,187 @@
+"""Embeddings and heads that become units beside the blocks: which do, which do not, and in which order."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_fsdp.fine_grained import refine_units
+from megatron_fsdp.large_ends import large_ends
+from megatron_fsdp.units import UnitPlan, find_units
+
+FEATURES = 4
+
+
+class Block(nn.Module):
+    """A unit of 20 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Scaled(nn.Embedding):
+    """A subclass, as Hugging Face models have."""
+
+
+class Parted(nn.Linear):
+    """A linear layer with a module inside that owns parameters too."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.LayerNorm(outputs)
+
+
+class Decoder(nn.Module):
+    """Blocks and whatever else a test wants, in the order in which it is given."""
+
+    def __init__(self, **others: nn.Module) -> None:
+        super().__init__()
+        for name, module in others.items():
+            self.add_module(name, module)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+def embedding(rows: int = 8) -> nn.Embedding:
+    return nn.Embedding(rows, FEATURES)
+
+
+def ends_of(model: nn.Module) -> list[str]:
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
+    return list(large_ends(model, blocks))
+
+
+def owned(plan: UnitPlan) -> dict[str, tuple[str, ...]]:
+    return {unit.name: unit.parameters for unit in plan.units}
+
+
+@pytest.mark.parametrize(("rows", "is_end"), [(2, False), (3, True)])
+def test_an_end_has_half_as_many_parameters_as_the_largest_block(rows: int, is_end: bool) -> None:
+    model = Decoder(tokens=embedding(rows))  # 8 or 12 elements against 20
+    assert ends_of(model) == (["tokens"] if is_end else [])
+    model.blocks.append(nn.Sequential(*(Block() for _ in range(4))))
+    blocks = dict(model.blocks.named_children())
+    assert large_ends(model, blocks) == {}
+
+
+def test_where_there_are_no_blocks_nothing_is_added() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 100))
+    assert large_ends(model, {}) == {}
+    assert (find_units(model, None).source, len(find_units(model, None).units)) == ("none found", 1)
+
+
+def test_units_stand_in_module_order_with_the_root_first() -> None:
+    model = Decoder(tokens=Scaled(8, FEATURES), norm=nn.LayerNorm(FEATURES))
+    model.head = nn.Linear(FEATURES, 8)
+    plan = find_units(model, "auto")
+    assert owned(plan) == {
+        "": ("norm.weight", "norm.bias"),
+        "tokens": ("tokens.weight",),
+        "blocks.0": ("blocks.0.linear.weight", "blocks.0.linear.bias"),
+        "blocks.1": ("blocks.1.linear.weight", "blocks.1.linear.bias"),
+        "head": ("head.weight", "head.bias"),
+    }
+    assert list(owned(plan)) == ["", "tokens", "blocks.0", "blocks.1", "head"]
+    assert plan.source == "repeated blocks; large ends tokens, head"
+    assert [unit.class_name for unit in plan.units] == ["Decoder", "Scaled", "Block", "Block", "Linear"]
+
+
+def test_classes_that_are_given_are_all_there_is() -> None:
+    model = Decoder(tokens=embedding(100))
+    assert [unit.name for unit in find_units(model, [Block]).units] == ["", "blocks.0", "blocks.1"]
+    assert [unit.name for unit in find_units(model, []).units] == [""]
+
+
+def test_a_tied_weight_stays_with_the_root() -> None:
+    model = Decoder(tokens=embedding())
+    model.head = nn.Linear(FEATURES, 8, bias=False)
+    model.head.weight = model.tokens.weight
+    assert ends_of(model) == []
+    model.head.weight = nn.Parameter(torch.zeros(8, FEATURES))
+    assert ends_of(model) == ["tokens", "head"]
+    model.shown = model.head.weight  # the model itself has it too
+    assert ends_of(model) == ["tokens"]
+
+
+def test_an_end_that_hangs_in_two_places_is_one_unit_and_one_inside_a_block_is_none() -> None:
+    model = Decoder(tokens=embedding())
+    model.again = nn.Sequential(model.tokens)
+    plan = find_units(model, None)
+    assert [unit.name for unit in plan.units] == ["", "tokens", "blocks.0", "blocks.1"]
+    assert owned(plan)["tokens"] == ("tokens.weight",)
+    model.blocks[1].add_module("inner", model.tokens)
+    assert owned(find_units(model, None))[""] == ("tokens.weight",)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.ModuleDict({"de": embedding(), "fr": nn.Linear(FEATURES, 8)}),
+        lambda: nn.ModuleList([embedding()]),
+        lambda: nn.Sequential(Parted(FEATURES, 8)),
+        lambda: nn.MultiheadAttention(FEATURES, 1),  # calls no module for its output projection
+        lambda: nn.Bilinear(FEATURES, FEATURES, 8),
+    ],
+)
+def test_modules_that_ranks_choose_among_or_that_others_read_are_no_ends(build: Callable[[], nn.Module]) -> None:
+    assert ends_of(Decoder(other=build())) == []
+
+
+def test_nothing_below_a_name_of_experts_is_an_end() -> None:
+    assert ends_of(Decoder(experts=nn.Sequential(embedding()))) == []
+    assert ends_of(Decoder(expert_head=embedding())) == []
+    assert ends_of(Decoder(others=nn.Sequential(embedding()))) == ["others.0"]
+
+
+def test_parameters_without_a_shape_count_as_none() -> None:
+    assert ends_of(Decoder(tokens=embedding(), lazy=nn.LazyLinear(100))) == ["tokens"]
+
+
+def test_fine_grained_units_keep_the_ends() -> None:
+    model = Decoder(tokens=embedding())
+    plan = refine_units(model, find_units(model, None))
+    assert [unit.name for unit in plan.units] == ["", "tokens", "blocks.0.linear", "blocks.1.linear"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_decoder_has_its_embedding_and_head_as_units(tied: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    plan = find_units(LlamaForCausalLM(config), None)
+    blocks = ["model.layers.0", "model.layers.1"]
+    assert [u.name for u in plan.units] == [
+        "",
+        *([] if tied else ["model.embed_tokens"]),
+        *blocks,
+        *([] if tied else ["lm_head"]),
+    ]
+    ends = "" if tied else "; large ends model.embed_tokens, lm_head"
+    assert plan.source == f"_no_split_modules LlamaDecoderLayer{ends}"
+    assert plan.units[0].parameters == (("model.embed_tokens.weight",) if tied else ()) + ("model.norm.weight",)
+
+
+@given(rows=st.lists(st.integers(1, 12), max_size=5), tied=st.sets(st.integers(0, 4)))
+def test_every_parameter_has_one_owner_and_ends_are_exactly_the_large_untied_ones(
+    rows: list[int], tied: set[int]
+) -> None:
+    model = Decoder(**{f"end{index}": embedding(count) for index, count in enumerate(rows)})
+    for index in tied & set(range(len(rows))):
+        model.register_parameter(f"tie{index}", getattr(model, f"end{index}").weight)
+    plan = find_units(model, None)
+    wanted = [f"end{i}" for i, count in enumerate(rows) if count * FEATURES >= 10 and i not in tied]
+    assert [unit.name for unit in plan.units] == ["", *wanted, "blocks.0", "blocks.1"]
+    of_all = [name for unit in plan.units for name in unit.parameters]
+    assert sorted(of_all) == sorted(name for name, _ in model.named_parameters())
