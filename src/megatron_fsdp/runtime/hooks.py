@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,13 +56,8 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         for position, group in enumerate(unit.groups):
             if group.gradients is None:
                 continue
-            waits = group.small_gradients if engine.gradients_may_wait else ()
             for parameter, param in enumerate(group.full):
-                hook: Callable[[torch.Tensor], None] = partial(
-                    _take_gradient, reference, unit.index, position, parameter
-                )
-                if parameter in waits:
-                    hook = group.gradients.inbox.hook(parameter, hook)
+                hook = partial(_take_gradient, reference, unit.index, position, parameter)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     return handles
 

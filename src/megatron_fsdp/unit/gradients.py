@@ -27,7 +27,6 @@ from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.unit.bucket_views import BucketViews
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, num_shown, set_grad, set_grads
-from megatron_fsdp.unit.inbox import Inbox
 from megatron_fsdp.unit.main_gradient import MainGradient
 from megatron_fsdp.unit.reducer import GradientReducer
 
@@ -64,7 +63,7 @@ class GradientBuffers:
         self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
-        self.inbox = Inbox(count)
+        self._filled = [False] * count  # the bucket holds a gradient of the parameter
         self.written: set[int] = set()  # came without a tensor of their own; emptied by who counts what comes
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
@@ -123,7 +122,7 @@ class GradientBuffers:
             if self._partial is None:
                 self._partial = self._zeros(self.layout.numel)
             self._target = self._partial
-        self.inbox.begin(is_open=bucket is not None and self.reducer.reduction.pre_factor == 1.0)
+        self._filled = [False] * len(self._filled)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
@@ -131,30 +130,26 @@ class GradientBuffers:
         assert target is not None
         if target is self._partial:
             full_view(self.layout, target, index).add_(grad)
-        elif self.inbox.filled[index]:
-            self.inbox.empty_into(self._views_of_target, self.arrived)  # the first may wait there
+        elif self._filled[index]:
             self._views_of_target[index].add_(grad, alpha=factor)
         elif factor == 1.0:
             self._views_of_target[index].copy_(grad)
         else:
             torch.mul(grad, factor, out=self._views_of_target[index])
-        self.inbox.filled[index] = True
-        self.arrived[index] = True
+        self._filled[index] = self.arrived[index] = True
 
     def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
         """Where the gradient of a parameter may be written (None: it is cast or scaled), and whether to add to it."""
-        target, adds = self._target, self.inbox.filled[index] or self._target is self._partial
+        target, adds = self._target, self._filled[index] or self._target is self._partial
         if target is None or target.dtype is not dtype:
             return None, adds
         if target is self._partial:
             return full_view(self.layout, target, index), adds
-        if adds:
-            self.inbox.empty_into(self._views_of_target, self.arrived)  # what is there may wait
         return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
 
     def note_written(self, index: int) -> None:
         """The gradient of parameter `index` was written into its place, or added to what was there."""
-        self.inbox.filled[index] = self.arrived[index] = True
+        self._filled[index] = self.arrived[index] = True
         self.written.add(index)
 
     # ---- reducing -----------------------------------------------------------------------------------------------
@@ -178,12 +173,10 @@ class GradientBuffers:
             torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
-            self.inbox.empty_into(self._views_of_target, self.arrived)
-            for index, filled in enumerate(self.inbox.filled):
+            for index, filled in enumerate(self._filled):
                 if not filled:
                     self._views_of_target[index].zero_()
         self._target = None
-        self.inbox.is_open = False
         if self.inspect is not None:
             for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
@@ -380,8 +373,6 @@ class GradientBuffers:
     def abandon(self) -> None:
         """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
-        self.inbox.begin(is_open=False)
-        self.inbox.clear()
         self.written.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
