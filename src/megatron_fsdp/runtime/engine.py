@@ -54,6 +54,8 @@ class Engine(OnRequest):
         parts: What it is put together from.
     """
 
+    hears_of_each_gradient = False  # whether `take_gradient` has to be called for each
+
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
         self.units = tuple(parts.units)
@@ -219,6 +221,8 @@ class Engine(OnRequest):
             except ScheduleError as error:
                 raise ScheduleError(f"unit {unit.label}: {error}") from None
             self.executor.begin_filling(unit, position, self.reach)
+            if self.observers.are_there or self._checks:
+                gradients.hear_of_each()
         return gradients
 
     @property
