@@ -114,11 +114,6 @@ def no_flat_norm() -> Iterator[None]:
         yield
 
 
-def no_waiting_gradients() -> AbstractContextManager[object]:
-    """Each gradient is copied into its bucket when it comes, the small ones too."""
-    return mock.patch("megatron_fsdp.runtime.engine.Engine.gradients_may_wait", False)
-
-
 def no_returned_gradients() -> AbstractContextManager[object]:
     """Main gradients keep their memory when they are cleared."""
     return mock.patch("megatron_fsdp.unit.main_gradient.MainGradient.release", _nothing)
@@ -147,9 +142,6 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
     ),
     Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
     Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
-    Optimisation(
-        "no-waiting-gradients", "small gradients of a unit copied by one call", Variant(around=no_waiting_gradients)
-    ),
     Optimisation(
         "no-returned-gradients",
         "main gradients give their memory back while cleared",

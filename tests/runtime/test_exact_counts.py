@@ -206,6 +206,7 @@ def _backward(model: nn.Module, x: torch.Tensor, microbatches: int) -> None:
         tower_loss(model, x).backward()
 
 
+PARAMS = 2 + 2 * FLOORS
 GROUPS = 1 + FLOORS
 ALL_GROUP_NUMELS = sorted([ROOT_NUMEL, *[FLOOR_NUMEL] * FLOORS])
 
@@ -213,9 +214,9 @@ ALL_GROUP_NUMELS = sorted([ROOT_NUMEL, *[FLOOR_NUMEL] * FLOORS])
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 def test_each_gradient_is_copied_once_and_weights_never(run_ranks: RunRanks, strategy: int) -> None:
     for extra in run_ranks(2, count_extra, strategy, 1, False):
-        # Per group: one call copies its gradients into the bucket, the sum of what came in, one pass over the shard.
-        assert extra.ops == {"_foreach_copy_": GROUPS, "add_.Tensor": GROUPS, "mul.out": GROUPS}
-        assert sorted(extra.numels["_foreach_copy_"]) == ALL_GROUP_NUMELS
+        # Per parameter: one copy into the bucket. Per group: the sum of what came in, and one pass over the shard.
+        assert extra.ops == {"copy_": PARAMS, "add_.Tensor": GROUPS, "mul.out": GROUPS}
+        assert sum(extra.numels["copy_"]) == ROOT_NUMEL + FLOORS * FLOOR_NUMEL
         assert sorted(extra.numels["mul.out"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
         assert sorted(extra.numels["add_.Tensor"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
         assert extra.install_ops == {}
@@ -225,13 +226,13 @@ def test_accumulation_adds_to_shards(run_ranks: RunRanks) -> None:
     for extra in run_ranks(2, count_extra, 3, 3, False):
         added = extra.ops.pop("add_.Tensor")
         assert added == 3 * GROUPS + 2 * GROUPS  # the sum of what came in, and what was there already
-        assert extra.ops == {"_foreach_copy_": 3 * GROUPS, "mul.out": GROUPS}
+        assert extra.ops == {"copy_": 3 * PARAMS, "mul.out": GROUPS}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_plain_data_parallelism_scales_whole_buckets_once(run_ranks: RunRanks, num_ranks: int) -> None:
     for extra in run_ranks(num_ranks, count_extra, 0, 1, False):
-        assert extra.ops == {"_foreach_copy_": GROUPS, "mul.out": GROUPS}
+        assert extra.ops == {"copy_": PARAMS, "mul.out": GROUPS}
         assert sorted(extra.numels["mul.out"]) == ALL_GROUP_NUMELS
 
 
@@ -240,7 +241,7 @@ def test_mixed_precision_casts_in_the_copies_and_once_per_group_for_the_optimize
     run_ranks: RunRanks, strategy: int
 ) -> None:
     for extra in run_ranks(2, count_extra, strategy, 1, True):
-        assert extra.ops == {"_foreach_copy_": GROUPS, "add_.Tensor": GROUPS, "mul.out": GROUPS, "_to_copy": 2 * GROUPS}
+        assert extra.ops == {"copy_": PARAMS, "add_.Tensor": GROUPS, "mul.out": GROUPS, "_to_copy": 2 * GROUPS}
         assert extra.install_ops == {"copy_": GROUPS}  # main weights into compute weights, one shard per group
 
 

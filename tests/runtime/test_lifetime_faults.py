@@ -227,7 +227,7 @@ def unfilled(is_checked: bool) -> int:
     original = GradientBuffers.reduce
 
     def forgetful(self: GradientBuffers, *args: Any) -> Any:
-        self.inbox.filled[:] = [True] * len(self.inbox.filled)
+        self.filled[:] = [True] * len(self.filled)
         return original(self, *args)
 
     x = torch.ones(2, FEATURES)

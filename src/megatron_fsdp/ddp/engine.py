@@ -32,7 +32,7 @@ class BucketEngine(Engine):
     """
 
     scheduler: BucketScheduler
-    gradients_may_wait = False  # a bucket is reduced when all of them have come
+    hears_of_each_gradient = True  # a bucket is reduced when all of them have come
 
     def __init__(self, parts: EngineParts, gather_mode: GatherMode) -> None:
         super().__init__(parts)

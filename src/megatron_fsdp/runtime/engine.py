@@ -54,7 +54,7 @@ class Engine(OnRequest):
         parts: What it is put together from.
     """
 
-    gradients_may_wait = True  # nobody has to hear of each gradient as it comes
+    hears_of_each_gradient = False  # whether `take_gradient` has to be called for each
 
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
@@ -201,9 +201,6 @@ class Engine(OnRequest):
             )
         grad = group.local_gradient(parameter, grad)
         gradients = self.filling(index, position)
-        if gradients.inbox.takes(parameter) and parameter in group.small_gradients:
-            gradients.inbox.put(parameter, grad)
-            return
         for check in self._checks:
             check.look_at(group.names[parameter], grad)
         if self.observers.are_there:
@@ -225,8 +222,8 @@ class Engine(OnRequest):
             except ScheduleError as error:
                 raise ScheduleError(f"unit {unit.label}: {error}") from None
             self.executor.begin_filling(unit, position, self.reach)
-            if self.observers.are_there or self._checks or not self.gradients_may_wait:
-                gradients.inbox.is_open = False  # they see every gradient as it comes
+            if self.observers.are_there or self._checks:
+                gradients.hear_of_each()
         return gradients
 
     @property

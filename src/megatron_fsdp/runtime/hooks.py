@@ -19,6 +19,7 @@ from megatron_fsdp.runtime.compiled import is_compiled_in_place, surround, uncom
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.side_outputs import SideOutputs
+from megatron_fsdp.unit.direct_hook import direct_hook
 from megatron_fsdp.unit.unit import Unit
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
@@ -54,15 +55,15 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
     for unit in engine.units:
         for position, group in enumerate(unit.groups):
-            if group.gradients is None:
+            grads = group.gradients
+            if grads is None:
                 continue
-            waits = group.small_gradients if engine.gradients_may_wait else ()
             for parameter, param in enumerate(group.full):
                 hook: Callable[[torch.Tensor], None] = partial(
                     _take_gradient, reference, unit.index, position, parameter
                 )
-                if parameter in waits:
-                    hook = group.gradients.inbox.hook(parameter, hook)
+                if group.plan.parts[parameter] is None and not engine.hears_of_each_gradient:
+                    hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     return handles
 

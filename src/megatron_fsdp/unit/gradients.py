@@ -27,7 +27,6 @@ from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.unit.bucket_views import BucketViews
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, num_shown, set_grad, set_grads
-from megatron_fsdp.unit.inbox import Inbox
 from megatron_fsdp.unit.main_gradient import MainGradient
 from megatron_fsdp.unit.reducer import GradientReducer
 
@@ -64,7 +63,8 @@ class GradientBuffers:
         self._views_of_target: list[torch.Tensor] = []
         self._partial: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
-        self.inbox = Inbox(count)
+        self.filled = [False] * count  # the bucket holds a gradient of the parameter
+        self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
         self.written: set[int] = set()  # came without a tensor of their own; emptied by who counts what comes
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
@@ -123,7 +123,9 @@ class GradientBuffers:
             if self._partial is None:
                 self._partial = self._zeros(self.layout.numel)
             self._target = self._partial
-        self.inbox.begin(is_open=bucket is not None and self.reducer.reduction.pre_factor == 1.0)
+        self.filled[:] = [False] * len(self.filled)
+        if bucket is not None and self.reducer.reduction.pre_factor == 1.0:
+            self.direct[:] = self._views_of_target
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
@@ -131,31 +133,35 @@ class GradientBuffers:
         assert target is not None
         if target is self._partial:
             full_view(self.layout, target, index).add_(grad)
-        elif self.inbox.filled[index]:
-            self.inbox.empty_into(self._views_of_target, self.arrived)  # the first may wait there
+        elif self.filled[index]:
             self._views_of_target[index].add_(grad, alpha=factor)
         elif factor == 1.0:
             self._views_of_target[index].copy_(grad)
         else:
             torch.mul(grad, factor, out=self._views_of_target[index])
-        self.inbox.filled[index] = True
-        self.arrived[index] = True
+        self._note(index)
 
     def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
         """Where the gradient of a parameter may be written (None: it is cast or scaled), and whether to add to it."""
-        target, adds = self._target, self.inbox.filled[index] or self._target is self._partial
+        target, adds = self._target, self.filled[index] or self._target is self._partial
         if target is None or target.dtype is not dtype:
             return None, adds
         if target is self._partial:
             return full_view(self.layout, target, index), adds
-        if adds:
-            self.inbox.empty_into(self._views_of_target, self.arrived)  # what is there may wait
         return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
 
     def note_written(self, index: int) -> None:
         """The gradient of parameter `index` was written into its place, or added to what was there."""
-        self.inbox.filled[index] = self.arrived[index] = True
+        self._note(index)
         self.written.add(index)
+
+    def _note(self, index: int) -> None:
+        self.filled[index] = self.arrived[index] = True
+        self.direct[index] = None
+
+    def hear_of_each(self) -> None:
+        """Let every gradient of this backward come through `add`: somebody wants to see it."""
+        self.direct[:] = [None] * len(self.direct)
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
@@ -178,18 +184,17 @@ class GradientBuffers:
             torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
             self._partial = None
         else:
-            self.inbox.empty_into(self._views_of_target, self.arrived)
-            for index, filled in enumerate(self.inbox.filled):
+            for index, filled in enumerate(self.filled):
                 if not filled:
                     self._views_of_target[index].zero_()
         self._target = None
-        self.inbox.is_open = False
+        self.hear_of_each()
         if self.inspect is not None:
             for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
-            self._take_main()
+            _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
             return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
         if self._pending is None:
             self._pending = self._zeros(self.reducer.inner_region.numel)
@@ -204,14 +209,10 @@ class GradientBuffers:
         """
         pending, self._pending = self._pending, None
         assert pending is not None
-        self._take_main()
+        _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
         stage = self.reducer.across(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
         return ticket, (pending, *stage.memory)
-
-    def _take_main(self) -> None:
-        """Have memory for what is reduced: on CUDA it has to come from the stream that will give it back."""
-        _discard(self.main.local)
 
     def _accumulate(self, reduced: torch.Tensor, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Bring a reduced gradient, shaped as the local main gradient, into it."""
@@ -264,7 +265,7 @@ class GradientBuffers:
         found = get_grads(params, self.grad_attribute)
         if not self._show_new(params, used, found):
             self._show(params, used, found, describe)
-        self.arrived = [False] * len(self.arrived)
+        self.arrived[:] = [False] * len(self.arrived)
         self._kept = [False] * len(self._kept)
         self.renewed = False
 
@@ -374,14 +375,13 @@ class GradientBuffers:
         self._live = [False] * count
         self._attached = [False] * count
         self._kept = [False] * count
-        self.arrived = [False] * count
+        self.arrived[:] = [False] * count
         self._partial = self._pending = None
 
     def abandon(self) -> None:
         """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
-        self.inbox.begin(is_open=False)
-        self.inbox.clear()
+        self.hear_of_each()
         self.written.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:

@@ -21,7 +21,6 @@ from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.unit.grad_slot import DECOUPLED, GRAD, GradAttribute, get_grad, plain_attributes, set_grad
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.group_plan import GroupPlan
-from megatron_fsdp.unit.inbox import WAITING_BYTES
 from megatron_fsdp.unit.tensor_parallel import local_part
 from megatron_fsdp.unit.weights import WeightBuffers
 
@@ -230,14 +229,6 @@ class ParameterGroup:
             param._local_tensor = memory
         else:
             param.data = memory
-
-    @functools.cached_property
-    def small_gradients(self) -> frozenset[int]:
-        """Parameters whose gradients may wait for each other, to be copied into the bucket together."""
-        itemsize = self.plan.precision.compute.itemsize
-        sizes = (torch.Size(shape).numel() * itemsize for shape in self.plan.layout.shapes)
-        found = enumerate(zip(sizes, self.plan.parts, strict=True))
-        return frozenset(index for index, (size, part) in found if part is None and size <= WAITING_BYTES)
 
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
