@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.unit.grad_slot import num_shown
-
 
 class SameObjects:
     """Some objects in their order, to be compared by identity later.
@@ -21,17 +19,13 @@ class SameObjects:
     """
 
     def __init__(self, things: Iterable[object]) -> None:
-        held = list(things)
-        self._held = list(map(_reference, held))
-        self._num_there = num_shown(held)  # a tensor that is gone looks like None
+        self._gone: list[object] = []
+        self._held = [*(_reference(thing, self._gone.append) for thing in things), lambda: _END]
 
-    def are(self, things: list[Any]) -> bool:
+    def are(self, things: Iterable[object]) -> bool:
         """Whether these are the same objects in the same order."""
-        return (
-            len(things) == len(self._held)
-            and all(map(is_, things, map(call, self._held)))
-            and num_shown(things) == self._num_there
-        )
+        # One that is gone looks like None.
+        return not self._gone and all(map(is_, chain(things, (_END,)), map(call, self._held)))
 
 
 class SameState:
@@ -45,7 +39,8 @@ class SameState:
         states = _states_of(source)
         self._is_known = states is not None
         self._params = SameObjects(source)
-        self._names = list(map(tuple, states or ()))
+        self._counts = list(map(len, states or ()))
+        self._names = list(chain.from_iterable(states or ()))
         self._things = SameObjects(chain.from_iterable(map(_values, states or ())))
 
     def is_in(self, source: Mapping[Any, Any]) -> bool:
@@ -54,9 +49,10 @@ class SameState:
         return (
             self._is_known
             and states is not None
-            and self._things.are(list(chain.from_iterable(map(_values, states))))
-            and self._params.are(list(source))
-            and list(map(tuple, states)) == self._names
+            and self._params.are(source)
+            and self._things.are(chain.from_iterable(map(_values, states)))
+            and list(map(len, states)) == self._counts
+            and all(map(is_, chain.from_iterable(states), self._names))
         )
 
 
@@ -66,8 +62,9 @@ def _states_of(source: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     return states if set(map(type, states)) <= {dict} else None
 
 
-def _reference(thing: object) -> Callable[[], object]:
-    return weakref.ref(thing) if isinstance(thing, torch.Tensor) else lambda: thing
+def _reference(thing: object, note_gone: Callable[[object], None]) -> Callable[[], object]:
+    return weakref.ref(thing, note_gone) if isinstance(thing, torch.Tensor) else lambda: thing
 
 
+_END = object()
 _values = dict.values
