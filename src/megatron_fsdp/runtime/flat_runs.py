@@ -97,15 +97,15 @@ class _Parts:
             locals_ = [value._local_tensor for value in values]
             if not _are_joined(locals_):
                 self.spread(key, torch.cat([local.reshape(-1) for local in locals_]), source)
-        elif self.is_number_each(key, values[0]) and not _are_joined(values):
+        elif self.is_number_each(key, values[0]) and not (_are_joined(values) and _are_views_of_one(values)):
             self.spread(key, values[0], source)
 
     def shown(self, source: States) -> dict[str, Any]:
         """The state of the first member as that of the run."""
-        own = source.get(self.params[0], {})
+        slots, numel = self._slots, self.numel
         return {
-            key: _joined(value._local_tensor, self.numel) if self.is_cut(key, value) else value
-            for key, value in own.items()
+            key: _joined(value._local_tensor, numel) if key in slots and value is not None else value
+            for key, value in source.get(self.params[0], {}).items()
         }
 
 
@@ -124,35 +124,23 @@ class Run:
         self.flat = _joined(members[0].local, self._parts.numel)
         self.state = RunState(self._parts)
         self._grad_is_joined = _are_joined([member.grad for member in members])
-        self._versions: dict[str, int] = {}
         for key in members[0].own:
             self._parts.join(key, source)
 
-    def show(self, source: States) -> None:
-        """Show gradients and state of now."""
-        grad: Any = self.params[0].grad
-        local = grad._local_tensor
-        self.flat.grad = _joined(local, self.flat.numel()) if self._grad_is_joined else local.reshape(-1)
+    def show(self, grad: Tensor, source: States) -> None:
+        """Show the gradients of now, of which the first member's elements here are given, and the state of now."""
+        self.flat.grad = _joined(grad, self._parts.numel) if self._grad_is_joined else grad.reshape(-1)
         self.state.show(source)
 
-    def level(self) -> None:
-        """Every member has made the step that the first has made."""
+    def numbers(self) -> list[Tensor]:
+        """What each member has a number of its own of, all members' together: some (members,), while state is shown."""
         count = len(self.params)
-        for key, value in self.state.items():
-            if self._parts.is_number_each(key, value):
-                numbers = _joined(value, count)
-                numbers[1:].copy_(numbers[:1].expand(count - 1))
+        return [_joined(value, count) for key, value in self.state.items() if self._parts.is_number_each(key, value)]
 
-    def release(self) -> bool:
-        """The step is over, and all runs are level (some have numbers in one memory); hold no gradient and no state.
-
-        Returns:
-            Whether there is state that was not there before the step, or was replaced.
-        """
-        numbers = {key: value for key, value in self.state.items() if self._parts.is_number_each(key, value)}
-        self._versions = {key: value._version for key, value in numbers.items()}
+    def hide(self) -> None:
+        """The step is over; hold no gradient and no state."""
         self.flat.grad = None
-        return self.state.forget()
+        self.state.forget()
 
     def takes_gradients(self) -> bool:
         """Whether gradients that are there now, of every member, can be shown as one."""
@@ -161,19 +149,18 @@ class Run:
         self._grad_is_joined = fit and _are_joined([grad._local_tensor for grad in grads])
         return self._grad_is_joined or (fit and len(grads) == 1)
 
-    def is_as_left(self, source: States) -> bool:
-        """Whether nobody has written to the numbers of the members' states since the last step."""
-        own = source.get(self.params[0], {})
-        return all(own[key]._version == version for key, version in self._versions.items())
-
 
 class RunState(dict[str, Any]):
-    """The state of a run; what is set here is set in the state of every member at once."""
+    """The state of a run; what is set here is set in the state of every member at once.
+
+    Attributes:
+        was_set: Whether anything was, since it is shown.
+    """
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
         self._source: States | None = None
-        self._was_set = False
+        self.was_set = False
 
     def show(self, source: States) -> None:
         """Show what there is."""
@@ -181,17 +168,16 @@ class RunState(dict[str, Any]):
         self.clear()
         self.update(self._parts.shown(source))
 
-    def forget(self) -> bool:
-        """Show nothing; returns whether anything was set."""
+    def forget(self) -> None:
+        """Show nothing."""
         self.clear()
         self._source = None
-        was_set, self._was_set = self._was_set, False
-        return was_set
+        self.was_set = False
 
     def __setitem__(self, key: str, value: Any) -> None:
         assert self._source is not None
         if key not in self or value is not self[key]:
-            self._was_set = True
+            self.was_set = True
             super().__setitem__(key, self._parts.spread(key, value, self._source))
 
 
@@ -274,6 +260,13 @@ def _are_joined(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def _are_views_of_one(numbers: Sequence[Tensor]) -> bool:
+    """Whether the version counter of one tells of writes to any; those that `torch.load` reads have one each."""
+    base = numbers[0]._base
+    return base is not None and all(number._base is base for number in numbers)
+
+
 def _joined(first: Tensor, numel: int) -> Tensor:
     """Some elements (numel,) from the first of a tensor on, a view of its memory."""
-    return first.detach().as_strided((numel,), (1,))
+    plain = first.detach() if first.requires_grad else first
+    return plain.as_strided((numel,), (1,))

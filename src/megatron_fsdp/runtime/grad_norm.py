@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.buffer.real_values import has_values
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.observer import Phase
@@ -45,8 +46,14 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     local = [piece for found in pieces.values() for piece in found]
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(local, factor.to(local[0].device))
+        if not _is_known_to_be_one(factor):
+            torch._foreach_mul_(local, factor.to(local[0].device))
     return norm
+
+
+def _is_known_to_be_one(factor: torch.Tensor) -> bool:
+    """Whether a factor changes nothing, where it can be read without a wait."""
+    return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 
 def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, call, is_
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.runtime.flat_runs import Run, RunState, States, find_runs, lie_apart
+from megatron_fsdp.runtime.flat_runs import RunState, States, find_runs
+from megatron_fsdp.runtime.group_runs import GroupRuns
+from megatron_fsdp.runtime.same_objects import SameState
 
 _SLOTS: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -53,7 +53,8 @@ class LocalStep:
     """
 
     def __init__(self) -> None:
-        self._groups: list[_GroupRuns] = []
+        self._groups: list[GroupRuns] = []
+        self._state: SameState | None = None  # after the last step
         self._source: dict[torch.Tensor, dict[str, Any]] | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
@@ -79,8 +80,9 @@ class LocalStep:
         if source is not None:
             for group in self._groups:
                 group.level()
-            for group in self._groups:
-                group.release(source)
+            may_be_others = [group.release(source) for group in self._groups]  # of all of them
+            if self._state is None or any(may_be_others):
+                self._state = SameState(source)
 
     def abandon(self) -> None:
         """A step has failed, if any was under way; what was found for it may have changed since, so find it anew."""
@@ -97,102 +99,36 @@ class LocalStep:
         then take care of it, or say what is wrong.
         """
         known, self._groups = self._groups, []
-        source = optimizer.state
+        source, groups = optimizer.state, optimizer.param_groups
+        if known and (self._state is None or not self._state.is_in(source)):
+            known = []
         found = []
-        for group, last in itertools.zip_longest(optimizer.param_groups, known[: len(optimizer.param_groups)]):
+        for group, last in itertools.zip_longest(groups, known[: len(groups)]):
             params = group["params"]
-            if group.get("differentiable") or not set(map(type, params)) <= {UnevenDTensor}:
+            if group.get("differentiable"):
                 return None
-            if last is None or not last.are_right(params, source):
-                runs = find_runs(params, source, slots)
-                if runs is None:
+            if last is None or not last.are_right(params):
+                last = _found(params, source, slots)
+                if last is None:
                     return None
-                last = _GroupRuns(params, runs)
             found.append(last)
         self._groups, self._source = found, source
         states: dict[torch.Tensor, RunState] = {}
         shown: list[dict[str, Any]] = []
-        for group, runs_now in zip(optimizer.param_groups, found, strict=True):
+        for group, runs_now in zip(groups, found, strict=True):
             runs_now.show(source)
-            states.update((run.flat, run.state) for run in runs_now.runs)
-            shown.append({**group, "params": [run.flat for run in runs_now.runs]})
+            states.update(runs_now.states)
+            lists = runs_now.batches if group.get("foreach") else [runs_now.flats]
+            shown.extend({**group, "params": flats} for flats in lists)
         return shown, states
 
 
-class _GroupRuns:
-    """The runs of a parameter group, and by what they are known to be right still in the next step.
-
-    What is compared is held weakly, so that memory of gradients and state goes when nobody else wants it.
-
-    Attributes:
-        runs: As of the last look.
-    """
-
-    def __init__(self, params: Sequence[UnevenDTensor], runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self._params = tuple(params)
-        self._locals = tuple(map(_local_tensor, params))
-        self._lie_apart = lie_apart(runs)  # other gradients could not make fewer of them
-        self._has_grad: list[bool] = []
-        self._seen_grads: list[Callable[[], object]] = []
-        self._seen_state: list[Callable[[], object]] | None = None
-        self._is_known = False  # everything is what was seen last
-
-    def are_right(self, params: Sequence[UnevenDTensor], source: States) -> bool:
-        """Whether parameters and state are the same objects as after the last step, and gradients lie as they did."""
-        self._is_known = False
-        if self._seen_state is None or len(params) != len(self._params):
-            return False
-        state, grads = _things_in(params, source), list(map(_grad, params))
-        if not (
-            all(map(is_, params, self._params))
-            and all(map(is_, map(_local_tensor, params), self._locals))
-            and len(state) == len(self._seen_state)
-            and all(map(is_, state, map(call, self._seen_state)))
-            and [grad is not None for grad in grads] == self._has_grad
-            and all(run.is_as_left(source) for run in self.runs)
-        ):
-            return False
-        self._is_known = all(map(is_, grads, map(call, self._seen_grads)))
-        return self._is_known or (self._lie_apart and all(run.takes_gradients() for run in self.runs))
-
-    def show(self, source: States) -> None:
-        """Show gradients and state of now."""
-        for run in self.runs:
-            run.show(source)
-
-    def level(self) -> None:
-        """Let every member have made the step."""
-        for run in self.runs:
-            run.level()
-
-    def release(self, source: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Leave state in the order of parameters, which all ranks share, and hold neither gradients nor state."""
-        has_new_state = sum(run.release() for run in self.runs) > 0  # of all of them
-        if has_new_state:
-            for param in self._params:  # as without runs: people walk through states with a collective for each
-                if param in source:
-                    source[param] = source.pop(param)
-        if not self._is_known or has_new_state:
-            grads = list(map(_grad, self._params))
-            self._has_grad = [grad is not None for grad in grads]
-            self._seen_grads = list(map(_reference, grads))
-            self._seen_state = list(map(_reference, _things_in(self._params, source)))
-
-
-def _things_in(params: Sequence[UnevenDTensor], source: States) -> list[object]:
-    """All that there is in the states of parameters; never None, which is what a dead reference gives."""
-    things = [thing for param in params for thing in source.get(param, _NOTHING).values()]
-    return [_NOTHING if thing is None else thing for thing in things]
-
-
-def _reference(thing: object) -> Callable[[], object]:
-    return weakref.ref(thing) if isinstance(thing, torch.Tensor) else lambda: thing
-
-
-_NOTHING: dict[str, Any] = {}
-_local_tensor = attrgetter("_local_tensor")
-_grad = attrgetter("grad")
+def _found(params: Sequence[Any], source: States, slots: frozenset[str]) -> GroupRuns | None:
+    """Runs as of now; None where the parameters have to be stepped as DTensors."""
+    if not set(map(type, params)) <= {UnevenDTensor}:
+        return None
+    runs = find_runs(params, source, slots)
+    return None if runs is None else GroupRuns(params, runs)
 
 
 # ---- the stand-in ----------------------------------------------------------------------------------------------------

@@ -28,13 +28,13 @@ the access. DTensors have none, so that nothing else changes.
 """
 
 
-def get_grad(param: nn.Parameter, attribute: GradAttribute) -> torch.Tensor | None:
+def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | None:
     """The gradient that a parameter shows, or None."""
     found: torch.Tensor | None = getattr(param, attribute, None)
     return found
 
 
-def get_grads(params: Sequence[nn.Parameter], attribute: GradAttribute) -> list[torch.Tensor | None]:
+def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[torch.Tensor | None]:
     """The same of several."""
     with plain_attributes():
         return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]

@@ -313,7 +313,7 @@ class GradientBuffers:
         None where any shows none, or one that is not its part of the main gradient.
         """
         shown = get_grads(params, self.grad_attribute)
-        if any(grad is None for grad in shown) or not all(map(is_, shown, self.main.views)):
+        if num_shown(shown) < len(shown) or not all(map(is_, shown, self.main.views)):
             return None
         return self.main.clear_gaps()  # which a scale that is not finite has made NaN
 
