@@ -113,8 +113,7 @@ class HandDriven:
 
     def synchronize_param_gather(self) -> None:
         """Wait for gathers under way."""
-        for unit in self._engine.units:
-            unit.wait()
+        self._engine.await_weights()
 
     def all_gather_and_wait_parameters_ready(
         self,

@@ -74,10 +74,14 @@ def _reductions() -> tuple[list[bool], Traffic]:
             full = values(axis.rank, axis.num_ranks * numel, dtype)
             received = torch.empty_like(full)
             dist.all_to_all_single(received, full)
-            work, result = axis.add_up(full.clone())
+            work, again = axis.add_up(full.clone()), axis.add_up(full.clone())
             finish(work)
-            ours, theirs = result(), sum_received(received, axis.num_ranks)
+            ours, theirs = work.total(), sum_received(received, axis.num_ranks)
             found.append(ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+            finish(again)
+            scaled = torch.empty(numel, dtype=dtype)
+            again.total_into(scaled, 0.3)
+            found.append(torch.equal(scaled, torch.mul(theirs, 0.3, out=torch.empty_like(scaled))))
     return found, axis.traffic
 
 
@@ -85,8 +89,8 @@ def _reductions() -> tuple[list[bool], Traffic]:
 def test_sums_are_those_of_the_exchange_bit_for_bit(run_ranks: RunRanks, num_ranks: int) -> None:
     sent = sum(numel * (num_ranks - 1) * dtype.itemsize for dtype in FLOATING for numel in SIZES)
     for found, traffic in run_ranks(num_ranks, _reductions):
-        assert found == [True] * 12
-        assert traffic == Traffic(reductions=12, reduce_bytes=sent)
+        assert found == [True] * 24
+        assert traffic == Traffic(reductions=24, reduce_bytes=2 * sent)
 
 
 def _all_reductions() -> list[list[float]]:
@@ -140,7 +144,7 @@ def _interrupted() -> tuple[bool, list[float], list[float], list[float]]:
     axis = shared_axis()
     gathered, whole = torch.zeros(2 * axis.num_ranks), torch.full((2,), 1.0 + axis.rank)
     works = [axis.all_gather(gathered, torch.full((2,), 1.0 + axis.rank)), axis.all_reduce(whole)]
-    scatter, total = axis.add_up(torch.full((2 * axis.num_ranks,), 1.0 + axis.rank))
+    scatter = axis.add_up(torch.full((2 * axis.num_ranks,), 1.0 + axis.rank))
     works.append(scatter)
     module: Any = shared_memory
     read_part, calls = module.SharedMemory._part, []
@@ -163,7 +167,7 @@ def _interrupted() -> tuple[bool, list[float], list[float], list[float]]:
     dist.barrier()
     for work in works:
         finish(work)
-    return axis.shared is not None, gathered.tolist(), whole.tolist(), total().tolist()
+    return axis.shared is not None, gathered.tolist(), whole.tolist(), scatter.total().tolist()
 
 
 def test_a_wait_that_was_interrupted_may_be_repeated(run_ranks: RunRanks) -> None:
@@ -179,7 +183,7 @@ def _many_under_way() -> tuple[bool, list[int]]:
             axis.all_gather(full, torch.full((500,), float(number * 10 + place + axis.rank)))
             for place, full in enumerate(fulls)
         ]
-        sum_work, total = axis.add_up(torch.full((axis.num_ranks * 500,), float(number + axis.rank)))
+        sum_work = axis.add_up(torch.full((axis.num_ranks * 500,), float(number + axis.rank)))
         if axis.rank == 1 and number % 7 == 0:
             threading.Event().wait(0.01)
         for place in (2, 0, 1):
@@ -187,7 +191,8 @@ def _many_under_way() -> tuple[bool, list[int]]:
             expected = [float(number * 10 + place + rank) for rank in range(axis.num_ranks) for _ in range(500)]
             right = right and fulls[place].tolist() == expected
         finish(sum_work)
-        right = right and total().tolist() == [float(sum(number + rank for rank in range(axis.num_ranks)))] * 500
+        total = float(sum(number + rank for rank in range(axis.num_ranks)))
+        right = right and sum_work.total().tolist() == [total] * 500
         assert axis.shared is not None
         held.append(axis.shared.held_bytes)
     return right, held
@@ -211,16 +216,16 @@ def _read_late() -> list[list[float]]:
     if axis.rank == 0:
         dist.barrier()
         full = torch.zeros(axis.num_ranks * 100)
-        late = axis.all_reduce(full), axis.add_up(full)[0]
+        late = axis.all_reduce(full), axis.add_up(full)
     for full, work in zip(fulls, works, strict=True):
         finish(work)
         found.append(full.unique().tolist())
-    for work, total in sums:
-        finish(work)
-        found.append(total().unique().tolist())
+    for scattered in sums:
+        finish(scattered)
+        found.append(scattered.total().unique().tolist())
     if axis.rank != 0:
         dist.barrier()
-        late = axis.all_reduce(full), axis.add_up(full)[0]
+        late = axis.all_reduce(full), axis.add_up(full)
     for work in late:
         finish(work)
     return found

@@ -159,7 +159,7 @@ def borrowed(reading: Reading, allocator: WeightAllocator, units: int) -> Transi
     return transient_bytes(reading.groups, ZERO3, slots=units, scratch_bytes=scratch, allocator=allocator)
 
 
-PARAMS = 2 + 2 * len(WIDTHS)
+GROUPS = 1 + len(WIDTHS)
 STAND_INS = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTHS), WeightAllocator.DOUBLE_BUFFER: 8}
 """Bytes of the elements that released parameters point to; one per group whose memory was given back."""
 ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 32 * 48))  # float32 bytes
@@ -226,7 +226,7 @@ def test_buffers_are_taken_when_wrapping_or_when_used(readings: Readings, alloca
     assert reading.gathered_bytes[0] == at_wrap
     persistent = persistent_bytes(reading.groups, ZERO3, optimizer_states_per_param=0)
     weights = persistent.total - persistent.main_grad  # nothing has been gathered or reduced yet
-    assert reading.wrapped_bytes == weights + at_wrap + PARAMS * 4
+    assert reading.wrapped_bytes == weights + at_wrap + GROUPS * 4
 
 
 def test_memory_is_given_back_when_the_backward_is_over(readings: Readings) -> None:

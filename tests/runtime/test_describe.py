@@ -70,7 +70,7 @@ rank 1 of 4, on cpu
 memory: 17.0 KiB of weights and gradients at rest, 17.1 KiB of optimizer state
   gathered weights: at most 2 units besides the root, 4.0 KiB each (slots); 1 ahead in forward, 1 in backward
   gradients on their way: 2 buckets of 4.0 KiB
-  so far at most 24.0 KiB of these, 10.0 KiB now
+  so far at most 24.0 KiB of these, 8.0 KiB now
 AdamW: 18 parameters in 1 groups, steps on local tensors
 
 options given (50 others are at their defaults)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.buffer.real_values import address_of, backend_of
 from megatron_fsdp.buffer.shared_memory import SharedMemory
+from megatron_fsdp.buffer.shared_work import SharedSum
 
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -124,11 +125,11 @@ class Axis:
         self._count_reduce_scatter(full)
         return dist.all_to_all_single(received, full, group=self.group, async_op=True)
 
-    def add_up(self, full: torch.Tensor) -> tuple[dist.Work, Callable[[], torch.Tensor]]:
+    def add_up(self, full: torch.Tensor) -> SharedSum:
         """Start a reduce-scatter in `shared` memory, which needs none for what other ranks send.
 
         Returns:
-            The work, and what gives the sum of this rank's part then, as `sum_received` does; see `SharedMemory`.
+            The work; once it was waited for it gives the sum of this rank's part, as `sum_received` does.
         """
         assert self.shared is not None
         self._count_reduce_scatter(full)

@@ -13,59 +13,20 @@ nothing more of the rank that launched it, as with a back end that has threads o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp.buffer.mailbox import Mailboxes
 from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYTES, Arena, Room, Stretches
 from megatron_fsdp.buffer.shared_block import SharedBlock
+from megatron_fsdp.buffer.shared_work import SharedSum, SharedWork, add_up
 
 _GATHERS, _REDUCTIONS = 0, 1
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _BEGIN_OF_PASS, _END_OF_PASS = 1, 2, 3, 4, 5
-
-_ADDED_AT_ONCE = 1 << 15
-"""Elements; what is added up stays in the cache meanwhile."""
-
-
-class SharedWork(dist.Work):
-    """A collective under way.
-
-    Args:
-        boxes: The headers.
-        channel: Which channel it runs in.
-        number: Its message's number.
-        read: Reads the parts of the others; gets how long to wait for each.
-    """
-
-    def __init__(self, boxes: Mailboxes, channel: int, number: int, read: Callable[[timedelta | None], None]) -> None:
-        super().__init__()
-        self._boxes, self._channel, self._number = boxes, channel, number
-        self._read: Callable[[timedelta | None], None] | None = read
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the other ranks, each no longer than `timeout`, and put the result where it belongs; once.
-
-        Raises:
-            DistBackendError: Another rank has not come, has ended, or does something else.
-        """
-        if self._read is not None:
-            self._read(timeout)  # where that is interrupted, a second wait reads again
-            self._read = None
-            self._boxes.done(self._channel, self._number)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether a wait would not have to wait."""
-        return self._read is None or self._boxes.is_posted(self._channel, self._number)
-
-    def __del__(self) -> None:
-        if self._read is not None:  # nobody waited: others must not be kept from using their memory again
-            self._boxes.drop(self._channel, self._number)
 
 
 class SharedMemory:
@@ -179,29 +140,25 @@ class SharedMemory:
 
         return SharedWork(self._boxes, _GATHERS, number, read)
 
-    def reduce_scatter(self, full: torch.Tensor) -> tuple[SharedWork, Callable[[], torch.Tensor]]:
+    def reduce_scatter(self, full: torch.Tensor) -> SharedSum:
         """Start summing `full` over the ranks, in rank order, 16-bit values in float32.
 
         Args:
-            full: (num_ranks * shard_numel,); it must stay as it is until the work was waited for.
+            full: (num_ranks * shard_numel,); it must stay as it is until the sum was taken.
 
         Returns:
-            The work, and what gives this rank's part of the sum then: (shard_numel,) in float32 for 16-bit inputs,
-            else in the dtype of `full`; it is to be used before the next collective is launched.
+            The work; once it was waited for it gives this rank's part of the sum, (shard_numel,).
         """
-        ranks, dtype = len(self._arenas), full.dtype
-        numel = full.numel() // ranks
+        numel = full.numel() // len(self._arenas)
         number, mine, offset = self._lay_out(full)
         expected = _REDUCE_SCATTER, full.nbytes
         self._boxes.post(_REDUCTIONS, *expected, offset)
         part = slice(self._rank * numel, (self._rank + 1) * numel)
-        sums: list[torch.Tensor] = []
 
-        def read(timeout: timedelta | None) -> None:
-            rows = self._rows(number, full[part], expected, (self._rank * numel, numel, dtype), timeout)
-            sums.append(_add_up(rows, mine[part]))
+        def read(timeout: timedelta | None) -> list[torch.Tensor]:
+            return self._rows(number, full[part], expected, (self._rank * numel, numel, full.dtype), timeout)
 
-        return SharedWork(self._boxes, _REDUCTIONS, number, read), sums.pop
+        return SharedSum(self._boxes, _REDUCTIONS, number, read, mine[part])
 
     def all_reduce(self, full: torch.Tensor, average: bool) -> SharedWork:
         """Start summing or averaging `full` over the ranks, in place; each adds up all of it, all in the same order."""
@@ -212,7 +169,7 @@ class SharedMemory:
         self._boxes.post(_REDUCTIONS, *expected, offset)
 
         def read(timeout: timedelta | None) -> None:
-            total = _add_up(self._rows(number, mine, expected, (0, numel, dtype), timeout), full)
+            total = add_up(self._rows(number, mine, expected, (0, numel, dtype), timeout), full)
             if average:  # before it is rounded to 16 bits, which may not hold the sum
                 total.div_(len(self._arenas))
             if total is not full:
@@ -288,22 +245,3 @@ class _Reductions(NamedTuple):
 
     def await_done(self, number: int) -> None:
         self.boxes.await_done(_REDUCTIONS, number)
-
-
-def _add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Sum two rows or more in order, in float32 if they have 16 bits, else into `out`, which may be one of them."""
-    first, *rest = rows
-    if first.dtype.itemsize < torch.float32.itemsize and first.dtype.is_floating_point:
-        total = first.to(torch.float32)
-        for row in rest:
-            total.add_(row)
-        return total
-    if len(rest) == 1:
-        return torch.add(first, rest[0], out=out)
-    for start in range(0, out.numel(), _ADDED_AT_ONCE):  # in parts, since a row that `out` is may come last
-        part = slice(start, start + _ADDED_AT_ONCE)
-        total = first[part]
-        for row in rest[:-1]:
-            total = torch.add(total, row[part])
-        torch.add(total, rest[-1][part], out=out[part])
-    return out

@@ -108,6 +108,7 @@ class Engine(OnRequest):
             self.refresh_weights()
             self.executor.gather_across()
             self.executor.begin_pass()
+            self.has_to_agree = False
         elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "

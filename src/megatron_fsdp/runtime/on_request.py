@@ -31,6 +31,7 @@ class OnRequest:
     memory: MemoryPlan
     lifetimes: LifetimeChecker | None = None
     places: dict[int, tuple[ParameterGroup, int]]
+    has_to_agree = False  # weights were asked for ahead, and ranks have not agreed since that all are up to date
     observers: Observers  # who are told of phases and collectives
     _sharding: Sharding
 
@@ -89,7 +90,16 @@ class OnRequest:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
                 unit.wait()
+        self.has_to_agree = True
         if wait:
+            self.await_weights()
+
+    def await_weights(self) -> None:
+        """Wait for what `prefetch_weights` has started."""
+        for unit in self.units:
+            unit.wait()
+        if self.has_to_agree:
+            self.has_to_agree = False
             self.executor.begin_pass()
 
     def check_lifetimes(self) -> None:

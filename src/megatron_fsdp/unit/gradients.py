@@ -28,7 +28,7 @@ from megatron_fsdp.placement import Placement
 from megatron_fsdp.unit.bucket_views import BucketViews
 from megatron_fsdp.unit.grad_slot import GRAD, get_grad, get_grads, num_shown, set_grad, set_grads
 from megatron_fsdp.unit.main_gradient import MainGradient
-from megatron_fsdp.unit.reducer import GradientReducer
+from megatron_fsdp.unit.reducer import GradientReducer, Stage
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
 Shown = Sequence[torch.Tensor | None]
@@ -195,7 +195,7 @@ class GradientBuffers:
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
             _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
-            return lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
+            return lane.submit(stage.launch, lambda: self._accumulate(stage, params))
         if self._pending is None:
             self._pending = self._zeros(self.reducer.inner_region.numel)
         pending = self._pending
@@ -211,21 +211,21 @@ class GradientBuffers:
         assert pending is not None
         _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
         stage = self.reducer.across(pending.to(self.precision.grad_comm))
-        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage.result(), self.reducer.factor, params))
+        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage, params))
         return ticket, (pending, *stage.memory)
 
-    def _accumulate(self, reduced: torch.Tensor, factor: float, params: Sequence[nn.Parameter]) -> None:
+    def _accumulate(self, stage: Stage, params: Sequence[nn.Parameter]) -> None:
         """Bring a reduced gradient, shaped as the local main gradient, into it."""
         self._reconcile(params)
-        main = self.main.local
+        main, factor = self.main.local, self.reducer.factor
         if not any(self._live):
-            torch.mul(reduced, factor, out=main)
+            stage.put_into(main, factor)
         else:
             if not all(self._live):
                 for index, live in enumerate(self._live):
                     if not live:
                         self.main.piece(index).zero_()
-            main.add_(reduced, alpha=factor)
+            main.add_(stage.result(), alpha=factor)
         self._live = [True] * len(self._live)
         self.renewed = True
 

@@ -249,8 +249,9 @@ class ParameterGroup:
         return self._stand_in.expand(self.plan.layout.shapes[index])
 
     def _make_sharded(self, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
-        # Detached: a view keeps the buffer that it was taken from alive, and who holds parameters needs memory only.
-        param = UnevenDTensor.as_parameter(piece.detach(), frame, original.requires_grad)
+        # No view: that would keep the buffer alive, whose memory is all that is needed, and have one version with it,
+        # so that gathers into the rest of the buffer, in place, would count as changes of the parameter.
+        param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
             # Reductions of whole parameters hand back gradients of the global shape.

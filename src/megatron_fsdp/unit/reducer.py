@@ -14,6 +14,7 @@ import torch
 
 from megatron_fsdp.buffer.collectives import Axis, sum_received
 from megatron_fsdp.buffer.lanes import Launch
+from megatron_fsdp.buffer.shared_work import SharedSum
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.region import held_region
@@ -26,11 +27,20 @@ class Stage(NamedTuple):
         launch: Starts it.
         result: Its result; to be called once, when it is done.
         memory: What it reads and writes, to be kept until it is done.
+        result_into: In place of `result`, puts it times a factor into a tensor; None where nothing is spared so.
     """
 
     launch: Launch
     result: Callable[[], torch.Tensor]
     memory: tuple[torch.Tensor, ...] = ()
+    result_into: Callable[[torch.Tensor, float], None] | None = None
+
+    def put_into(self, out: torch.Tensor, factor: float) -> None:
+        """Put its result times a factor into a tensor of the same shape; in place of `result`."""
+        if self.result_into is not None:
+            self.result_into(out, factor)
+        else:
+            torch.mul(self.result(), factor, out=out)
 
 
 class GradientReducer:
@@ -140,14 +150,18 @@ class GradientReducer:
 
 def _in_shared_memory(axis: Axis, full: torch.Tensor) -> Stage:
     """Read and add up what other ranks hold; the result lies in memory that the next reduction may use."""
-    results: list[Callable[[], torch.Tensor]] = []
+    under_way: list[SharedSum] = []
 
-    def launch() -> torch.distributed.Work:
-        work, result = axis.add_up(full)
-        results.append(result)
-        return work
+    def launch() -> SharedSum:
+        under_way.append(axis.add_up(full))
+        return under_way[0]
 
-    return Stage(launch, lambda: results.pop()(), (full,))
+    return Stage(
+        launch,
+        lambda: under_way.pop().total(),
+        (full,),
+        lambda out, factor: under_way.pop().total_into(out, factor),
+    )
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
