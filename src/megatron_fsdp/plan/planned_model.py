@@ -18,7 +18,8 @@ from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.fine_grained import refine_units
 from megatron_fsdp.grouping import ParameterGroupSpec, ParameterInfo, cut_groups, group_parameters
-from megatron_fsdp.plan.setup import Setup
+from megatron_fsdp.plan.setup import Backend, Setup
+from megatron_fsdp.plan.stand_ins import PlannedSharing
 from megatron_fsdp.runtime.build import parameter_info
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.memory_plan import MemoryPlan, plan_memory
@@ -223,7 +224,8 @@ def _sharding(setup: Setup) -> Sharding:
 def _domain(setup: Setup, inner: int) -> Domain:
     outer = setup.ranks.dp_outer
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
-    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner)]
+    sharing: Any = PlannedSharing() if setup.backend is Backend.SHARED_MEMORY and inner > 1 else None
+    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner, shared=sharing)]
     names = ["dp_shard"]
     if outer > 1:
         axes.insert(0, Axis(None, position_outer, outer))

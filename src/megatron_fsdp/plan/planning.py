@@ -13,7 +13,7 @@ from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.memory import RankMemory, memory_of
 from megatron_fsdp.plan.planned_model import PlannedModel, plan_model
 from megatron_fsdp.plan.replay import ReplayedStep, replay_step
-from megatron_fsdp.plan.setup import Backend, Setup
+from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.plan.timing import groups_of, step_costs, tokens_where_hidden
 from megatron_fsdp.plan.wires import Transfer, Wire
 from megatron_fsdp.plan.workload import Exchange, Workload
@@ -142,7 +142,7 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Run a workload once without memory, with the kernels of the back end's devices."""
     setup = model.setup
-    kernels: Kernels = "cpu" if setup.backend is Backend.GLOO else "cuda"
+    kernels: Kernels = "cpu" if setup.backend.is_on_cpu else "cuda"
     may_lack_experts = setup.ranks.pp > 1 and not fused_experts(workload.module)  # as first stages do
     with nullcontext() if workload.surroundings is None else workload.surroundings(kernels):
         return profile_compute(

@@ -50,6 +50,29 @@ class PassingMemory:
         self.peak_bytes = self.now_bytes
 
 
+class PlannedSharing:
+    """Memory that ranks share, of which buckets are made; weights that lie there are those of the shards."""
+
+    def block(self, num_bytes: int) -> Block:
+        """As of the engine's shared memory: it keeps the most that it was asked for."""
+        return _GrowingBlock(num_bytes, torch.device("meta"))
+
+    def begin_pass(self) -> None:
+        """Takes no memory."""
+
+    def end_pass(self) -> None:
+        """Takes no memory."""
+
+
+class _GrowingBlock(Block):
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(num_bytes, device)
+        self.empty()
+
+    def hold(self, num_bytes: int) -> None:
+        super().hold(max(num_bytes, self.held_bytes))
+
+
 class PlannedTicket:
     """A simulated collective; waiting for it moves the clock to its end."""
 
@@ -142,7 +165,7 @@ class PlannedGradients:
         wait = self.wires.send(Wire.INNER, "reduce", self.unit, sent if inner.num_ranks > 1 else 0, self._is_expert)
 
         def finish() -> None:
-            if self.backend is Backend.GLOO:
+            if self.backend.is_on_cpu:
                 self.passing.take(result_bytes)
             self.passing.give_back(result_bytes)
 
@@ -172,7 +195,7 @@ class PlannedGradients:
 
     def _result_bytes(self) -> int:
         """What a reduction over the inner ranks allocates: its output, or on gloo a sum wider than what came in."""
-        if not self.scatters_inside or self.plan.axis.num_ranks == 1:
+        if not self.scatters_inside or self.plan.axis.num_ranks == 1 or self.backend is Backend.SHARED_MEMORY:
             return 0
         itemsize = self.plan.precision.grad_comm.itemsize
         if self.backend is Backend.NCCL:
@@ -255,7 +278,7 @@ class PlannedUnitDriver:
         """Send over the inner axis."""
         self._await(self._outer_tickets)
         for plan in self._plans:
-            if plan.is_gathered:
+            if plan.gathered_by_unit:
                 full = plan.layout.numel * plan.precision.compute.itemsize
                 sent = full - full // plan.axis.num_ranks
                 wait = self._wires.send(Wire.INNER, "gather", self.index, sent, plan.spec.key.is_expert)

@@ -24,11 +24,10 @@ def bucket_pool(count: int, units: Sequence[Unit], device: torch.device, make_ro
 
 
 def _block_maker(units: Sequence[Unit], device: torch.device) -> tuple[Callable[[int], Block], int]:
-    for unit in units:
-        for group in unit.groups:
-            shared = group.plan.axis.shared
-            if shared is not None and group.gradients is not None and group.gradients.reducer.scatters_inside:
-                return shared.block, 1
+    for plan in (group.plan for unit in units for group in unit.groups):
+        scatters = plan.inner_gradient_region.numel < plan.layout.numel
+        if plan.axis.shared is not None and plan.requires_grad and scatters:
+            return plan.axis.shared.block, 1
     return partial(Block, device=device), 0
 
 

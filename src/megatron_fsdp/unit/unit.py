@@ -142,7 +142,7 @@ class Unit:
     def wait(self) -> None:
         """Make the gathered weights usable."""
         self._await(self._outer_tickets)
-        if self._await(self._tickets):
+        if self._await(self._tickets) or self._shared:  # shared ones may be all that there is
             self._mark(0)
 
     @staticmethod
