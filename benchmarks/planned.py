@@ -10,6 +10,8 @@ from benchmarks.contenders import Setting
 from benchmarks.readings import Request
 from benchmarks.workloads import build_model
 from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp.buffer.futex import has_futex
+from megatron_fsdp.buffer.share import resolve_shared_memory
 from megatron_fsdp.plan.front import plan
 
 
@@ -32,11 +34,18 @@ def planned_peak(request: Request, setting: Setting) -> int | None:
         microbatches=request.microbatches,
         policy=MixedPrecisionPolicy(None, None, setting.narrow_dtype),
         optimizer="adamw-fused" if request.optimizer == "fused" else "adamw",
-        backend="gloo" if setting.device.type == "cpu" else "nccl",
+        backend=_backend(request.ranks, setting),
         inputs=tokens,
         loss_fn=_loss,
     )
     return found.memory.peak_bytes
+
+
+def _backend(ranks: int, setting: Setting) -> str:
+    """What carries collectives of the engine there, by its defaults."""
+    if setting.device.type != "cpu":
+        return "nccl"
+    return "shared_memory" if ranks > 1 and has_futex() and resolve_shared_memory() else "gloo"
 
 
 def _loss(logits: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
-def test_the_engine_sends_what_the_formulas_say(run_ranks: RunRanks, strategy: int, outer: int) -> None:
-    for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, strategy, outer):
+def test_the_engine_sends_what_the_formulas_say(run_ranks_over_sockets: RunRanks, strategy: int, outer: int) -> None:
+    for inside, inside_wanted, across, across_wanted in run_ranks_over_sockets(4, _measure, strategy, outer):
         assert inside == inside_wanted
         assert across == across_wanted
         assert across.reductions > 0
