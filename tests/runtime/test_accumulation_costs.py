@@ -111,8 +111,10 @@ def table(costs: dict[tuple[int, str], Cost], num_ranks: int) -> str:
 
 
 def _held(num_bytes: int, num_ranks: int) -> str:
-    """Elements over P; a shard is P / N."""
-    return "P / N" if num_bytes * num_ranks == 4 * NUMEL else _in_p(num_bytes, 1)
+    """Elements over P; a shard is P / N, and the root's gathered weights, which only strategy 3 has, a fourth of P."""
+    if num_bytes * num_ranks == 4 * NUMEL:
+        return "P / N"
+    return "P / N + P / 4" if (num_bytes - NUMEL) * num_ranks == 4 * NUMEL else _in_p(num_bytes, 1)
 
 
 def _in_p(num_bytes: int, num_ranks: int) -> str:

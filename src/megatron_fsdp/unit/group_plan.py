@@ -146,6 +146,7 @@ class GroupPlan:
             is_whole=self.spec.key.is_scalar,
             outer_ranks=self.axes[0].num_ranks if has_outer else 1,
             outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
+            shares_weights=self.shares_weights,
         )
 
     def frame(self, index: int) -> ShardFrame:
