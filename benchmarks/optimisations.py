@@ -130,18 +130,27 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         Variant(environment=_OVER_SOCKETS, around=no_exchange),
         SOCKETS,
     ),
-    Optimisation("no-prefetch", "next unit gathered ahead", Variant(_NO_PREFETCH)),
     Optimisation(
-        "no-prefetch-sockets", "next unit gathered ahead (over sockets)", Variant(_NO_PREFETCH, _OVER_SOCKETS), SOCKETS
+        "no-prefetch", "next unit gathered ahead (over sockets)", Variant(_NO_PREFETCH, _OVER_SOCKETS), SOCKETS
     ),
     Optimisation(
-        "no-overlap-sockets",
+        "no-overlap",
         "collectives beside compute (over sockets)",
         Variant(environment=_OVER_SOCKETS, around=no_overlap),
         SOCKETS,
     ),
-    Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
-    Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
+    Optimisation(
+        "no-kept-slots",
+        "units gathered last in forward stay for backward (over sockets)",
+        Variant(environment=_OVER_SOCKETS, around=no_kept_slots),
+        SOCKETS,
+    ),
+    Optimisation(
+        "no-slots",
+        "gathered units in slots that are kept (over sockets)",
+        Variant({"weight_allocator": "resize"}, _OVER_SOCKETS),
+        SOCKETS,
+    ),
     Optimisation(
         "no-returned-gradients",
         "main gradients give their memory back while cleared",
