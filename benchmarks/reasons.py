@@ -32,8 +32,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (
         "*: elements that the engine copies outside of collectives, per parameter*",
         (
-            "one copy into the bucket; the sum of this rank's part is scaled on its way into the main gradient, and the "
-            "operator that does so counts as a copy"
+            "one copy into the bucket; the sum of this rank's part is scaled on its way into the main gradient, "
+            "and the operator that does so counts as a copy"
         ),
     ),
     ("*: optimizer.step over fsdp2's, *", _FLAT_STEP),

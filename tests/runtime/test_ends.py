@@ -168,6 +168,37 @@ def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(
                     torch.testing.assert_close(gradients[name], want, rtol=1e-5, atol=1e-6)
 
 
+class EqualEnds(nn.Module):
+    """An embedding and a head of the same shape: their frames are cut alike, and each has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.head = nn.Linear(4, 12, bias=False)
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.get_parameter(name))
+
+
+def names_told() -> list[str]:
+    module = EqualEnds()
+    model = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))[0]
+    told = []
+    for name in ("tokens.weight", "head.weight", "blocks.0.weight", "blocks.1.weight"):
+        with pytest.raises(ShardOperationError) as caught:
+            model(torch.ones(2, 4), name)
+        told.append(str(caught.value).rpartition("; ")[2].partition(", whose")[0])
+        model.reset()
+    return told
+
+
+def test_parameters_of_equal_shape_are_told_apart(run_ranks: RunRanks) -> None:
+    names = ("tokens", "head", "blocks.0", "blocks.1")
+    for told in run_ranks(2, names_told):
+        assert told == [f"{name}.weight belongs to unit {name}" for name in names]
+
+
 def _gradients_on_one_process(num_ranks: int) -> dict[str, Tensor]:
     case = CASES["plain"]
     with torch.random.fork_rng():

@@ -90,7 +90,7 @@ def test_setting_up_shared_memory_takes_no_more_than_two_more(run_ranks: RunRank
 
 
 def planned(num_blocks: int) -> tuple[int, list[list[int]], list[list[int]], list[list[tuple[int, ...]]]]:
-    """Layouts planned; for each unit which frames and layout it has, by when they came first; local shapes."""
+    """Layouts planned; for each unit which layout and cuts it has, by when they came first; local shapes."""
     calls, real = [], sharding_file.plan_layout
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -107,23 +107,23 @@ def planned(num_blocks: int) -> tuple[int, list[list[int]], list[list[int]], lis
 
     groups = [unit.groups[0] for unit in model._engine.units]
     layouts = [[number(group.plan.layout)] for group in groups]
-    frames = [[number(frame) for frame in group.frames] for group in groups]
+    cuts = [[number(frame.description) for frame in group.frames] for group in groups]
     shapes = [[tuple(param._local_tensor.shape) for param in group.sharded] for group in groups]
-    return len(calls), layouts, frames, shapes
+    return len(calls), layouts, cuts, shapes
 
 
-def test_equal_blocks_have_one_layout_and_the_same_frames(run_ranks: RunRanks) -> None:
-    for num_planned, layouts, frames, shapes in run_ranks(2, planned, 5):
+def test_equal_blocks_have_one_layout_and_the_same_descriptions(run_ranks: RunRanks) -> None:
+    for num_planned, layouts, cuts, shapes in run_ranks(2, planned, 5):
         assert num_planned == 2
         assert layouts == [[0], *[[1]] * 5]
-        root, *blocks = frames
+        root, *blocks = cuts
         assert root == [2, 3, 4, 5]
         assert blocks == [[6, 7, 8, 9, 10, 11]] * 5
         assert shapes[1:] == [shapes[1]] * 5
 
 
 def other_kinds() -> tuple[bool, bool, bool, bool]:
-    """Whether two groups share frames: equal ones; frozen beside trained; other shapes; experts."""
+    """Whether two groups share descriptions of shards: equal ones; frozen beside trained; other shapes; experts."""
     model = wrap(build(2))
     first, second = (model._engine.units[index].groups[0].plan.spec for index in (1, 2))
     originals = [nn.Parameter(torch.empty(info.shape)) for info in first.parameters]
@@ -132,7 +132,8 @@ def other_kinds() -> tuple[bool, bool, bool, bool]:
     def share(spec: Any, other: Any, others: list[nn.Parameter]) -> bool:
         (plan, frames), (other_plan, other_frames) = plans.plan(spec, originals), plans.plan(other, others)
         assert (plan.spec, other_plan.spec) == (spec, other)
-        return frames is other_frames
+        assert all(frame is not other for frame, other in zip(frames, other_frames, strict=False))
+        return all(a.description is b.description for a, b in zip(frames, other_frames, strict=False))
 
     frozen = replace(second, key=replace(second.key, requires_grad=False))
     shorter = replace(second, parameters=second.parameters[:-1])
@@ -145,6 +146,6 @@ def other_kinds() -> tuple[bool, bool, bool, bool]:
     )
 
 
-def test_only_groups_that_are_alike_share_frames(run_ranks: RunRanks) -> None:
+def test_only_groups_that_are_alike_share_descriptions(run_ranks: RunRanks) -> None:
     for shared in run_ranks(2, other_kinds):
-        assert shared == (True, False, False, False)
+        assert shared == (True, False, False, True)

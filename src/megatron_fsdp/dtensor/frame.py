@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any, NamedTuple
@@ -113,6 +114,12 @@ class ShardFrame:
             row_numel = math.prod(full.shape[1:])
             return full[start // row_numel : stop // row_numel]
         return full.reshape(-1)[start:stop]
+
+    def for_another(self) -> ShardFrame:
+        """The frame of another tensor that is cut alike: what was worked out is shared, what is said of one is not."""
+        other = copy.copy(self)
+        other.belongs = other.problem = None
+        return other
 
     def whole_like(self, shape: torch.Size) -> ShardFrame:
         """The frame of another shape that every rank of this mesh holds whole."""

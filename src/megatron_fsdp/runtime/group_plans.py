@@ -29,8 +29,6 @@ class GroupPlans:
     def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
         """Everything about one group, and for each parameter who holds which of its elements.
 
-        Experts have frames of their own, since a frame also says whether its tensor can be saved by its name.
-
         Args:
             spec: The group.
             originals: Its parameters as the modules hold them; only their description is read.
@@ -40,11 +38,7 @@ class GroupPlans:
         known = self._known.get(alike)
         if known is None:
             plan = self._sharding.plan_group(spec, originals)
-            known = self._known[alike] = plan, _frames(plan)
+            known = self._known[alike] = plan, tuple(plan.frame(index) for index in range(len(originals)))
             return known
-        plan = replace(known[0], spec=spec)
-        return plan, _frames(plan) if spec.key.is_expert else known[1]
-
-
-def _frames(plan: GroupPlan) -> Frames:
-    return tuple(plan.frame(index) for index in range(len(plan.spec.parameters)))
+        plan, frames = known
+        return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)

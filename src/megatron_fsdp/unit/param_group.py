@@ -35,7 +35,7 @@ class ParameterGroup:
 
     Attributes:
         plan: What was decided.
-        frames: For each parameter, who holds which of its elements; those of other groups, where they are cut alike.
+        frames: For each parameter, who holds which of its elements.
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a frozen group.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
