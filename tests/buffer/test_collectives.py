@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
+from megatron_fsdp.buffer.collectives import Axis, Traffic
 from megatron_fsdp.buffer.flat_buffer import FlatBuffer
+from megatron_fsdp.buffer.local_sums import sum_received
 from megatron_fsdp.layout import plan_layout
 from megatron_fsdp.placement import Placement
 from megatron_fsdp.region import held_region
@@ -103,27 +104,6 @@ def test_all_reduce_sums_in_place_and_sends_twice_as_much(run_ranks: RunRanks, n
     for full, traffic in run_ranks(num_ranks, _all_reduce):
         assert torch.equal(full, expected_sum(num_ranks))
         assert traffic == Traffic(reductions=int(num_ranks > 1), reduce_bytes=2 * 4 * SHARD * (num_ranks - 1))
-
-
-def test_sums_of_bf16_are_taken_in_float32() -> None:
-    # In bf16, 256 + 1 is 256 again; in float32 four small summands count.
-    received = torch.tensor([[256.0], [1.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    total = sum_received(received.flatten(), 5)
-    assert total.dtype == torch.float32
-    assert total.tolist() == [260.0]
-
-
-def test_sums_of_float64_stay_in_float64() -> None:
-    total = sum_received(torch.tensor([1.0, 1e-12], dtype=torch.float64), 2)
-    assert total.dtype == torch.float64
-    assert total.tolist() == [1.0 + 1e-12]
-
-
-def test_sums_repeat_bit_for_bit() -> None:
-    received = torch.randn(4 * 1000)
-    first = sum_received(received.clone(), 4)
-    assert torch.equal(first, sum_received(received.clone(), 4))
-    assert torch.equal(first, ((received[:1000] + received[1000:2000]) + received[2000:3000]) + received[3000:])
 
 
 def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:

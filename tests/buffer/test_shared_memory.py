@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.buffer import share, shared_memory
-from megatron_fsdp.buffer.collectives import Axis, Traffic, sum_received
+from megatron_fsdp.buffer.collectives import Axis, Traffic
 from megatron_fsdp.buffer.futex import has_futex
+from megatron_fsdp.buffer.local_sums import sum_received
 from megatron_fsdp.buffer.pools import pack_bytes
 from megatron_fsdp.buffer.share import VARIABLE, over_shared_memory, resolve_shared_memory
 from megatron_fsdp.errors import ConfigurationError

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.collectives import Axis, sum_received
+from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.lanes import HostTicket
+from megatron_fsdp.buffer.local_sums import sum_received
 from megatron_fsdp.errors import CollectiveArgumentError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

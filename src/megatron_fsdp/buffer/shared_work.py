@@ -1,4 +1,4 @@
-"""Collectives in shared memory that are under way, and sums of what lies there."""
+"""Collectives in shared memory that are under way."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.buffer.local_sums import add_up, add_up_into
 from megatron_fsdp.buffer.mailbox import Mailboxes
-
-_ADDED_AT_ONCE = 1 << 16
-"""Elements; what is added up stays in the cache meanwhile."""
 
 
 class SharedWork(dist.Work):
@@ -93,36 +91,5 @@ class SharedSum(SharedWork):
 
     def total_into(self, out: torch.Tensor, factor: float) -> None:
         """Put the sum times a factor into a tensor (shard_numel,) of any floating dtype; in place of `total`."""
-        for start in range(0, out.numel(), _ADDED_AT_ONCE):
-            part = slice(start, start + _ADDED_AT_ONCE)
-            torch.mul(_sum([row[part] for row in self._rows]), factor, out=out[part])
+        add_up_into(self._rows, out, factor)
         super()._finish()
-
-
-def add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Sum two rows or more in order, in float32 if they have 16 bits, else into `out`, which may be one of them."""
-    if _is_narrow(rows[0]):
-        return _sum(rows)
-    if len(rows) == 2:
-        return torch.add(*rows, out=out)
-    for start in range(0, out.numel(), _ADDED_AT_ONCE):  # in parts, since a row that `out` is may come last
-        part = slice(start, start + _ADDED_AT_ONCE)
-        torch.add(_sum([row[part] for row in rows[:-1]]), rows[-1][part], out=out[part])
-    return out
-
-
-def _sum(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Two rows or more, in order; a new tensor, in float32 if they have 16 bits."""
-    if _is_narrow(rows[0]):
-        total = rows[0].to(torch.float32)
-        rest = rows[1:]
-    else:
-        total = rows[0] + rows[1]
-        rest = rows[2:]
-    for row in rest:
-        total.add_(row)
-    return total
-
-
-def _is_narrow(row: torch.Tensor) -> bool:
-    return row.dtype.is_floating_point and row.dtype.itemsize < torch.float32.itemsize

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp.buffer.collectives import Axis, sum_received
+from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.lanes import Launch
+from megatron_fsdp.buffer.local_sums import add_up_into, sum_received
 from megatron_fsdp.buffer.shared_work import SharedSum
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.placement import Placement
@@ -121,7 +122,7 @@ class GradientReducer:
         if axis.shared is not None:
             return _in_shared_memory(axis, bucket)
         if scratch is not None:
-            return Stage(lambda: axis.exchange(scratch, bucket), lambda: sum_received(scratch, axis.num_ranks))
+            return _exchanged(axis, bucket, scratch)
         return _native(axis, bucket, self.inner_region.numel, average)
 
     def across(self, wire: torch.Tensor) -> Stage:
@@ -141,9 +142,7 @@ class GradientReducer:
             return _in_shared_memory(axis, wire)
         if axis.exchanges_pairwise:
             received = torch.empty_like(wire)
-            return Stage(
-                lambda: axis.exchange(received, wire), lambda: sum_received(received, axis.num_ranks), (wire, received)
-            )
+            return _exchanged(axis, wire, received)._replace(memory=(wire, received))
         stage = _native(axis, wire, self.main_region.numel, average)
         return stage._replace(memory=(wire,))
 
@@ -162,6 +161,15 @@ def _in_shared_memory(axis: Axis, full: torch.Tensor) -> Stage:
         (full,),
         lambda out, factor: under_way.pop().total_into(out, factor),
     )
+
+
+def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
+    """An all-to-all and a local sum."""
+
+    def result_into(out: torch.Tensor, factor: float) -> None:
+        add_up_into(received.view(axis.num_ranks, -1), out, factor)
+
+    return Stage(lambda: axis.exchange(received, full), lambda: sum_received(received, axis.num_ranks), (), result_into)
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
