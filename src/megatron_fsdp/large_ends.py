@@ -12,7 +12,7 @@ _END_TYPES = (nn.Embedding, nn.Linear)
 _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
 """What chooses among its modules by a key or an index, so that ranks may call different ones."""
 
-_LEAST_PART = 2
+_LEAST_PART = 4
 """An end has at least the parameters of the largest block divided by this."""
 
 
@@ -24,8 +24,8 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
 
     * without modules inside, and outside of every block;
     * whose parameters hang on it alone: tied weights are needed in two places;
-    * with at least half as many parameters as the largest block. A smaller one would add a collective and spare
-      less than a slot and a bucket take;
+    * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and spare
+      next to nothing beside a slot and a bucket;
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
       called rather than read: not inside torch's attention and encoder layers.
 
