@@ -44,28 +44,22 @@ def _measured(widths: tuple[int, ...], policy: MixedPrecisionPolicy | None) -> l
 def test_a_step_borrows_what_was_planned(
     run_ranks: RunRanks, num_ranks: int, widths: tuple[int, ...], policy: MixedPrecisionPolicy | None
 ) -> None:
-    found = plan(
-        partial(build, widths),
-        num_ranks,
-        backend="shared_memory",
-        policy=policy,
-        fsdp_unit_modules=[Floor],
-        inputs=torch.empty(3, FEATURES, device="meta"),
-        loss_fn=torch.sum,
+    found, over_gloo = (
+        plan(
+            partial(build, widths),
+            num_ranks,
+            backend=backend,
+            policy=policy,
+            fsdp_unit_modules=[Floor],
+            inputs=torch.empty(3, FEATURES, device="meta"),
+            loss_fn=torch.sum,
+        )
+        for backend in ("shared_memory", "gloo")
     )
     at_rest = found.step.moments[-1]
     for measured in run_ranks(num_ranks, _measured, widths, policy):
         assert measured == [found.step.borrowed_bytes, at_rest.gathered_bytes, 0, at_rest.bucket_bytes]
     assert at_rest.gathered_bytes == 0
-    over_gloo = plan(
-        partial(build, widths),
-        num_ranks,
-        backend="gloo",
-        policy=policy,
-        fsdp_unit_modules=[Floor],
-        inputs=torch.empty(3, FEATURES, device="meta"),
-        loss_fn=torch.sum,
-    )
     assert found.step.borrowed_bytes < over_gloo.step.borrowed_bytes
 
 

@@ -5,7 +5,7 @@ import copy
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -340,10 +340,9 @@ def test_after_trouble_weights_and_state_are_those_of_dtensors(
         assert kept
 
 
-def with_cast_gradients() -> tuple[list[int], int, bool]:
-    """Looks for runs in each step, runs then, and whether steps without gradients change nothing."""
-    model = fully_shard_model(tight().to(torch.bfloat16), mesh(), zero_dp_strategy=0)  # float32 main weights
-    optimizer: Any = connect(model, VARIANTS["adamw"])
+@contextlib.contextmanager
+def counting_looks() -> Iterator[list[int]]:
+    """A list whose last number grows by one whenever runs are looked for."""
     looks: list[int] = []
 
     def counted(*args: Any) -> Any:
@@ -351,6 +350,14 @@ def with_cast_gradients() -> tuple[list[int], int, bool]:
         return find_runs(*args)
 
     with mock.patch.object(local_step, "find_runs", counted):
+        yield looks
+
+
+def with_cast_gradients() -> tuple[list[int], int, bool]:
+    """Looks for runs in each step, runs then, and whether steps without gradients change nothing."""
+    model = fully_shard_model(tight().to(torch.bfloat16), mesh(), zero_dp_strategy=0)  # float32 main weights
+    optimizer: Any = connect(model, VARIANTS["adamw"])
+    with counting_looks() as looks:
         for number, batch in enumerate(batches(5)):
             looks.append(0)
             optimizer.zero_grad()

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.runtime import group_runs, local_step
-from megatron_fsdp.runtime.flat_runs import find_runs
+from megatron_fsdp.runtime import group_runs
 from tests.conftest import RunRanks
-from tests.runtime.test_flat_runs import difference_after, tight, two_groups
+from tests.runtime.test_flat_runs import counting_looks, difference_after, tight, two_groups
 from tests.runtime.test_local_step import VARIANTS, connect, wrap
 from tests.support.api_net import backward, batches, build, mesh
 
@@ -90,13 +89,7 @@ def looks_in_steps(deed: Callable[[Any], None] | None) -> list[int]:
     """How often runs are found in each of five steps; before the fourth something is done."""
     model = fully_shard_model(tight(), mesh(), zero_dp_strategy=3)
     optimizer: Any = connect(model, VARIANTS["adamw fused"])
-    looks: list[int] = []
-
-    def counted(*args: Any) -> Any:
-        looks[-1] += 1
-        return find_runs(*args)
-
-    with mock.patch.object(local_step, "find_runs", counted):
+    with counting_looks() as looks:
         for number, batch in enumerate(batches(5)):
             looks.append(0)
             optimizer.zero_grad()
