@@ -93,6 +93,7 @@ def trainer(argv: Sequence[str]) -> int:
 def _main(program: Callable[[Sequence[str]], int], argv: Sequence[str], env: Mapping[str, str], place: str) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in jobs in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one below nohup
     for stream, name in ((1, "out"), (2, "err")):
         file = os.open(Path(place) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
