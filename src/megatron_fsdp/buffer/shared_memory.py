@@ -12,7 +12,6 @@ nothing more of the rank that launched it, as with a back end that has threads o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -22,7 +21,7 @@ import torch
 from megatron_fsdp.buffer.mailbox import Mailboxes
 from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYTES, Arena, Room, Stretches
-from megatron_fsdp.buffer.shared_block import SharedBlock
+from megatron_fsdp.buffer.shared_block import Blocks, SharedBlock
 from megatron_fsdp.buffer.shared_work import SharedSum, SharedWork, add_up
 
 _GATHERS, _REDUCTIONS = 0, 1
@@ -46,7 +45,7 @@ class SharedMemory:
         self._whole_room = Room(HEADER_BYTES, ARENA_BYTES - OWN_BYTES)
         self._whole_bytes = 0
         self._stretches = Stretches(self._own_room)
-        self._blocks: list[weakref.ref[SharedBlock]] = []
+        self._blocks = Blocks(self._arenas[rank], self._own_room, _Reductions(boxes))
         ranks = range(len(arenas))
         self._others = (*ranks[rank + 1 :], *ranks[:rank])  # not all from the same rank at first
 
@@ -58,8 +57,7 @@ class SharedMemory:
     @property
     def held_bytes(self) -> int:
         """What this rank has taken in all: that, its part of `whole` tensors, and what its blocks hold now."""
-        blocks = (block() for block in self._blocks)
-        return self.copied_bytes + self._whole_bytes + sum(block.held_bytes for block in blocks if block is not None)
+        return self.copied_bytes + self._whole_bytes + self._blocks.held_bytes
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -77,27 +75,24 @@ class SharedMemory:
         self._whole_bytes += num_bytes // len(self._arenas)
         return self._arenas[0].view(offset, numel, dtype)
 
+    def part_of(self, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Elements of a `whole` tensor as one with a storage of its own, which is saved and copied alone."""
+        offset = self._arenas[0].offset_of(address_of(whole))
+        assert offset is not None
+        return self._arenas[0].view(offset + start * whole.itemsize, stop - start, whole.dtype)
+
     def block(self, num_bytes: int) -> SharedBlock:
         """A block of this rank's arena.
 
         Raises:
             MemoryError: There is no room left.
         """
-        offset, _ = self._own_room.take(num_bytes)
-        made = SharedBlock(num_bytes, self._arenas[self._rank], offset, _Reductions(self._boxes))
-        self._blocks = [known for known in self._blocks if known() is not None]
-        self._blocks.append(weakref.ref(made))
-        return made
+        return self._blocks.make(num_bytes)
 
     def _block_of(self, tensor: torch.Tensor) -> SharedBlock | None:
         """The block that a tensor is part of."""
         offset = self._arenas[self._rank].offset_of(address_of(tensor))
-        if offset is not None:
-            for known in self._blocks:
-                block = known()
-                if block is not None and block.is_at(offset):
-                    return block
-        return None
+        return None if offset is None else self._blocks.at(offset)
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
