@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp.buffer.mailbox import Mailboxes
+from megatron_fsdp.buffer.mailbox import Kind, Mailboxes
 from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYTES, Arena, Room, Stretches
 from megatron_fsdp.buffer.shared_block import Blocks, SharedBlock
 from megatron_fsdp.buffer.shared_work import SharedSum, SharedWork, add_up
 
 _GATHERS, _REDUCTIONS = 0, 1
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _BEGIN_OF_PASS, _END_OF_PASS = 1, 2, 3, 4, 5
 
 
 class SharedMemory:
@@ -98,13 +97,13 @@ class SharedMemory:
 
     def begin_pass(self) -> SharedWork:
         """Start agreeing that each rank's own weights are up to date; when it is done, all may be read."""
-        return self._agree(_BEGIN_OF_PASS, 0)
+        return self._agree(Kind.BEGINNING_OF_A_PASS, 0)
 
     def end_pass(self) -> SharedWork:
         """Start agreeing that nobody reads weights any more; when it is done, each rank may change its own."""
-        return self._agree(_END_OF_PASS, 0)
+        return self._agree(Kind.END_OF_A_PASS, 0)
 
-    def _agree(self, kind: int, num_bytes: int) -> SharedWork:
+    def _agree(self, kind: Kind, num_bytes: int) -> SharedWork:
         """Post a message without content, to be waited for."""
         number = self._boxes.next_number(_GATHERS)
         expected = kind, num_bytes
@@ -120,10 +119,10 @@ class SharedMemory:
         """Start gathering; as `Axis.all_gather`."""
         numel, dtype = shard.numel(), shard.dtype
         if self._is_whole(full):
-            return self._agree(_ALL_GATHER, shard.nbytes)
+            return self._agree(Kind.GATHER, shard.nbytes)
         number, mine, offset = self._take(_GATHERS, numel, dtype)
         mine.copy_(shard)
-        expected = _ALL_GATHER, shard.nbytes
+        expected = Kind.GATHER, shard.nbytes
         self._boxes.post(_GATHERS, *expected, offset)
         if address_of(full) + self._rank * shard.nbytes != address_of(shard):
             full[self._rank * numel : (self._rank + 1) * numel].copy_(shard)
@@ -146,7 +145,7 @@ class SharedMemory:
         """
         numel = full.numel() // len(self._arenas)
         number, mine, offset = self._lay_out(full)
-        expected = _REDUCE_SCATTER, full.nbytes
+        expected = Kind.REDUCE_SCATTER, full.nbytes
         self._boxes.post(_REDUCTIONS, *expected, offset)
         part = slice(self._rank * numel, (self._rank + 1) * numel)
 
@@ -160,7 +159,7 @@ class SharedMemory:
         numel, dtype = full.numel(), full.dtype
         number, mine, offset = self._take(_REDUCTIONS, numel, dtype)
         mine.copy_(full)
-        expected = _ALL_REDUCE, full.nbytes
+        expected = Kind.ALL_REDUCE, full.nbytes
         self._boxes.post(_REDUCTIONS, *expected, offset)
 
         def read(timeout: timedelta | None) -> None:
