@@ -1,5 +1,7 @@
 """Reductions that nobody waits for any more, as after Ctrl-C in a wait, and what ranks are told that differ."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,3 +97,48 @@ def test_ranks_that_are_in_different_passes_are_told_in_which(run_ranks: RunRank
     for text in told:
         assert "ranks differ in gather 3: " in text
         assert {"the beginning of a pass" in text, "the end of a pass" in text} == {True}
+
+
+class Breaking(nn.Module):
+    """A linear layer whose backward fails on one rank."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.breaks:
+            y.register_hook(_fail)
+        return y
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def _missing() -> list[str]:
+    """Rank 1 fails at the beginning of its backward and lets go; what rank 0 is told where it wants a bucket back."""
+    torch.manual_seed(1)
+    breaks = dist.get_rank() == 1
+    layers = [Breaking(breaks and layer == 3) for layer in range(4)]
+    model = fully_shard_model(nn.Sequential(*layers), fsdp_unit_modules=[Breaking])
+    told: list[str] = []
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except ZeroDivisionError:
+        told.append("failed")
+    except dist.DistBackendError as error:
+        told += [str(error), *error.__notes__]
+    del model, layers
+    gc.collect()
+    dist.barrier()
+    return told
+
+
+def test_an_error_of_a_wait_for_a_bucket_says_where_it_was(run_ranks: RunRanks) -> None:
+    (told, note), failed = run_ranks(2, _missing)
+    assert failed == ["failed"]
+    assert told == "rank 1 has let go of its model and has not come to reduction 1, which rank 0 waits for"
+    assert note.startswith("while gradients of unit 1 need memory; if a rank is missing, MFSDP_HANG_LOG=DIR names it")
