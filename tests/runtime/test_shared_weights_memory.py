@@ -46,7 +46,7 @@ def _change_of_dtype() -> list[int]:
 
 def test_buckets_of_another_dtype_take_the_place_of_those_before(run_ranks: RunRanks) -> None:
     for found in run_ranks(2, _change_of_dtype):
-        assert found[1:] == found[:1] * 3
+        assert max(found) - found[0] < FEATURES * FEATURES  # a quarter of a bucket; headers take pages as they fill
 
 
 def _blocks_that_are_gone() -> list[int]:
