@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from enum import IntEnum
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -41,6 +42,16 @@ _LOOK_S = 0.5
 """How often who waits looks whether the other process still lives."""
 
 assert _FIRST_CHANNEL + len(CHANNELS) * _CHANNEL_WORDS <= HEADER_BYTES // 8
+
+
+class Kind(IntEnum):
+    """What ranks do together by a message."""
+
+    GATHER = 1
+    REDUCE_SCATTER = 2
+    ALL_REDUCE = 3
+    BEGINNING_OF_A_PASS = 4
+    END_OF_A_PASS = 5
 
 
 class Mailboxes:
@@ -74,8 +85,7 @@ class Mailboxes:
             DistBackendError: There will be none, because a collective has failed.
         """
         self._check()
-        while self._dropped:
-            self.done(*self._dropped.popleft())
+        self._settle()
         return self._own[_base(channel) + _POSTED] + 1
 
     def post(self, channel: int, kind: int, num_bytes: int, offset: int) -> None:
@@ -127,8 +137,8 @@ class Mailboxes:
         if found != expected:
             self._fail(
                 sender,
-                f"ranks differ in {CHANNELS[channel]} {number}: {self._name(self._rank)} takes part with {expected[1]} "
-                f"bytes (kind {expected[0]}), {self._name(sender)} with {found[1]} bytes (kind {found[0]}); {_SAME}",
+                f"ranks differ in {CHANNELS[channel]} {number}: {self._name(self._rank)} takes part with "
+                f"{_told(*expected)}, {self._name(sender)} with {_told(*found)}; {_SAME}",
             )
         return words[entry + 2]
 
@@ -139,11 +149,12 @@ class Mailboxes:
         base, finished = _base(channel), self._finished[channel]
         finished.add(number)
         reached = self._own[base + _DONE]
+        before = reached
         while reached + 1 in finished:
             reached += 1
+            self._own[base + _DONE] = reached  # before it is forgotten: Ctrl-C may come in between
             finished.remove(reached)
-        if reached > self._own[base + _DONE]:
-            self._own[base + _DONE] = reached
+        if reached > before:
             self._bells[self._rank].ring()
 
     def drop(self, channel: int, number: int) -> None:
@@ -161,6 +172,7 @@ class Mailboxes:
         Raises:
             DistBackendError: This rank has not waited for its own, the time is over, or another rank has ended or gone.
         """
+        self._settle()
         if self.is_done(channel, number):
             return
         self._check()
@@ -173,6 +185,12 @@ class Mailboxes:
             words = self._words[other]
             what = f"finished {CHANNELS[channel]} {number}"
             self._await(other, lambda words=words: words[word] >= number, what, _LOOK_S)  # type: ignore[misc]
+
+    def _settle(self) -> None:
+        """Be done with what was dropped."""
+        while self._dropped:
+            self.done(*self._dropped[0])
+            self._dropped.popleft()
 
     def leave(self) -> None:
         """Tell the others that nothing more will be posted."""
@@ -235,6 +253,12 @@ class Mailboxes:
 
     def _name(self, rank: int) -> str:
         return f"rank {self._places[rank].rank}"
+
+
+def _told(kind: int, num_bytes: int) -> str:
+    """A message in words."""
+    what = Kind(kind).name.lower().replace("_", " ") if kind in list(Kind) else f"kind {kind}"
+    return f"{num_bytes} bytes ({what})" if num_bytes else f"the {what}"
 
 
 _SAME = "every rank has to run the same units in the same order"

@@ -12,21 +12,19 @@ nothing more of the rank that launched it, as with a back end that has threads o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp.buffer.mailbox import Mailboxes
+from megatron_fsdp.buffer.mailbox import Kind, Mailboxes
 from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYTES, Arena, Room, Stretches
-from megatron_fsdp.buffer.shared_block import SharedBlock
+from megatron_fsdp.buffer.shared_block import Blocks, SharedBlock
 from megatron_fsdp.buffer.shared_work import SharedSum, SharedWork, add_up
 
 _GATHERS, _REDUCTIONS = 0, 1
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _BEGIN_OF_PASS, _END_OF_PASS = 1, 2, 3, 4, 5
 
 
 class SharedMemory:
@@ -46,7 +44,7 @@ class SharedMemory:
         self._whole_room = Room(HEADER_BYTES, ARENA_BYTES - OWN_BYTES)
         self._whole_bytes = 0
         self._stretches = Stretches(self._own_room)
-        self._blocks: list[weakref.ref[SharedBlock]] = []
+        self._blocks = Blocks(self._arenas[rank], self._own_room, _Reductions(boxes))
         ranks = range(len(arenas))
         self._others = (*ranks[rank + 1 :], *ranks[:rank])  # not all from the same rank at first
 
@@ -58,8 +56,7 @@ class SharedMemory:
     @property
     def held_bytes(self) -> int:
         """What this rank has taken in all: that, its part of `whole` tensors, and what its blocks hold now."""
-        blocks = (block() for block in self._blocks)
-        return self.copied_bytes + self._whole_bytes + sum(block.held_bytes for block in blocks if block is not None)
+        return self.copied_bytes + self._whole_bytes + self._blocks.held_bytes
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -77,39 +74,36 @@ class SharedMemory:
         self._whole_bytes += num_bytes // len(self._arenas)
         return self._arenas[0].view(offset, numel, dtype)
 
+    def part_of(self, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Elements of a `whole` tensor as one with a storage of its own, which is saved and copied alone."""
+        offset = self._arenas[0].offset_of(address_of(whole))
+        assert offset is not None
+        return self._arenas[0].view(offset + start * whole.itemsize, stop - start, whole.dtype)
+
     def block(self, num_bytes: int) -> SharedBlock:
         """A block of this rank's arena.
 
         Raises:
             MemoryError: There is no room left.
         """
-        offset, _ = self._own_room.take(num_bytes)
-        made = SharedBlock(num_bytes, self._arenas[self._rank], offset, _Reductions(self._boxes))
-        self._blocks = [known for known in self._blocks if known() is not None]
-        self._blocks.append(weakref.ref(made))
-        return made
+        return self._blocks.make(num_bytes)
 
     def _block_of(self, tensor: torch.Tensor) -> SharedBlock | None:
         """The block that a tensor is part of."""
         offset = self._arenas[self._rank].offset_of(address_of(tensor))
-        if offset is not None:
-            for known in self._blocks:
-                block = known()
-                if block is not None and block.is_at(offset):
-                    return block
-        return None
+        return None if offset is None else self._blocks.at(offset)
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> SharedWork:
         """Start agreeing that each rank's own weights are up to date; when it is done, all may be read."""
-        return self._agree(_BEGIN_OF_PASS, 0)
+        return self._agree(Kind.BEGINNING_OF_A_PASS, 0)
 
     def end_pass(self) -> SharedWork:
         """Start agreeing that nobody reads weights any more; when it is done, each rank may change its own."""
-        return self._agree(_END_OF_PASS, 0)
+        return self._agree(Kind.END_OF_A_PASS, 0)
 
-    def _agree(self, kind: int, num_bytes: int) -> SharedWork:
+    def _agree(self, kind: Kind, num_bytes: int) -> SharedWork:
         """Post a message without content, to be waited for."""
         number = self._boxes.next_number(_GATHERS)
         expected = kind, num_bytes
@@ -125,10 +119,10 @@ class SharedMemory:
         """Start gathering; as `Axis.all_gather`."""
         numel, dtype = shard.numel(), shard.dtype
         if self._is_whole(full):
-            return self._agree(_ALL_GATHER, shard.nbytes)
+            return self._agree(Kind.GATHER, shard.nbytes)
         number, mine, offset = self._take(_GATHERS, numel, dtype)
         mine.copy_(shard)
-        expected = _ALL_GATHER, shard.nbytes
+        expected = Kind.GATHER, shard.nbytes
         self._boxes.post(_GATHERS, *expected, offset)
         if address_of(full) + self._rank * shard.nbytes != address_of(shard):
             full[self._rank * numel : (self._rank + 1) * numel].copy_(shard)
@@ -151,7 +145,7 @@ class SharedMemory:
         """
         numel = full.numel() // len(self._arenas)
         number, mine, offset = self._lay_out(full)
-        expected = _REDUCE_SCATTER, full.nbytes
+        expected = Kind.REDUCE_SCATTER, full.nbytes
         self._boxes.post(_REDUCTIONS, *expected, offset)
         part = slice(self._rank * numel, (self._rank + 1) * numel)
 
@@ -165,7 +159,7 @@ class SharedMemory:
         numel, dtype = full.numel(), full.dtype
         number, mine, offset = self._take(_REDUCTIONS, numel, dtype)
         mine.copy_(full)
-        expected = _ALL_REDUCE, full.nbytes
+        expected = Kind.ALL_REDUCE, full.nbytes
         self._boxes.post(_REDUCTIONS, *expected, offset)
 
         def read(timeout: timedelta | None) -> None:

@@ -46,8 +46,8 @@ class SharedWork(dist.Work):
 
     def _finish(self) -> None:
         """Nothing of the others is needed any more."""
-        self._is_finished = True
         self._boxes.done(self._channel, self._number)
+        self._is_finished = True  # last: where Ctrl-C comes before, it is dropped
 
     def __del__(self) -> None:
         if not self._is_finished:  # nobody waited: others must not be kept from using their memory again

@@ -143,13 +143,17 @@ class Engine(OnRequest):
 
     def refresh_weights(self) -> None:
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
-        if self.handed_out.changed() or self.stepped or any(unit.main_changed for unit in self.units):
+        if self.handed_out.changed() or self._has_newer_weights:
             self.install_main_weights()
         self.release_gradients()
         for group in self.groups():
             group.check_parameters()
         if self.structure is not None:
             self.structure.check()
+
+    @property
+    def _has_newer_weights(self) -> bool:
+        return self.stepped or any(unit.main_changed for unit in self.units)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
@@ -250,6 +254,8 @@ class Engine(OnRequest):
     def _begin_backward(self) -> None:
         if self._callback_queued:
             return
+        if self._has_newer_weights:  # than the forward computed with, which the scheduler refuses
+            self.executor.run(self.scheduler.weights_changed())
         self._callback_queued = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1

@@ -13,8 +13,8 @@ from megatron_fsdp.buffer.lanes import HostLane, Ticket, make_lane
 from megatron_fsdp.buffer.pools import Block, BucketPool, weakly
 from megatron_fsdp.buffer.shared_block import SharedBlock
 from megatron_fsdp.buffer.weight_memory import WeightMemory
-from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hybrid_accounting import UNITS_CROSSING
+from megatron_fsdp.runtime.failure_notes import explain, explained
 from megatron_fsdp.runtime.lifetime_states import Memory
 from megatron_fsdp.runtime.observer import PHASE_OF, Observers, Phase
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation
@@ -27,10 +27,6 @@ from megatron_fsdp.weight_plan import WeightPlan
 
 _GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
 _FINGERPRINT_LIMIT = 2**61 - 1
-_HANG_ADVICE = (
-    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
-    "finds the first difference between ranks (docs/ranks.md)"
-)
 
 
 @dataclass
@@ -148,18 +144,8 @@ class Executor:
             except BaseException as error:
                 if self.observers:
                     self.observers.fails(PHASE_OF[action], index, error)
-                if isinstance(error, RuntimeError) and not isinstance(error, MegatronFSDPError):
-                    if self.verifier is not None:
-                        self.verifier.communication_failed(error)
-                    self._add_notes(error, f"during {action.value!r} of unit {unit.label}")
+                explain(error, f"during {action.value!r} of unit {unit.label}", self.observers, self.verifier)
                 raise
-
-    def _add_notes(self, error: RuntimeError, where: str) -> None:
-        """Say of an error, such as that of a collective that timed out, where it happened and what is known of it."""
-        explanations = self.observers.explanations()
-        error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
-        for text in explanations:
-            error.add_note(text)
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is _GATHER:
@@ -216,7 +202,7 @@ class Executor:
             with self.observers.during(Phase.PASS, ROOT):
                 agree()
         except RuntimeError as error:
-            self._add_notes(error, "while ranks agree on memory that they share")
+            explain(error, "while ranks agree on memory that they share", self.observers, None)
             raise
         self.is_broken = False
 
@@ -246,7 +232,11 @@ class Executor:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
-        """Give group `position` of a unit memory for the gradients of this backward."""
+        """Give group `position` of a unit memory for the gradients of this backward, if need be that of others."""
+        with explained(f"while gradients of unit {unit.label} need memory", self.observers, self.verifier):
+            self._begin_filling(unit, position, reach)
+
+    def _begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
         gradients = unit.groups[position].gradients
         assert gradients is not None
         borrows = gradients.needs_bucket(reach is Reach.NOWHERE)
@@ -265,7 +255,7 @@ class Executor:
             if gradients is None:
                 continue
             if not gradients.is_filling and not gradients.has_deferred:
-                self.begin_filling(unit, position, reach)
+                self._begin_filling(unit, position, reach)
             received = unit.bucket_of(position, scratch) if scratch is not None and group.receives_inside else None
             tickets.append(
                 gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
@@ -300,7 +290,7 @@ class Executor:
             if group.gradients is None:
                 continue
             if not group.gradients.is_filling and not group.gradients.has_deferred:
-                self.begin_filling(unit, position, Reach.NOWHERE)
+                self._begin_filling(unit, position, Reach.NOWHERE)
             group.gradients.keep()
 
     def _pool(self, unit: Unit) -> BucketPool:

@@ -212,6 +212,8 @@ class Unit:
     def check_untouched(self) -> None:
         """Refuse writes into gathered weights, which would be lost when these are released.
 
+        Where ranks share them a write is one into the weights of all.
+
         Raises:
             ScheduleError: Names the parameter.
         """
@@ -224,8 +226,8 @@ class Unit:
                 if param._version:
                     self._mark(0)
                     raise ScheduleError(
-                        f"{name} was modified in place inside the forward of unit {self.label}, and the change would "
-                        "be lost when its gathered weights are released; modify parameters between forwards instead"
+                        f"{name} was modified in place inside the forward of unit {self.label}, {_fate(group)}; modify "
+                        "parameters between forwards instead"
                     )
 
     def install_sharded(self) -> None:
@@ -266,6 +268,16 @@ class Unit:
         """The part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
+
+
+def _fate(group: ParameterGroup) -> str:
+    """What becomes of a write into the full weights of a group."""
+    if not group.plan.shares_weights:
+        return "and the change would be lost when its gathered weights are released"
+    remedy = "load or set the weights again"
+    if not group.weights.shares_memory:
+        remedy = "call install_optimized_model_weights() when all have met this error, since main weights are unchanged"
+    return f"and so, in memory that ranks share, for all of them while they computed; {remedy}"
 
 
 def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:

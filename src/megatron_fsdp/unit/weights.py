@@ -39,10 +39,13 @@ class WeightBuffers:
         device: torch.device,
     ) -> None:
         self._axes = tuple(axes)
+        self.whole: torch.Tensor | None = None
+        part = None
         held = held_region(layout.numel, placements.compute_weight, axes)
         shared = axes[-1].shared if held.numel < layout.numel else None
-        self.whole = None if shared is None else shared.whole(layout.numel, precision.compute)
-        part = None if self.whole is None else self.whole[held.start : held.stop]
+        if shared is not None:
+            self.whole = shared.whole(layout.numel, precision.compute)
+            part = shared.part_of(self.whole, held.start, held.stop)
         self.compute = FlatBuffer(layout, held, precision.compute, device, part)
         region = held_region(layout.numel, placements.main_weight, axes)
         self.shares_memory = not precision.has_main_copy
