@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_fsdp.buffer.local_sums import add_up
 from megatron_fsdp.buffer.mailbox import Kind, Mailboxes
 from megatron_fsdp.buffer.real_values import address_of
 from megatron_fsdp.buffer.shared_arena import ARENA_BYTES, HEADER_BYTES, OWN_BYTES, Arena, Room, Stretches
 from megatron_fsdp.buffer.shared_block import Blocks, SharedBlock
-from megatron_fsdp.buffer.shared_work import SharedSum, SharedWork, add_up
+from megatron_fsdp.buffer.shared_work import SharedSum, SharedWork
 
 _GATHERS, _REDUCTIONS = 0, 1
 

@@ -167,7 +167,7 @@ def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
     """An all-to-all and a local sum."""
 
     def result_into(out: torch.Tensor, factor: float) -> None:
-        add_up_into(received.view(axis.num_ranks, -1), out, factor)
+        add_up_into(received.view(axis.num_ranks, -1).unbind(), out, factor)
 
     return Stage(lambda: axis.exchange(received, full), lambda: sum_received(received, axis.num_ranks), (), result_into)
 
