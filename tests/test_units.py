@@ -196,7 +196,7 @@ def test_repeated_blocks_of_a_list_are_found(given: None) -> None:
 
 
 def test_repeated_children_of_a_sequence_are_found_and_single_ones_are_not() -> None:
-    model = nn.Sequential(nn.Embedding(2, 2), Block(), Block(), nn.ReLU(), Leaf())
+    model = nn.Sequential(nn.LayerNorm(2), Block(), Block(), nn.ReLU(), Leaf())
     assert names(find_units(model, None)) == ["", "1", "2"]
 
 

@@ -117,7 +117,7 @@ def test_per_token_loss_sums_gradients_over_ranks(run_ranks: RunRanks) -> None:
 
 def choose_units() -> None:
     with groups_destroyed():
-        assert units_of(parallel()) == {"LlamaDecoderLayer"}
+        assert units_of(parallel()) == {"LlamaDecoderLayer", "Embedding", "Linear"}
         path = "transformers.models.llama.modeling_llama"
         for units, expected in (
             ([f"{path}.LlamaMLP"], {"LlamaMLP"}),
@@ -193,7 +193,7 @@ def spoil_a_gradient() -> list[str]:
 def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, spoil_a_gradient)
     assert first == second
-    assert "model.embed_tokens.weight (root) on rank [1]" in first[0]
+    assert "model.embed_tokens.weight (model.embed_tokens) on rank [1]" in first[0]
     assert "layers" not in first[0]
     assert first[1] == ""
 

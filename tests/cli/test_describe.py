@@ -43,7 +43,8 @@ def test_json_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told["memory"]["slots"] == 3
     assert told["optimizers"] == []
     assert {group["reduce"] for unit in told["units"] for group in unit["groups"]} == {"float32"}
-    assert [unit["class_name"] for unit in told["units"]] == ["LlamaForCausalLM", *["LlamaDecoderLayer"] * 3]
+    classes = ["LlamaForCausalLM", "Embedding", *["LlamaDecoderLayer"] * 3, "Linear"]
+    assert [unit["class_name"] for unit in told["units"]] == classes
 
 
 @pytest.mark.parametrize(

@@ -285,13 +285,14 @@ def extra_operators(fields: Fields) -> dict[str, int]:
 def test_each_gradient_is_copied_once(run_ranks: RunRanks) -> None:
     """Two layers a bucket. Scaling first takes the place of the copy; what is then left of the factor is 1."""
     two = {"bucket_size": NUMELS[3] + 1, "overlap_grad_reduce": True}
-    for shards, sums in ((False, {}), (True, {"add_.Tensor": 2})):
+    for shards, copied, scaled in (
+        (False, {"copy_": 4, "mul.out": 2}, {"mul.out": 4 + 2}),
+        (True, {"copy_": 4, "add.out": 2, "mul_.Tensor": 2}, {"mul.out": 4, "add.out": 2}),
+    ):
         fields = {**two, "use_distributed_optimizer": shards}
-        copies = {"copy_": 4, "mul.out": 2}
-        assert run_ranks(2, extra_operators, fields) == [{**copies, **sums}] * 2
-        scaled = {"mul.out": 4 + 2}
+        assert run_ranks(2, extra_operators, fields) == [copied] * 2
         first = {**fields, "gradient_reduce_div_fusion": False}
-        assert run_ranks(2, extra_operators, first) == [{**scaled, **sums}] * 2
+        assert run_ranks(2, extra_operators, first) == [scaled] * 2
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------

@@ -214,19 +214,19 @@ ALL_GROUP_NUMELS = sorted([ROOT_NUMEL, *[FLOOR_NUMEL] * FLOORS])
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 def test_each_gradient_is_copied_once_and_weights_never(run_ranks: RunRanks, strategy: int) -> None:
     for extra in run_ranks(2, count_extra, strategy, 1, False):
-        # Per parameter: one copy into the bucket. Per group: the sum of what came in, and one pass over the shard.
-        assert extra.ops == {"copy_": PARAMS, "add_.Tensor": GROUPS, "mul.out": GROUPS}
+        # Per parameter: one copy into the bucket. Per group: what came in is added up in the main gradient, and scaled.
+        assert extra.ops == {"copy_": PARAMS, "add.out": GROUPS, "mul_.Tensor": GROUPS}
         assert sum(extra.numels["copy_"]) == ROOT_NUMEL + FLOORS * FLOOR_NUMEL
-        assert sorted(extra.numels["mul.out"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
-        assert sorted(extra.numels["add_.Tensor"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
+        assert sorted(extra.numels["mul_.Tensor"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
+        assert sorted(extra.numels["add.out"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
         assert extra.install_ops == {}
 
 
 def test_accumulation_adds_to_shards(run_ranks: RunRanks) -> None:
     for extra in run_ranks(2, count_extra, 3, 3, False):
         added = extra.ops.pop("add_.Tensor")
-        assert added == 3 * GROUPS + 2 * GROUPS  # the sum of what came in, and what was there already
-        assert extra.ops == {"copy_": 3 * PARAMS, "mul.out": GROUPS}
+        assert added == 2 * (GROUPS + GROUPS)  # the sum of what came in, to what was there already
+        assert extra.ops == {"copy_": 3 * PARAMS, "add.out": GROUPS, "mul_.Tensor": GROUPS}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

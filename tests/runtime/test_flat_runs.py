@@ -5,9 +5,8 @@ import copy
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +14,12 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.runtime import local_step
 from megatron_fsdp.runtime.flat_runs import Run, find_runs
 from tests.conftest import RunRanks
 from tests.runtime.test_local_step import VARIANTS, connect, odd, wrap
 from tests.support.api_net import backward, batches, build, mesh
 from tests.support.parity import fixed_seed
+from tests.support.run_looks import counting_looks
 
 SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
@@ -338,19 +337,6 @@ def test_after_trouble_weights_and_state_are_those_of_dtensors(
     for same, kept in run_ranks(2, after_trouble, trouble, at):
         assert all(same)
         assert kept
-
-
-@contextlib.contextmanager
-def counting_looks() -> Iterator[list[int]]:
-    """A list whose last number grows by one whenever runs are looked for."""
-    looks: list[int] = []
-
-    def counted(*args: Any) -> Any:
-        looks[-1] += 1
-        return find_runs(*args)
-
-    with mock.patch.object(local_step, "find_runs", counted):
-        yield looks
 
 
 def with_cast_gradients() -> tuple[list[int], int, bool]:
