@@ -1,9 +1,10 @@
 """Which parameters got a gradient on any rank.
 
 A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it alone.
-No rank can know that by itself, so the ranks agree after the first backward. Where every parameter was used, which is
-the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they agree after
-every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one wait for it.
+No rank of several can know that by itself, so the ranks agree after the first backward. Where every parameter was
+used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
+agree after every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one wait
+for it.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ class UsageAgreement:
         """
         if self._all_used:
             return [True] * len(used_here)
+        if self._group is None:  # nothing has to travel, so that the host waits for no device
+            return self._show_one(list(used_here))
         flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        if self._group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         *found, highest, minus_lowest = flags.tolist()
         if highest != -minus_lowest:
             raise ScheduleError(
@@ -66,8 +68,7 @@ class UsageAgreement:
                 "difference (docs/ranks.md)"
             )
         used = [bool(flag) for flag in found]
-        # A single rank knows without asking, so it never has to settle for zeros.
-        self._all_used = all(used) and self._group is not None and not self._always
+        self._all_used = all(used) and not self._always
         return self._show_one(used)
 
     def _show_one(self, used: list[bool]) -> list[bool]:
