@@ -50,12 +50,6 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function's body without its docstring, so that a documented signature costs nothing."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
 def module_name(path: Path) -> str:
     """The dotted name of a file below src, `__init__` included: `megatron_fsdp.buffer.__init__`."""
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
