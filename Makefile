@@ -1,7 +1,8 @@
 # `make run` and `make test` need nothing but Python >= 3.11 and make; everything else goes into $(VENV).
 #
 #   make run ARGS="--preset tiny"         train a small model (--help lists the options)
-#   make test ARGS="-k layout"            run the tests; two files at a time (ARGS="-n 0": one after another)
+#   make test ARGS="-k layout"            run the short suite; two files at a time (ARGS="-n 0": one after another)
+#   make test-full                        run everything
 #   make PYTHON=/usr/bin/python3.12 venv  choose the interpreter of the environment
 #   make test NO_VENV=1 PYTHON=python3    use an interpreter that already has torch and pytest; installs nothing
 
@@ -25,10 +26,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test test-full fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test test-full fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -54,8 +55,12 @@ run: $(READY)
 # Two files at a time where there are two cores and pytest-xdist, each with ranks of its own; ARGS come last and win.
 SIDE_BY_SIDE = $$($(PY) -c 'import os, xdist; print("-n 2 --dist loadfile" * (os.cpu_count() > 1))' 2>/dev/null)
 
+# Each fact once, in minutes; what it leaves to the full suite: tests/support/tiers.py.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
+	$(PY) -m pytest --short $(SIDE_BY_SIDE) $(ARGS)
+
+test-full: $(READY)
+	$(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 # Random models, meshes, strategies and options against one process; ARGS="--cases 1000 --first-seed 0".
 fuzz: $(READY)

@@ -1,9 +1,13 @@
-"""Fixtures of the whole suite: worker pools that live for the session, and the `gpu` marker."""
+"""Fixtures of the whole suite: worker pools that live for the session, the two suites, and the `gpu` marker."""
 
 import os
+import socket
 
-# One thread per process, also in the workers: sums of several threads round differently. Read when torch is imported.
+# The suite gives the same verdict wherever and however pytest starts it: what decides that is set here, before torch is
+# imported, and inherited by the programs that tests start. Sums of several threads round differently, so there is one
+# thread per process; ranks talk on loopback, whatever the network calls this machine.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -15,6 +19,7 @@ import torch
 
 from tests.support import failures_at_once
 from tests.support.sockets import over_sockets
+from tests.support.tiers import leave_out_full
 from tests.support.worker_pool import DEFAULT_TIMEOUT_S, WorkerPool, preloaded_modules
 
 
@@ -95,6 +100,8 @@ def run_ranks_over_sockets(pools: _Pools) -> RunRanks:
 def pytest_configure(config: pytest.Config) -> None:
     """Make property tests repeatable, and free of hypothesis' own timing checks; show failures at once."""
     failures_at_once.pytest_configure(config)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a job that pytest runs in
+        os.environ.pop(name, None)
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     hypothesis.settings.load_profile("suite")
@@ -105,8 +112,17 @@ def pytest_collection_finish() -> None:
     get_context("forkserver").set_forkserver_preload(preloaded_modules())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses the short suite."""
+    parser.addoption("--short", action="store_true", help="leave out the cases marked `full` (tests/support/tiers.py)")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose, so that files are seen whole
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave full cases out of the short suite; skip tests marked `gpu` where there is no CUDA device."""
+    if config.getoption("--short"):
+        left_out = leave_out_full(items, whole_files=not any("::" in arg for arg in config.args))
+        config.hook.pytest_deselected(items=left_out)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -24,6 +24,7 @@ def test_second():
 """
 
 
+@pytest.mark.full(short=["options0"])
 @pytest.mark.parametrize("options", [(), ("--numprocesses", "2", "--dist", "loadfile")])
 def test_a_failure_is_shown_while_the_next_test_runs(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(TESTS)

@@ -159,6 +159,7 @@ def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool)
     assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]
 
 
+@pytest.mark.full
 def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     hung_pids = pool.run(_worker_pid)
     with pytest.raises(WorkerError) as caught:

@@ -167,6 +167,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
     return {**found, "bfloat16": save("llama", tmp_path, torch.bfloat16)}
 
 
+@pytest.mark.full(short=["megatron_fsdp"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_adapters_train_as_in_one_process_and_peft_reads_them(
     run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str], name: str
@@ -174,6 +175,7 @@ def test_adapters_train_as_in_one_process_and_peft_reads_them(
     run_ranks(2, train_adapters, cases_of(name, folders), str(tmp_path / "out"), timeout_s=300.0)
 
 
+@pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_adapters_do_not_depend_on_the_number_of_ranks(
     run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str], ranks: int

@@ -52,6 +52,7 @@ def _suffix(kind: str) -> str:
     return "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
 
 
+@pytest.mark.full(short=["ddp"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_family_trains_as_one_process_and_goes_back_to_transformers(
     run_ranks: RunRanks, tmp_path: Path, name: str
@@ -61,6 +62,7 @@ def test_every_family_trains_as_one_process_and_goes_back_to_transformers(
     run_ranks(2, load_train_save, folders, [name], str(tmp_path), timeout_s=300.0)
 
 
+@pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_numbers_of_ranks_give_the_same(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
     folders = [(kind, save(kind, tmp_path, max_shard_size="20KB")) for kind in ("llama_tied", "qwen3_moe")]

@@ -52,6 +52,7 @@ def run_as_a_rank(settings: str) -> str:
     return shown.getvalue()
 
 
+@pytest.mark.full
 def test_the_example_runs_under_torchrun_as_it_is_shipped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -284,6 +285,7 @@ def two_lives() -> None:
     copies_of_shards()
 
 
+@pytest.mark.full
 def test_two_copies_of_two_shards_train_as_one_process(run_ranks: RunRanks) -> None:
     run_ranks(4, two_lives)
 
@@ -316,5 +318,6 @@ def compile_layers() -> list[int]:
     return graphs
 
 
+@pytest.mark.full
 def test_compiled_layers_share_one_graph_and_train_the_same_under_the_same_names(run_ranks: RunRanks) -> None:
     assert run_ranks(2, compile_layers) == [[1, 1]] * 2

@@ -321,5 +321,6 @@ def run_alone(**environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_program_without_torchrun_gets_a_group_of_one_rank() -> None:
     assert run_alone().startswith("world_size=1 cannot be divided by tp_size x pp_size x cp_size = 2 x 1 x 1 = 2")

@@ -212,6 +212,7 @@ def _train_adapters_and_take_the_best(folder: str, names: Sequence[str]) -> None
         dist.barrier()
 
 
+@pytest.mark.full
 def test_adapters_are_trained_and_the_best_are_taken(run_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     build("llama").save_pretrained(tmp_path / "model")

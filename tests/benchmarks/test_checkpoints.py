@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.checkpoint_contenders import OURS_BACKGROUND, OURS_NOW, PEER
 from benchmarks.checkpoint_worker import Act, Reading, Request
 from benchmarks.checkpoints import SAVERS, parse, table
@@ -23,6 +25,7 @@ def test_ratios_are_taken_within_a_round_and_counts_of_the_rank_with_most() -> N
     assert row == "| ours | 3000 | 1500 | 0.50 | 0.62 | 5 | 0.0 | 7 | 0.00 | 0.00 | 0 | 1.00 |"
 
 
+@pytest.mark.full
 def test_a_run_compares_values_and_counts(tmp_path: Path) -> None:
     arguments = ["--model", "tiny", "--rounds", "1", "--savers", OURS_NOW, "--out", str(tmp_path), "--name", "made"]
     finished = subprocess.run(

@@ -69,6 +69,7 @@ def lines(tiny_run: Run) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in tiny_run[0]["contenders"]}
 
 
+@pytest.mark.full
 def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[str, Any]]) -> None:
     ours = [*OURS, "mddp", "mddp-optim"]
     peers = ["fsdp2", "fsdp2-deferred", "fsdp1", "ddp", "ddp-view", "ddp-zero", *DEEPSPEED]

@@ -90,6 +90,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return compare(tmp_path_factory.mktemp("results"), arguments)
 
 
+@pytest.mark.full
 def test_the_engine_copies_the_same_whatever_carries_it(shared_run: dict[str, Any]) -> None:
     """What is put into and taken out of shared memory is counted apart, so both transports read the same."""
     moved = {line["name"]: line["moved"]["copied_by"] for line in shared_run["contenders"]}

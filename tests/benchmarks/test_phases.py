@@ -93,6 +93,7 @@ def test_a_gpu_gets_what_the_cpu_can_try_out() -> None:
     assert changes == {("cpu", "cuda"), ("tiny-llama", "llama-8b-layers"), ("1", "10")}
 
 
+@pytest.mark.full
 def test_one_rank_of_eight_takes_less_than_the_bare_model(tmp_path: Path) -> None:
     """Real memory and real steps, with collectives that send nothing; as on a GPU, in a rank of its own."""
     arguments = gpu_runs("cpu", "tiny-llama", rounds=1)[1].arguments
@@ -122,6 +123,7 @@ def test_rounds_can_be_chosen(arguments: tuple[bool, int | None], rounds: str) -
     assert run.arguments[run.arguments.index("--steps") + 1] == rounds
 
 
+@pytest.mark.full
 def test_a_run_that_fails_is_tried_again_and_says_why(tmp_path: Path) -> None:
     once = Run("facts", "phases.py", ("nonsense",), 60)
     document, problem = perform(once, Path(sys.executable), tmp_path)

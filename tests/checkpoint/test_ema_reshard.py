@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full(short=["HFSDP to three ranks"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_average_is_resharded_bit_for_bit(run_ranks: RunRanks, tmp_path: Path, way: str) -> None:
     case, (ranks, saved), (to_ranks, loaded) = WAYS[way]

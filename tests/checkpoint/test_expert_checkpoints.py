@@ -99,6 +99,7 @@ WAYS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
 }
 
 
+@pytest.mark.full(short=["EP 2 to EP 4-listed", "EP 4 to EP 2-stacked"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_load_into_another_number_of_expert_parallel_ranks(
@@ -127,6 +128,7 @@ def test_it_is_numbered_as_a_model_without_expert_parallelism(run_ranks: RunRank
     assert contents(str(tmp_path / "flat")).keys() == contents(source).keys()
 
 
+@pytest.mark.full(short=["stacked"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     hybrid: Sizes = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))

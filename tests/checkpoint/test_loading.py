@@ -74,6 +74,9 @@ def load(name: ModelName, strategy: int, folder: str, is_fresh: bool) -> tuple[A
     return found, str(report), report.iteration, step(name, model, optimizer, 9)
 
 
+@pytest.mark.full(
+    short=["saved3-loaded3-odd_shapes", "saved0-loaded0-scalars", "saved1-loaded1-tied", "saved2-loaded2-transformer"]
+)
 @pytest.mark.parametrize("name", ["transformer", "odd_shapes", "scalars", "tied"])
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0)), ((4, 3), (1, 1)), ((1, 0), (4, 3))])
 def test_weights_and_optimizer_come_back_bit_for_bit(

@@ -104,6 +104,7 @@ def test_one_to_four_ranks_and_hybrids_in_every_direction(run_ranks: RunRanks, t
     check(run_ranks, ODD, {**FLAT, **HYBRID}, {**TARGETS, **HYBRID}, tmp_path)
 
 
+@pytest.mark.full
 def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, tmp_path: Path) -> None:
     check(run_ranks, DENSE, TENSOR_PARALLEL, TENSOR_PARALLEL, tmp_path)
 

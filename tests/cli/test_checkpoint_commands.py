@@ -201,6 +201,7 @@ def test_the_inspector_has_the_same_commands(mfsdp: Mfsdp, tmp_path: Path) -> No
     assert mfsdp("inspect", tmp_path / "a", program=inspector)[1] == mfsdp("inspect", tmp_path / "a")[1]
 
 
+@pytest.mark.full
 def test_both_programs_start(tmp_path: Path) -> None:
     """In processes of their own; a reader that stops early is no error."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

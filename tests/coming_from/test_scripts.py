@@ -138,6 +138,7 @@ def test_the_script_for_deepspeed_compiles(tmp_path: Path) -> None:
     assert py_compile.compile(str(script("deepspeed_before")), str(tmp_path / "compiled"), doraise=True)
 
 
+@pytest.mark.full
 def test_torchrun_runs_a_script(tmp_path: Path, expected: dict[str, float]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -79,6 +79,7 @@ def _tolerance(name: str, num_ranks: int) -> Tolerance:
     return _BF16 if name == "bf16_fp32_norm" else FP32
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = jobs_of(num_ranks)
@@ -141,6 +142,7 @@ def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None
     check_ddp(run_ranks, num_ranks, jobs, ONE_RANK if num_ranks == 1 else FP32)
 
 
+@pytest.mark.full(short=["4-2"])
 @pytest.mark.parametrize(("num_ranks", "instances"), [(4, 2), (2, 2), (4, 4)])
 def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int, instances: int) -> None:
     several: dict[str, Any] = {"num_distributed_optimizer_instances": instances}

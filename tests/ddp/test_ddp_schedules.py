@@ -63,6 +63,7 @@ def megatron_steps(run: Run) -> None:
         run.note_parameters()
 
 
+@pytest.mark.full(short=["True-2", "False-3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("auto", [False, True])
 def test_megatrons_schedule_equals_one_process(run_ranks: RunRanks, num_ranks: int, auto: bool) -> None:
@@ -126,6 +127,7 @@ def test_per_token_losses_are_summed(run_ranks: RunRanks) -> None:
 # ---- other meshes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("averages", [False, True])
 def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool) -> None:
     scenario = Scenario(three_microbatches, TOP2)
@@ -199,6 +201,7 @@ def _assert_close(found: Any, expected: dict[str, Tensor | None]) -> None:
     assert_equal_tensors(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full(short=["tied", "unused"])
 @pytest.mark.parametrize("name", ["tied", "partly_frozen", "scalars", "unused"])
 def test_torchs_ddp_computes_the_same(run_ranks: RunRanks, name: str) -> None:
     settings = tuple(ddp(connects=number % 2 == 0, **fields) for number, fields in enumerate(SETTINGS))

@@ -181,6 +181,7 @@ def _present(run: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
 
 
+@pytest.mark.full(short=["model"])
 @pytest.mark.parametrize("how", ["layers", "model"])
 def test_compiled_modules_compute_the_same(run_ranks: RunRanks, how: str) -> None:
     for setting in (REPLICATED, IN_TURN):

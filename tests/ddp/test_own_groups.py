@@ -179,6 +179,7 @@ def no_more(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
     return all(late <= early for late, early in zip(now, then, strict=True))
 
 
+@pytest.mark.full
 def test_models_one_after_another_leave_no_group_thread_or_socket(run_ranks: RunRanks) -> None:
     for first, last in run_ranks(2, wrap_and_delete, 30):
         assert no_more(last, first), (first, last)

@@ -56,6 +56,7 @@ def test_ranks_that_fail_are_named_and_all_are_ended(how: str, timeout_s: float,
         run_on_local_ranks(misbehave, how, 2, "cpu", timeout_s)
 
 
+@pytest.mark.full
 def test_functions_of_a_module_travel_and_the_report_comes_back() -> None:
     report = check_parity(
         patients.build,
@@ -81,12 +82,14 @@ def test_the_command_names_a_fault_as_json(capsys: pytest.CaptureFixture[str]) -
     assert told["runs"][0]["results"]["gradients"] == "DIFFERS, step 1"
 
 
+@pytest.mark.full
 def test_what_is_not_judged_is_no_difference_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["tests.doctor.patients:build_dropout", "--batch", "tests.doctor.patients:vectors"]
     assert main(["doctor", *model, "--loss", "tests.doctor.patients:square_loss", "--ranks", "1", "--steps", "1"]) == 2
     assert "NOT JUDGED: 1 rank against one process" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 40, "n_positions": 16}

@@ -238,6 +238,7 @@ _SHARING: list[tuple[object, Kind, list[str]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")
 @pytest.mark.parametrize(("misbehave", "kind", "told"), _SHARING, ids=[case[0].__name__ for case in _SHARING])  # type: ignore[attr-defined]
 def test_misbehaviour_is_named_where_ranks_share_memory(

@@ -97,11 +97,13 @@ def train_and_evaluate(run: Run) -> None:
 CASES = {"llama": _case(build_llama, 0), "gpt2, tied": _case(build_gpt2, 1)}
 
 
+@pytest.mark.full(short=["gpt2, tied-2", "llama-2"])
 @pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("llama", 2), ("gpt2, tied", 2), ("gpt2, tied", 3)])
 def test_models_train_as_on_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL, CLOSE)
 
 
+@pytest.mark.full(short=["not reentrant"])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 def test_gradient_checkpointing_of_the_model_itself(run_ranks: RunRanks, kind: str) -> None:
     case = _case(partial(build_llama, kind), 0)
@@ -111,6 +113,7 @@ def test_gradient_checkpointing_of_the_model_itself(run_ranks: RunRanks, kind: s
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     pytest.importorskip("peft")

@@ -32,6 +32,7 @@ def accumulate_experts(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_experts_without_samples_on_some_ranks_train_as_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(train_experts, EXPERTS), ALL)
@@ -78,6 +79,7 @@ def _ordered() -> Ordered:
     return Ordered((0, 1, 2, 3))
 
 
+@pytest.mark.full(short=["Nested-2", "_ordered-3"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("build", [_ordered, Nested])
 def test_a_rank_without_a_batch_counts_as_zeros(run_ranks: RunRanks, num_ranks: int, build: type[nn.Module]) -> None:

@@ -67,6 +67,7 @@ def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRan
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("average_in_collective", [False, True])
 def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
     run_ranks: RunRanks, average_in_collective: bool
@@ -80,11 +81,13 @@ def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
         check_strategies(run_ranks, 4, Scenario(three_steps, case), settings)
 
 
+@pytest.mark.full
 def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
     check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2, adamw_above_noise), settings)
 
 
+@pytest.mark.full(short=["False-arrangement3"])
 @pytest.mark.parametrize("arrangement", HYBRIDS)
 @pytest.mark.parametrize("average_in_collective", [False, True])
 def test_hybrid_sharding_with_experts_equals_one_process(
@@ -118,6 +121,7 @@ def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> No
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["clip_by_model"])
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_the_norm_is_that_of_dense_parameters_and_all_experts(
     run_ranks: RunRanks, script: Callable[[Run], None]

@@ -90,6 +90,7 @@ def jobs_of(mesh: tuple[int, int]) -> list[tuple[ModelName, Scenario, Setting]]:
     return jobs
 
 
+@pytest.mark.full(short=["mesh4", "mesh1"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
     jobs = jobs_of(mesh)
@@ -206,6 +207,7 @@ def test_parameters_that_only_some_outer_or_inner_ranks_use(run_ranks: RunRanks)
 # ---- one value over all ranks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["clip_by_model"])
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_clipping_equals_one_process(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     for name in ("scalars", "partly_frozen"):

@@ -126,6 +126,7 @@ each_loop = pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
 each_count = pytest.mark.parametrize("microbatches", [1, 3])
 
 
+@pytest.mark.full(short=["set_auto_sync-1"])
 @each_count
 @each_loop
 def test_hsdp_sums_shards_over_outer_ranks_once_per_step(readings: Readings, loop: str, microbatches: int) -> None:

@@ -36,6 +36,7 @@ def weights_of_three_steps(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+@pytest.mark.full(short=["policy0", "policy3"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_hold_over_both_axes(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
     """Narrow dtypes of gradients round them; wide ones change nothing."""

@@ -32,6 +32,7 @@ def average(model: nn.Module) -> None:
     average_over(model, tensor_mesh()["dp_shard"].get_group(), dist.get_world_size() // 2)
 
 
+@pytest.mark.full
 @each_plan
 def test_the_model_divided_by_torch_alone_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     scenario = Scenario(three_steps, CASE)
@@ -54,12 +55,14 @@ def accumulate(run: Run) -> None:
     run.train(4)
 
 
+@pytest.mark.full(short=["divide_tensors_and_sequences"])
 @each_plan
 def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     settings = [Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide)) for inner in range(4)]
     check_strategies(run_ranks, 4, Scenario(three_steps, CASE, adamw_above_noise), settings)
 
 
+@pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_accumulation_equals_one_process(run_ranks: RunRanks, first: int) -> None:
     """Strategies and plans in turn."""
@@ -70,6 +73,7 @@ def test_accumulation_equals_one_process(run_ranks: RunRanks, first: int) -> Non
     check_strategies(run_ranks, 4, Scenario(accumulate, CASE), settings)
 
 
+@pytest.mark.full(short=["1-pairs1"])
 @pytest.mark.parametrize(("outer", "pairs"), [(2, ((1, 1), (3, 0), (3, 1))), (1, ((0, 0), (3, 1)))])
 def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
     run_ranks: RunRanks, outer: int, pairs: tuple[tuple[int, int], ...]
@@ -90,6 +94,7 @@ def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divi
     )
 
 
+@pytest.mark.full
 def test_averaging_in_the_collective_leaves_tensor_parallel_ranks_out(run_ranks: RunRanks) -> None:
     settings = [
         Setting(inner, average_in_collective=True, arrangement=tensor_parallel(divide))
@@ -125,6 +130,7 @@ def test_dtensors_over_one_rank_equal_one_process(run_ranks: RunRanks, divide: D
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["clip_by_torch"])
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_the_norm_counts_every_element_once(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     """Parts are summed over tensor-parallel ranks; what they all hold is not."""

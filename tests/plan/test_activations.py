@@ -108,6 +108,7 @@ def without_bandwidth(segment: Segment) -> Segment:
     return replace(segment, moved_bytes=0, operators=0)
 
 
+@pytest.mark.full(pairs=True)
 @pytest.mark.parametrize("recompute", ["none", "full", "attention", "mlp"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2-dropout"])
 def test_segments_without_memory_are_those_of_real_tensors(name: str, recompute: Recompute) -> None:

@@ -25,6 +25,7 @@ def profile(config: dict[str, Any], recompute: Recompute) -> ComputeProfile:
     return profile_compute(model, inputs, unit_names=names, recompute=recompute)
 
 
+@pytest.mark.full(short=["none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_405b_is_its_small_twin_with_more_equal_layers(recompute: Recompute) -> None:
     config = preset_config("llama-3-405b")

@@ -365,6 +365,7 @@ def test_a_plan_does_not_mind_what_goes_on_around_it() -> None:
         assert found() == expected
 
 
+@pytest.mark.full
 def test_tokens_that_hide_do_not_depend_on_the_batch() -> None:
     """Of samples of one length: their number changes compute in proportion."""
     hidden = [

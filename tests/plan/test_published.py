@@ -30,6 +30,7 @@ def planned(ranks: int, recompute: Recompute) -> Plan:
     )
 
 
+@pytest.mark.full
 def test_what_more_ranks_save_is_what_was_measured() -> None:
     """With the gradients, which are given back here before a forward, where the peak is; there they were held.
 

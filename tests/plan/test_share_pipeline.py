@@ -112,6 +112,7 @@ def test_memory_is_that_of_a_real_pipeline(run_ranks: RunRanks) -> None:
         assert first - later == count * workload.received_bytes
 
 
+@pytest.mark.full(short=["gemma3"])
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])
 def test_stages_together_compute_what_one_rank_does(kind: str) -> None:
     model = without_memory(kind)

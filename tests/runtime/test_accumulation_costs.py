@@ -124,6 +124,7 @@ def _in_p(num_bytes: int, num_ranks: int) -> str:
     return f"{value:g} P" if value else "0"
 
 
+@pytest.mark.full(short=["4"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_published_costs_are_those_measured(run_ranks: RunRanks, num_ranks: int) -> None:
     by_rank = run_ranks(num_ranks, over_sockets, measure)

@@ -165,6 +165,7 @@ STAND_INS = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTH
 ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 32 * 48))  # float32 bytes
 
 
+@pytest.mark.full
 def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None:
     gathered = {case: borrowed(readings[case], *case).gathered for case in CASES}
     assert gathered == {
@@ -285,6 +286,7 @@ class Uneven(Ordered):
         self.layers[1].down = torch.nn.Linear(15, 6)  # type: ignore[union-attr]
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)

@@ -97,6 +97,7 @@ def _squares(module: nn.Module, batch: Batch) -> Tensor:
 MATRICES = ModelCase(Matrices, _matrices, _squares, (Usual,))
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_training_equals_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(steps_of_all_kinds, MATRICES), _settings(0, 1, 2, 3))
@@ -119,6 +120,7 @@ BUCKETS: list[DdpSetting] = [
 ]
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_buckets_equal_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     plain = vector_case(partial(Recomputed, "pairs", False))

@@ -51,6 +51,7 @@ def peaks_and_ends(name: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.full(short=["slots", "resize", "optim"])
 @each_case
 def test_peak_over_steps_3_to_50_varies_by_zero_bytes(run_ranks: RunRanks, name: str) -> None:
     for found in run_ranks(2, peaks_and_ends, name):

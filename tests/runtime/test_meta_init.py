@@ -83,6 +83,7 @@ def all_differences() -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_weights_buffers_and_generators_are_those_of_eager_construction(num_ranks: int, run_ranks: RunRanks) -> None:
     assert run_ranks(num_ranks, all_differences) == [{}] * num_ranks

@@ -99,6 +99,7 @@ gradients of the next step feel a little. Rounded gradients move many weights so
 """
 
 
+@pytest.mark.full(short=["3-fp32 gradients", "2-bf16 communication"])
 @pytest.mark.parametrize("policy_name", BANDS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bf16_model_stays_in_the_band_of_fp32_main_weights(

@@ -139,6 +139,7 @@ def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
     return held
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int) -> None:
     for held in run_ranks(2, over_sockets, held_after_failures, strategy, {}):

@@ -1,12 +1,14 @@
 """Whatever a training loop does, the scheduler keeps its promises: random models, orders, reuse, recomputation.
 
 A `Machine` carries out the operations on imaginary memory and checks each of them. It knows from the program, and not
+import pytest
 from the scheduler, which units compute at the moment.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -288,6 +290,7 @@ def test_units_that_call_units_break_no_promise_either(program: Program) -> None
     assert machine.slots_seen <= set(range(most))
 
 
+@pytest.mark.full
 @given(programs())
 def test_two_schedulers_answer_the_same(program: Program) -> None:
     first, second = Theatre(program).perform(), Theatre(program).perform()

@@ -23,7 +23,7 @@ class Import:
 def own_files() -> list[Path]:
     """Every file of the project, without caches and build products."""
     nested = (path for folder in _FOLDERS for path in (ROOT / folder).rglob("*"))
-    files = [path for path in (*ROOT.glob("*"), *nested) if path.is_file()]
+    files = [path for path in (*ROOT.glob("*"), *nested) if path.is_file() and path.name != ".git"]  # of a worktree
     return sorted(path for path in files if not {"__pycache__"} & set(path.parts) and ".egg-info" not in str(path))
 
 

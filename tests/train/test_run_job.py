@@ -77,6 +77,7 @@ def test_two_ranks_train_and_evaluate_as_one_process_does(
     assert summary(tmp_path)["held_out_loss"] == pytest.approx(summary(one_process)["held_out_loss"], rel=1e-4)
 
 
+@pytest.mark.full(short=["model1"])
 @pytest.mark.parametrize(
     "model", [{}, {"transformer_impl": "transformers"}, {"transformer_impl": "transformers", "use_torch_fsdp2": True}]
 )

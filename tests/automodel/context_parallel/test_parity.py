@@ -15,6 +15,7 @@ SOFTCAP = (("attn_logit_softcapping", 1.0),)
 KINDS = ("llama", "llama_gqa", "qwen3", "mistral", "phi", "qwen3_moe", "deepseek_v3")
 
 
+@pytest.mark.full
 def test_two_ranks_that_share_sequences_equal_one_process(run_ranks: RunRanks) -> None:
     cases = [Case(kind) for kind in KINDS]
     cases += [Case("gemma2", changes=SOFTCAP), Case("gemma2", load_balance=False, changes=SOFTCAP)]

@@ -31,6 +31,7 @@ def check_all(cases: list[Case], wanted: list[Reference | Trained]) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.full(short=["2-2"])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 2), (4, 4), (4, 2)])
 def test_all_kinds_train_as_on_one_process(run_ranks: RunRanks, num_ranks: int, ep: int) -> None:
     cases = [Case(kind, ep, changes=_TWO_LAYERS) for kind in KINDS]
@@ -83,6 +84,7 @@ _UNUSED = {
 }
 
 
+@pytest.mark.full
 def test_uneven_and_empty_exchanges_and_recomputation_train_as_on_one_process(run_ranks: RunRanks) -> None:
     wanted = [train_whole(case) for case in EDGE_CASES]
     for case, expected in zip(EDGE_CASES, wanted, strict=True):

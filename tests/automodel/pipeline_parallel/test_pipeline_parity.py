@@ -1,5 +1,6 @@
 """Training in stages equals one process on the whole batch."""
 
+import pytest
 import torch
 
 from tests.automodel.pipeline_parallel.runs import Case, StageRun, run_cases, run_sharded
@@ -76,6 +77,7 @@ def test_four_stages_equal_one_process(run_ranks: RunRanks) -> None:
     compare(run_ranks(4, run_cases, cases), cases)
 
 
+@pytest.mark.full
 def test_stages_sharded_by_fsdp2_equal_one_process_with_labels_uneven_over_ranks(run_ranks: RunRanks) -> None:
     cases = [
         Case("llama_gqa"),

@@ -52,6 +52,7 @@ def on_a_square(kind: str, changes: dict[str, int]) -> list[str]:
     return wrong
 
 
+@pytest.mark.full(short=["llama_tied-changes0"])
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [("llama_tied", {"vocab_size": 97}), ("qwen3", {}), ("gemma3", {}), ("qwen3_moe", {})],

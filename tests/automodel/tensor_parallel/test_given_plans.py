@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -90,6 +91,7 @@ def with_adapters() -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_adapters_of_peft_equal_one_process(run_ranks: RunRanks) -> None:
     assert run_ranks(2, with_adapters) == [[], []]
 

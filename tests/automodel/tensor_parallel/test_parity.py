@@ -39,11 +39,13 @@ def against_one_process(ranks: int, kind: str, changes: dict[str, Any]) -> list[
     return wrong
 
 
+@pytest.mark.full(short=["phi", "qwen3_moe", "gemma3", "llama_tied", "deepseek_v3", "llama_gqa"])
 @pytest.mark.parametrize("kind", DIVISIBLE)
 def test_two_ranks_equal_one_process(run_ranks: RunRanks, kind: str) -> None:
     assert run_ranks(2, against_one_process, 2, kind, {}) == [[], []]
 
 
+@pytest.mark.full(short=["llama"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2", "mixtral", "deepseek_v3"])
 def test_four_ranks_equal_one_process(run_ranks: RunRanks, kind: str) -> None:
     assert kind in FOUR_HEADS

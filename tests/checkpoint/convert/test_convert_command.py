@@ -173,6 +173,7 @@ def test_weights_only_converts_what_is_refused_otherwise(tmp_path: Path, capsys:
     assert "(optimizer state by buckets)" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_defect_16_the_program_itself_runs_under_torchrun(source: Path, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     words = ["-m", "tests.support.convert_main", "convert-torch-dist-to-fsdp-dtensor", "--swiglu"]

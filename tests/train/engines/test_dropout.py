@@ -80,6 +80,7 @@ def train_by_microbatch(values: dict[str, Any], first: dict[str, Tensor]) -> tup
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.full(short=["2-engine1"])
 @pytest.mark.parametrize(
     ("ranks", "engine"),
     [(1, UNITS), (2, {**UNITS, **FULL}), (3, {"overlap_grad_reduce": True}), (2, {**FSDP2, **FULL}), (3, FSDP2)],
@@ -104,6 +105,7 @@ def test_microbatches_drop_differently(values: dict[str, Any]) -> None:
     assert not {batch.dropout_seed for batch in other} & set(seeds)
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_with_other_ranks_drops_what_it_would_have(
     run_ranks: RunRanks, values: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def check(run_ranks: RunRanks, ranks: int, values: dict[str, Any]) -> None:
         assert_equal_to_one_process(found, values)
 
 
+@pytest.mark.full(short=["3-1"])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 1), (3, 1), (3, 2), (4, 2)])
 def test_five_samples_on_any_ranks(run_ranks: RunRanks, ranks: int, micro: int) -> None:
     check(run_ranks, ranks, {**DECODER, **EVERYTHING, "micro_batch_size": micro})
@@ -40,6 +41,7 @@ def test_strategies(run_ranks: RunRanks, strategy: str) -> None:
     check(run_ranks, 2, {**DECODER, **UNITS, "data_parallel_sharding_strategy": strategy})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "values",
     [
@@ -79,6 +81,7 @@ def test_two_instances_of_the_optimizer_on_four_ranks(run_ranks: RunRanks, outer
     check(run_ranks, 4, values)
 
 
+@pytest.mark.full(short=["values0", "values2", "values9", "values14"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -128,6 +131,7 @@ def test_tied_ends_that_would_be_cut_differently_are_refused(run_ranks: RunRanks
     assert "give --untie-embeddings-and-output-weights" in told[0]
 
 
+@pytest.mark.full(short=["values6", "values2"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -146,6 +150,7 @@ def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> Non
     check(run_ranks, 4, {**LLAMA, **values})
 
 
+@pytest.mark.full(short=["2-values0", "4-values8"])
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [

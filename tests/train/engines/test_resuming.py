@@ -26,6 +26,7 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
     return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_0000002", "lr_decay_iters": 3})
 
 
+@pytest.mark.full(short=["values1", "values2"])
 @pytest.mark.parametrize(
     "values",
     [

@@ -26,6 +26,7 @@ CLASSIC = {
 TIED_LLAMA = {**LLAMA, **BATCH, "untie_embeddings_and_output_weights": False}
 
 
+@pytest.mark.full(short=["model1-first1-3-then1-2"])
 @pytest.mark.parametrize(
     ("model", "first", "ranks", "then", "other_ranks"),
     [

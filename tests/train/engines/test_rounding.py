@@ -66,6 +66,7 @@ def train_rounding_alike(values: dict[str, Any], sent: torch.dtype) -> Plain:
     return found
 
 
+@pytest.mark.full(short=["values3-sent3"])
 @pytest.mark.parametrize(
     ("values", "sent"),
     [

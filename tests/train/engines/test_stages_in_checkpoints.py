@@ -27,6 +27,7 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
     return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_0000004", "save": f"{folder}-2"})
 
 
+@pytest.mark.full(short=["2-values0", "4-values8"])
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [
@@ -60,6 +61,7 @@ def keys_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], Any]:
     return {key: entry.shape for key, entry in found.tensors.items()}, objects, groups
 
 
+@pytest.mark.full(short=["model3-engines3"])
 @pytest.mark.parametrize(
     ("model", "engines"),
     [

@@ -31,6 +31,7 @@ def trainer_that_notes_back_ends(argv: Sequence[str]) -> int:
     return trainer(argv)
 
 
+@pytest.mark.full(short=["option1-gloo"])
 @pytest.mark.parametrize(
     ("option", "met_by"),
     [((), "the one for this device"), (("--distributed-backend", "gloo"), "gloo")],

@@ -69,6 +69,7 @@ def saving_slowly(argv: Sequence[str]) -> int:
     return trainer_with_its_own_temporaries(argv, change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("numbers", "saving"),
     [((signal.SIGTERM, signal.SIGTERM), ()), ((signal.SIGHUP,), ("--async-save", "--num-workers", "1"))],
@@ -122,6 +123,7 @@ def making_tokens_for_ever(argv: Sequence[str]) -> int:
     return trainer_with_its_own_temporaries(argv, change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_tokens_are_made(victim: int, tmp_path: Path) -> None:
     run = Started(making_tokens_for_ever, tmp_path, "--max-restarts", "1", "--exit-interval", "1")

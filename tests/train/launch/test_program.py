@@ -73,6 +73,7 @@ def started_forever(text: str, out: Path, *options: str) -> Program:
     return process
 
 
+@pytest.mark.full
 @only_linux
 def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_traceback(
     text: str, tmp_path: Path
@@ -96,6 +97,7 @@ def is_asked_to_end(pid: int) -> bool:
     return bool(int(waiting, 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.full
 @only_linux
 def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
     process = started_forever(text, tmp_path / "out", "--save", str(tmp_path / "saved"))

@@ -60,6 +60,7 @@ def losses(result: Mapping[str, Any]) -> list[float]:
     return [step["loss"] for step in result["steps"]]
 
 
+@pytest.mark.full(short=["--lr 0.01", "--clip-grad 1e-6 --adam-eps 1e-3"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -89,6 +90,7 @@ def with_momentum(run_ranks: RunRanks, text_file: Path, tmp_path_factory: pytest
     return run_ranks(1, run_once, "--optimizer sgd", str(text_file), out)[0]
 
 
+@pytest.mark.full
 def test_momentum_changes_what_sgd_does_from_the_third_step(
     with_momentum: dict[str, Any], run: Callable[[str], dict[str, Any]]
 ) -> None:

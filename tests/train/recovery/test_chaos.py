@@ -28,6 +28,7 @@ def quiet(data: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return place
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
 @pytest.mark.parametrize(("seed", "background"), [(1, ()), (2, ("--async-save",))])
 def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
@@ -46,3 +47,27 @@ def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
     assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
     assert differences(saved / LAST, quiet / "saved" / LAST) == []
     assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in (quiet / "saved").iterdir())
+
+
+FEW_STEPS = 24
+LAST_OF_FEW = f"iter_{FEW_STEPS:07}"
+FEW = ("--nproc", "2", "--train-iters", str(FEW_STEPS), "--save-interval", "4", "--keep-last", "3", "--async-save")
+STAGES = ("--transformer-impl", "transformers", "--use-torch-fsdp2", "--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.full(short=["ranks"])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
+@pytest.mark.parametrize("more", [(), (*STAGES, "--num-layers", "2")], ids=["ranks", "stages"])
+def test_one_kill_while_a_checkpoint_is_saved_changes_nothing(more: tuple[str, ...], tmp_path: Path) -> None:
+    options = (*FEW, *more, "--data-path", str(write_text(tmp_path / "text.txt")))
+    run(*options, "--save", str(tmp_path / "quiet"), "--out", str(tmp_path / "quiet_out"))
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    program = start(*options, "--save", str(saved), "--out", str(out), "--max-restarts", "1")
+    chaos = Chaos(3, kills=1, during_saves=1)
+    chaos.torment(program, out, saved)
+    _, errors = program.communicate(timeout=LIMIT_S)
+    assert program.returncode == 0, errors
+    assert errors.count("starting all ranks again") == len(chaos.killed) == 1
+    assert by_step(out, *NUMBERS) == by_step(tmp_path / "quiet_out", *NUMBERS)
+    assert list(by_step(out, "loss")) == list(range(1, FEW_STEPS + 1))
+    assert differences(saved / LAST_OF_FEW, tmp_path / "quiet" / LAST_OF_FEW) == []

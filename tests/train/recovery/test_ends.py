@@ -33,6 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return "--data-path", str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
 
 
+@pytest.mark.full
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(data: tuple[str, str], tmp_path: Path) -> None:
     wild = (
         "--optimizer",
@@ -57,6 +58,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(data: tup
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
 def test_a_hung_run_is_explained_ended_and_started_again(data: tuple[str, str], tmp_path: Path) -> None:
     out, saved = tmp_path / "out", tmp_path / "saved"

@@ -53,6 +53,7 @@ def _output(*options: str) -> str:
     return " ".join(f"{shown.getvalue()} END {told}".split())
 
 
+@pytest.mark.full(short=["background1"])
 @pytest.mark.parametrize("background", [(), ("--async-save",)])
 def test_a_save_that_fails_is_told_and_training_goes_on(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, background: tuple[str, ...]
@@ -68,6 +69,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("background", [(), ("--async-save",)])
 def test_one_save_too_many_that_fails_ends_the_run_and_the_last_one_always(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, background: tuple[str, ...]
@@ -97,6 +99,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_ends_the_run_with_its_own_code(
     data: tuple[str, str], tmp_path: Path, small_disk: Path
 ) -> None:
@@ -130,6 +133,7 @@ def flip(folder: Path) -> None:
     file.write_bytes(bytes(content))
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def take(job: Job, *, goes_on: bool = False) -> Path:
         return _take(job, held, goes_on=goes_on)
 
 
+@pytest.mark.full
 def test_a_run_that_was_ended_after_its_last_save_gets_its_results(run_ranks: RunRanks, tmp_path: Path) -> None:
     saved, out = tmp_path / "[red]saved[", tmp_path / "[bold]out" / "[x]"  # markup, if it were taken for such
     data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--eval-interval", "4")

@@ -47,6 +47,7 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("iter_*"))
 
 
+@pytest.mark.full(short=["optim-saving1"])
 @pytest.mark.parametrize(("strategy", "saving"), [("optim_grads_params", ("--async-save",)), ("optim", ())])
 def test_a_run_in_two_parts_equals_a_run_in_one(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, strategy: str, saving: tuple[str, ...]
@@ -107,6 +108,7 @@ def output_after_restart(*options: str) -> str:
     return output_of(*options, restarts=1)
 
 
+@pytest.mark.full
 def test_a_job_that_is_started_again_and_again_ends_well(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_job_that_is_started_again_and_again_ends_well(
     assert not (tmp_path / "2" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_ranks_that_start_again_go_on_from_what_they_saved_and_not_from_what_they_loaded(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -221,6 +224,7 @@ def test_options_that_do_nothing_or_do_not_exist_are_refused(words: str, options
         resolve(parse_options([*OPTIONS, *options]), World(2, "cpu"))
 
 
+@pytest.mark.full
 def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
     folder, first = tmp_path / "saved", tmp_path / "first"
     same = (*data, "--lr-decay-iters", "4000", "--log-interval", "100000")
@@ -247,6 +251,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tupl
     assert both == by_step(tmp_path / "whole", *NUMBERS)
 
 
+@pytest.mark.full
 def test_one_rank_that_is_asked_to_end_is_enough(data: tuple[str, str], tmp_path: Path) -> None:
     folder, out = tmp_path / "saved", tmp_path / "out"
     process = start(*data, "--save", str(folder), "--train-iters", "1000000", "--out", str(out))

@@ -70,6 +70,7 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.full
 def test_a_planted_pickle_is_not_opened(tmp_path: Path) -> None:
     marker, text = tmp_path / "marker", str(write_text(tmp_path / "text.txt"))
     bomb = pickle.dumps(Planted(marker))
@@ -93,6 +94,7 @@ def test_a_planted_pickle_is_not_opened(tmp_path: Path) -> None:
         pickle.loads(bomb)
 
 
+@pytest.mark.full
 def test_no_secret_is_written_or_shown(tmp_path: Path) -> None:
     text = str(write_text(tmp_path / "text.txt"))
     env = environment(**{name: f"hush-{name}" for name in SECRETS})

@@ -130,6 +130,7 @@ def has_all_figures(lines: list[str]) -> bool:
     return all(any(re.search(figure, line) for line in lines) for figure in FIGURES)
 
 
+@pytest.mark.full
 def test_a_terminal_shows_bar_and_figures_and_ctrl_c_leaves_it_in_order(text_file: Path, tmp_path: Path) -> None:
     endless = ("--train-iters", "1000000", "--eval-interval", "5", "--data-path", str(text_file))
     with on_a_terminal(*endless, "--out", str(tmp_path / "out")) as terminal:

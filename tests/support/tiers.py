@@ -1,0 +1,73 @@
+"""The short suite (`pytest --short`) and the full one (`pytest`): which cases only the full one runs.
+
+    @pytest.mark.full                       the whole test
+    @pytest.mark.full(short=["optim-2"])    all parameter sets but those with these ids
+    @pytest.mark.full(pairs=True)           all but a covering array, in which every pair of parameter values meets once
+
+A fact is proved once in the short suite. Its repetition over sizes, models and ranks, long runs, kills and random cases
+are full. Every file keeps a short case, so that no subject is left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def leave_out_full(items: list[pytest.Item], whole_files: bool) -> list[pytest.Item]:
+    """Remove from `items`, in place, what only the full suite runs, and return it.
+
+    Args:
+        items: As collected.
+        whole_files: All tests of every file were collected, so that a file without a short case shows.
+
+    Raises:
+        pytest.UsageError: A mark names an id that no parameter set has, or a file has no short case.
+    """
+    full = {item for group in _by_function(items).values() for item in _full_cases(group)}
+    short_files = {item.path for item in items if item not in full}
+    bare = sorted({str(item.path) for item in full if item.path not in short_files})
+    if whole_files and bare:
+        raise pytest.UsageError(
+            f"no case of {', '.join(bare)} is in the short suite; keep one (tests/support/tiers.py)"
+        )
+    left_out = [item for item in items if item in full]
+    items[:] = [item for item in items if item not in full]
+    return left_out
+
+
+def covering_pairs(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Choose rows so that every pair of values of two columns meets that meets in any row; return their numbers."""
+    pairs: list[set[object]] = [
+        {(a, repr(row[a]), b, repr(row[b])) for a, b in combinations(sorted(row), 2)} or {repr(row)} for row in rows
+    ]
+    missing: set[object] = set().union(*pairs)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return sorted(chosen)
+
+
+def _by_function(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is not None:
+            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return groups
+
+
+def _full_cases(group: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of the parameter sets of one test, those that its mark leaves to the full suite."""
+    mark = group[0].get_closest_marker("full")
+    assert mark is not None
+    specs = [getattr(item, "callspec", None) for item in group]
+    ids = ["" if spec is None else spec.id for spec in specs]
+    keep = set(mark.kwargs.get("short", ()))
+    if mark.kwargs.get("pairs"):
+        keep |= {ids[index] for index in covering_pairs([{} if spec is None else spec.params for spec in specs])}
+    if len(group) > 1 and not keep <= set(ids):
+        raise pytest.UsageError(f"{group[0].nodeid}: no parameter set has the id {sorted(keep - set(ids))}")
+    return [item for item, each in zip(group, ids, strict=True) if each not in keep]
