@@ -63,7 +63,7 @@ def load(name: ModelName, strategy: int, folder: str) -> tuple[dict[str, Tensor]
     return model.full_parameters(), _moments(model, optimizer)
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize("name", ["transformer", "odd_shapes", "scalars"])
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0)), ((4, 3), (1, 1)), ((1, 0), (4, 3))])
 def test_saved_by_one_layout_and_loaded_by_another_is_bit_equal(

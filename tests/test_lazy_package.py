@@ -55,7 +55,7 @@ assert utils is megatron_fsdp.utils and inspect.ismodule(megatron_fsdp.checkpoin
 """
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize("first", ["from megatron_fsdp.fully_shard import fully_shard_model", "import torch"])
 def test_every_way_to_a_name_leads_to_the_same_thing_in_any_order(first: str) -> None:
     code = _WAYS.format(first=first)

@@ -229,6 +229,7 @@ def test_workers_are_replaced_after_forty_calls() -> None:
     assert pids[40] != pids[0]
 
 
+@pytest.mark.full
 def test_workers_end_when_their_parent_is_killed() -> None:
     program = f"from {__name__} import _print_pids_then_hang as run; run()"
     root = Path(__file__).parents[1]

@@ -262,5 +262,6 @@ def rest(folder: str, out: str) -> None:
         refuse(folder)
 
 
+@pytest.mark.full
 def test_heads_managers_drawn_bases_and_refusals(run_ranks: RunRanks, tmp_path: Path, folders: dict[str, str]) -> None:
     run_ranks(2, rest, folders["llama"], str(tmp_path / "dora"), timeout_s=300.0)

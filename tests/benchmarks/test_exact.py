@@ -111,6 +111,7 @@ def test_activations_of_the_floor_are_what_its_forward_leaves(shared_run: dict[s
     assert live["persistent"] == pytest.approx(3 * weights_bytes, rel=0.01)
 
 
+@pytest.mark.full
 def test_without_memory_steps_are_timed_all_the_same(tmp_path: Path) -> None:
     found = compare(tmp_path, "--ranks 1 --strategies 3 --peers --no-memory")
     for line in found["contenders"]:

@@ -106,7 +106,7 @@ def differing(found: Outcome, wanted: Outcome) -> list[str]:
     return [part for part in wanted if part in found and not same(found[part], wanted[part])]
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("ranks", "index"), ALL, ids=[f"{ranks}-{CASES[ranks][index].folder}" for ranks, index in ALL])
 def test_a_resumed_run_equals_a_whole_one(runs: dict[int, Runs], ranks: int, index: int) -> None:
     for rank in range(ranks):

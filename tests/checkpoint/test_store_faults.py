@@ -140,7 +140,7 @@ def check_next_save(root: Path, scenario: Scenario, found: str | None) -> None:
     assert content_of(RunFolder(root).resolve()) == ("new" if found != "new" else "newer")
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_fault_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, name: str, fault: Fault) -> None:

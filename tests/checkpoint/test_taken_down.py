@@ -40,6 +40,7 @@ def take_down(root: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_half_a_checkpoint_is_not_published(tmp_path: Path) -> None:
     pool = WorkerPool(2, ())
     try:

@@ -149,6 +149,7 @@ def test_experts_have_buckets_of_their_own(run_ranks: RunRanks) -> None:
         assert set(buckets) == {(True, 2), (False, 4)}
 
 
+@pytest.mark.full
 def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
     dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     arrangement = tensor_parallel(divide_tensors)
@@ -251,6 +252,7 @@ def load(case: ModelCase, setting: DdpSetting, folder: str) -> dict[str, Tensor]
     return found
 
 
+@pytest.mark.full
 def test_a_checkpoint_fits_every_wrapper(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Saved whole on 2 ranks, in shards on 3, as FSDP on 4; loaded by each of the others, bit for bit."""
     case = MODEL_CASES["odd_shapes"]

@@ -42,6 +42,7 @@ def misbehave(how: str, _device: str | None) -> str:
     return how
 
 
+@pytest.mark.full(short=["die", "raise"])
 @pytest.mark.parametrize(
     ("how", "timeout_s", "message"),
     [
@@ -50,6 +51,7 @@ def misbehave(how: str, _device: str | None) -> str:
         ("raise", 60.0, r"rank 1 failed, and all ranks were ended:\n(?s:.*)KeyError: 'no such layer'"),
         ("hang", 8.0, r"took more than 8 s and were ended"),
     ],
+    ids=["die", "killed", "raise", "hang"],
 )
 def test_ranks_that_fail_are_named_and_all_are_ended(how: str, timeout_s: float, message: str) -> None:
     with pytest.raises(RankError, match=message):

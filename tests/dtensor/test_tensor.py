@@ -226,6 +226,7 @@ def run_all(names: list[str], check_name: str) -> Failures:
     return failures
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("check_name", [each.__name__ for each in CHECKS])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_uneven_tensors_are_as_the_whole_tensor(run_ranks: RunRanks, num_ranks: int, check_name: str) -> None:

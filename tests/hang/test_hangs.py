@@ -257,6 +257,7 @@ def test_a_rank_that_says_goodbye_is_told_from_one_that_died(tmp_path: Path) -> 
     assert str(found).startswith("rank 1 ended its program, while others go on\nrank 0 waits for the weights of (root)")
 
 
+@pytest.mark.full
 def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

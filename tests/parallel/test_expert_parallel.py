@@ -57,6 +57,7 @@ def average(model: nn.Module) -> None:
             average_over(module, None, 4)
 
 
+@pytest.mark.full(short=["case0"])
 @pytest.mark.parametrize("case", [TOP1, TOP2])
 def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRanks, case: ModelCase) -> None:
     scenario = Scenario(three_steps, case)

@@ -86,6 +86,7 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
     check_strategies(run_ranks, 4, Scenario(accumulate, CASE, adamw_above_noise), settings)
 
 
+@pytest.mark.full(short=["divide_tensors"])
 @each_plan
 def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     """One data-parallel rank."""

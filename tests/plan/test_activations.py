@@ -97,6 +97,7 @@ def profile_on_cpu(case: Case, recompute: Recompute = "none") -> ComputeProfile:
     return profile_compute(model, case.inputs, unit_names=case.units, loss_fn=case.loss_fn, recompute=recompute)
 
 
+@pytest.mark.full(short=["qwen3-moe"])
 @pytest.mark.parametrize("name", CASES)
 def test_peak_without_memory_is_that_of_real_tensors(name: str) -> None:
     case = CASES[name]
@@ -108,7 +109,7 @@ def without_bandwidth(segment: Segment) -> Segment:
     return replace(segment, moved_bytes=0, operators=0)
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize("recompute", ["none", "full", "attention", "mlp"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2-dropout"])
 def test_segments_without_memory_are_those_of_real_tensors(name: str, recompute: Recompute) -> None:

@@ -35,7 +35,7 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(
     ("strategy", "backend"), [(0, "gloo"), (1, "nccl"), (2, "gloo"), (3, "gloo"), (3, "nccl")], ids=str
 )

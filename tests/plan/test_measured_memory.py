@@ -253,7 +253,7 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
     return memory, step.borrowed_bytes, step.moments[-1].gathered_bytes + stand_ins
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
     for rank, measured in enumerate(run_ranks(case.world, _measure, case)):

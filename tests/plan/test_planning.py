@@ -196,6 +196,7 @@ def test_pipelines_keep_more_microbatches_and_have_a_bubble() -> None:
     assert [costs_of(pp, 8) for pp in (1, 4, 16)] == [0, 3, 7]
 
 
+@pytest.mark.full
 def test_the_recommendation_is_the_simplest_of_the_fastest_that_fit() -> None:
     workload = plan("llama-3.2-1b", 16, sequence_length=4096).workload
     machine = find_machine("h100")
@@ -217,6 +218,7 @@ def test_the_recommendation_is_the_simplest_of_the_fastest_that_fit() -> None:
     assert small.smallest.memory.peak_bytes == min(each.memory.peak_bytes for each in small.plans)
 
 
+@pytest.mark.full
 def test_more_memory_per_device_lets_go_of_recomputation() -> None:
     workload = plan("llama-3.2-1b", 64, sequence_length=8192).workload
     chosen = []

@@ -41,6 +41,7 @@ def test_what_more_ranks_save_is_what_was_measured() -> None:
     assert saved / GIB == pytest.approx(PUBLISHED_GIB[8] - PUBLISHED_GIB[128], rel=0.03)
 
 
+@pytest.mark.full(short=["8"])
 @pytest.mark.parametrize("ranks", [8, 128])
 def test_what_was_measured_lies_between_recomputing_nothing_and_everything(ranks: int) -> None:
     nothing, everything = planned(ranks, "none"), planned(ranks, "full")

@@ -73,6 +73,7 @@ def _real_peak(kind: str, stage: int) -> int:
     return live.peak_bytes
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_peaks_are_those_of_a_real_stage(kind: str, stage: int) -> None:

@@ -48,6 +48,7 @@ def train(run: Run) -> None:
     run.step()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ranks: int, name: str) -> None:

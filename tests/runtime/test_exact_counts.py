@@ -109,7 +109,7 @@ EACH = [(*case, strategy, count) for case in CASES for strategy in STRATEGIES fo
 each_run = pytest.mark.parametrize(("name", "num_ranks", "strategy", "microbatches"), EACH)
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @each_run
 def test_a_steady_step_sends_what_the_formula_says_and_nothing_else(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
@@ -122,7 +122,7 @@ def test_a_steady_step_sends_what_the_formula_says_and_nothing_else(
             assert asdict(step.counted) == expected
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @each_run
 def test_the_first_step_only_adds_one_agreement_on_what_was_used(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
@@ -134,7 +134,7 @@ def test_the_first_step_only_adds_one_agreement_on_what_was_used(
         assert first.seen.reductions - expected.reductions == (num_ranks > 1)
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @each_run
 def test_gathering_allocates_nothing_after_the_first_step(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int

@@ -195,6 +195,7 @@ def optimizer_in_backward(run: Run) -> None:
         run.note_parameters()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("script", [halve_and_replace, accumulate_on_replaced, edit_in_place, optimizer_in_backward])
 @pytest.mark.parametrize("case", ["transformer", "odd_shapes"])
 def test_what_hooks_do_equals_one_process(run_ranks: RunRanks, script: Any, case: Any) -> None:

@@ -165,7 +165,7 @@ Readings = dict[int, list[dict[Case, Reading]]]
 EACH_CASE = [(ranks, strategy, name) for ranks in (1, 2, 4) for strategy in STRATEGIES for name in POLICIES]
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
 def test_every_byte_that_is_held_is_in_a_formula(
     readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
@@ -184,7 +184,7 @@ def test_every_byte_that_is_held_is_in_a_formula(
         assert reading.held_bytes == persistent.total + kept + cast
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
 def test_cleared_gradients_leave_what_is_persistent(
     readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
@@ -196,7 +196,7 @@ def test_cleared_gradients_leave_what_is_persistent(
         assert reading.cleared_bytes == persistent.total - persistent.main_grad + kept
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
 def test_deferring_holds_one_whole_gradient(
     readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str
@@ -207,7 +207,7 @@ def test_deferring_holds_one_whole_gradient(
         assert reading.deferred_bytes == with_sums.total - persistent_bytes(reading.groups, strategy).total
 
 
-@pytest.mark.full(pairs=True)
+@pytest.mark.full(cover=2)
 @pytest.mark.parametrize(("num_ranks", "strategy", "policy_name"), EACH_CASE)
 def test_peak_of_a_step_is_within_the_formula(
     readings: Readings, num_ranks: int, strategy: ShardingStrategy, policy_name: str

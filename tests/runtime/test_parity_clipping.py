@@ -47,11 +47,13 @@ def _check(run_ranks: RunRanks, num_ranks: int, clip: Clip, models: tuple[ModelN
         check_strategies(run_ranks, num_ranks, Scenario(clip, MODEL_CASES[model]), settings)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
 def test_clipping_equals_one_process(run_ranks: RunRanks, by_model: bool, norm_type: float) -> None:
     _check(run_ranks, 2, Clip(norm_type, by_model), ("transformer", "unused"))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
 def test_ranks_with_nothing_of_a_parameter_take_part_in_the_norm(
     run_ranks: RunRanks, by_model: bool, norm_type: float

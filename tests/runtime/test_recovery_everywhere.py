@@ -71,6 +71,7 @@ def fail_in_the_second_microbatch(run: Run) -> None:
     run.train(7, 8, 9)
 
 
+@pytest.mark.full(short=["fail_in_the_middle"])
 @pytest.mark.parametrize(
     "script",
     [

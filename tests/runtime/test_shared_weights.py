@@ -76,6 +76,7 @@ def _forward_then_change(late_rank: int, has_graph: bool) -> float:
     return (out.detach() - alone(rank)[0]).abs().max().item()
 
 
+@pytest.mark.full(short=["0-True"])
 @pytest.mark.parametrize("has_graph", [False, True])
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_weights_may_be_changed_after_a_forward(run_ranks: RunRanks, late_rank: int, has_graph: bool) -> None:
@@ -94,6 +95,7 @@ def _deferred_then_change(late_rank: int) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_weights_may_be_changed_after_a_backward(run_ranks: RunRanks, late_rank: int) -> None:
     assert max(run_ranks(2, _deferred_then_change, late_rank)) < 1e-6

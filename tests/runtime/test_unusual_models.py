@@ -171,6 +171,7 @@ def train(name: str, strategy: int) -> list[tuple[dict[str, Tensor], dict[str, T
 RUNS = [(name, *setting) for name in CASES for setting in [(2, 0), (2, 1), (2, 3), (3, 3)]]
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("name", "num_ranks", "strategy"), RUNS)
 def test_trains_as_one_process(run_ranks: RunRanks, name: str, num_ranks: int, strategy: int) -> None:
     for pairs in run_ranks(num_ranks, train, name, strategy):

@@ -2,7 +2,8 @@
 
     @pytest.mark.full                       the whole test
     @pytest.mark.full(short=["optim-2"])    all parameter sets but those with these ids
-    @pytest.mark.full(pairs=True)           all but a covering array, in which every pair of parameter values meets once
+    @pytest.mark.full(cover=1)              all but a choice in which every value of every parameter comes once
+    @pytest.mark.full(cover=2)              all but a covering array, in which every pair of values meets once
 
 A fact is proved once in the short suite. Its repetition over sizes, models and ranks, long runs, kills and random cases
 are full. Every file keeps a short case, so that no subject is left out.
@@ -37,17 +38,23 @@ def leave_out_full(items: list[pytest.Item], whole_files: bool) -> list[pytest.I
     return left_out
 
 
-def covering_pairs(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Choose rows so that every pair of values of two columns meets that meets in any row; return their numbers."""
-    pairs: list[set[object]] = [
-        {(a, repr(row[a]), b, repr(row[b])) for a, b in combinations(sorted(row), 2)} or {repr(row)} for row in rows
-    ]
-    missing: set[object] = set().union(*pairs)
+def covering(rows: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
+    """Choose rows so that what `strength` columns hold together in any row they hold in one that is chosen.
+
+    Args:
+        rows: Parameter sets, each parameter by name.
+        strength: 1 for every value, 2 for every pair of values.
+
+    Returns:
+        Positions of the chosen rows, ascending.
+    """
+    held = [set(combinations(sorted((name, repr(value)) for name, value in row.items()), strength)) for row in rows]
+    missing: set[object] = set().union(*held)
     chosen: list[int] = []
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
+        best = max(range(len(rows)), key=lambda index: len(held[index] & missing))
         chosen.append(best)
-        missing -= pairs[best]
+        missing -= held[best]
     return sorted(chosen)
 
 
@@ -66,8 +73,9 @@ def _full_cases(group: Sequence[pytest.Item]) -> list[pytest.Item]:
     specs = [getattr(item, "callspec", None) for item in group]
     ids = ["" if spec is None else spec.id for spec in specs]
     keep = set(mark.kwargs.get("short", ()))
-    if mark.kwargs.get("pairs"):
-        keep |= {ids[index] for index in covering_pairs([{} if spec is None else spec.params for spec in specs])}
+    if "cover" in mark.kwargs:
+        rows = [{} if spec is None else spec.params for spec in specs]
+        keep |= {ids[index] for index in covering(rows, mark.kwargs["cover"])}
     if len(group) > 1 and not keep <= set(ids):
         raise pytest.UsageError(f"{group[0].nodeid}: no parameter set has the id {sorted(keep - set(ids))}")
     return [item for item, each in zip(group, ids, strict=True) if each not in keep]

@@ -35,6 +35,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return {key: folder.read_tensor(key) for key in folder.tensors if not key.startswith("rng_state")}
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.parametrize("written", [(1, 2), (2, 1), (3, 2)], ids=lambda w: f"G{w[0]}-tp{w[1]}")
 def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
@@ -56,6 +57,7 @@ def test_a_plain_fp32_optimizer_converts_with_one_wrapper_less(tmp_path: Path, m
     assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth, TWO_WRAPPERS))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_layers_and_experts_that_keep_their_index_convert_to_the_same(tmp_path: Path, model: str) -> None:
     truth = make_truth(MODELS[model])

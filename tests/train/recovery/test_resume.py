@@ -71,6 +71,7 @@ def test_a_run_in_two_parts_equals_a_run_in_one(
     assert all((index == 1) == ("norm" in name or "embed" in name) for name, index in groups.items()), groups
 
 
+@pytest.mark.full
 def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     short = (*data, "--train-iters", "2")
@@ -147,6 +148,7 @@ def test_ranks_that_start_again_go_on_from_what_they_saved_and_not_from_what_the
     assert differences(tmp_path / "saved" / "iter_0000008", tmp_path / "all" / "iter_0000008") == []
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_trains_on_the_same_samples(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
