@@ -4,7 +4,6 @@ import difflib
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable
 from types import ModuleType
 
 from megatron_fsdp.errors import ConfigurationError
@@ -28,13 +27,17 @@ def import_by_path(path: str, argument: str, suggestions: tuple[str, ...] = ()) 
     module_path, colon, name = path.partition(":")
     parts = [*module_path.split("."), *(name.split(".") if colon else [])]
     if len(parts) < 2 or not all(parts):
-        by_name = [known for known in suggestions if known.rsplit(".", 1)[-1] == path]
-        hint = f"did you mean {by_name[0]!r}?" if by_name else "write 'package.module.Class'."
+        hint = _same_name(path, suggestions) or "write 'package.module.Class'."
         raise ConfigurationError(f"{argument} has {path!r}, which is not a complete import path; {hint}")
-    return _walk(path, parts, argument)
+    return _walk(path, parts, argument, _same_name(parts[-1], suggestions))
 
 
-def _walk(path: str, parts: list[str], argument: str) -> object:
+def _same_name(name: str, suggestions: tuple[str, ...]) -> str:
+    """A hint at the suggestion that ends with a name; empty where none does."""
+    return next((f"did you mean {known!r}?" for known in suggestions if known.rsplit(".", 1)[-1] == name), "")
+
+
+def _walk(path: str, parts: list[str], argument: str, same_name: str) -> object:
     """Follow the path a part at a time: an attribute where there is one, else a submodule."""
     current: object = None
     for depth, part in enumerate(parts):
@@ -42,31 +45,36 @@ def _walk(path: str, parts: list[str], argument: str) -> object:
         if depth and hasattr(current, part):
             current = getattr(current, part)
             continue
-        if depth and not hasattr(current, "__path__"):
-            raise _wrong_part(path, part, f"{reached!r} has no {part!r}", dir(current), argument)
-        current = _import_module(path, ".".join(parts[: depth + 1]), argument, current)
+        module = None
+        if not depth or hasattr(current, "__path__"):
+            module = _import_module(".".join(parts[: depth + 1]))
+        if module is None:
+            problem = f"{reached!r} has no {part!r}" if depth else f"there is no module {part!r}"
+            raise ConfigurationError(f"{argument} has {path!r}, but {problem}; {_hint(part, current, same_name)}")
+        current = module
     return current
 
 
-def _import_module(path: str, module_name: str, argument: str, parent: object) -> ModuleType:
+def _import_module(module_name: str) -> ModuleType | None:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != module_name:  # the module exists, but something that it imports does not
             raise
-    reached, _, part = module_name.rpartition(".")
-    if not reached:
-        raise _wrong_part(path, part, f"there is no module {part!r}", _top_level_names(), argument)
-    search_path = getattr(parent, "__path__", [])
-    names = {*dir(parent), *(module.name for module in pkgutil.iter_modules(search_path))}
-    raise _wrong_part(path, part, f"{reached!r} has no {part!r}", names, argument)
+    return None
 
 
-def _top_level_names() -> set[str]:
-    return {name.partition(".")[0] for name in sys.modules} | {module.name for module in pkgutil.iter_modules()}
-
-
-def _wrong_part(path: str, part: str, problem: str, names: Iterable[str], argument: str) -> ConfigurationError:
-    nearest = difflib.get_close_matches(part, sorted(names), n=1)
-    hint = f"the nearest name is {nearest[0]!r}." if nearest else "no name there is like it."
-    return ConfigurationError(f"{argument} has {path!r}, but {problem}; {hint}")
+def _hint(part: str, parent: object, same_name: str) -> str:
+    """What a part of a path may have meant: a name like it in what the path had reached (None: nothing yet)."""
+    if parent is None:
+        names = {name.partition(".")[0] for name in sys.modules} | {module.name for module in pkgutil.iter_modules()}
+    else:
+        search_path = getattr(parent, "__path__", [])
+        names = {*dir(parent), *(module.name for module in pkgutil.iter_modules(search_path))}
+    # Of all modules of the machine, one that is only somewhat alike is another program.
+    nearest = difflib.get_close_matches(part, sorted(names), 1, 0.8 if parent is None else 0.6)
+    if nearest:
+        return f"the nearest name is {nearest[0]!r}."
+    return same_name or (
+        "no name there is like it." if parent is not None else "give a path by which Python can import it."
+    )
