@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, build, mesh, message_of, train
@@ -151,6 +154,40 @@ def sharded_part_inside_a_model() -> None:
     shard(model)
 
 
+def model_that_fsdp2_has_sharded() -> None:
+    shard(torch_fully_shard(build(), mesh=mesh()))
+
+
+def part_that_fsdp2_has_sharded() -> None:
+    model = build()
+    torch_fully_shard(model.layers[1], mesh=mesh())
+    shard(model)
+
+
+def model_in_ddp() -> None:
+    shard(TorchDDP(build()))
+
+
+def class_of_models() -> None:
+    shard(Net)  # type: ignore[arg-type]
+
+
+def policy_of_torch() -> None:
+    shard(mixed_precision_policy=TorchPolicy(param_dtype=torch.bfloat16))
+
+
+def policy_of_torch_for_the_class() -> None:
+    MegatronFSDP(build(), FSDPDistributedIndex(mesh(), "dp"), None, TorchPolicy())  # type: ignore[arg-type]
+
+
+def cuda_device_on_a_cpu_build() -> None:
+    shard(device="cuda")
+
+
+def cuda_mesh_on_a_cpu_build() -> None:
+    shard(device_mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("dp",)))
+
+
 def policy_that_is_a_name() -> None:
     shard(mixed_precision_policy="bf16")
 
@@ -161,6 +198,23 @@ def mesh_that_is_a_name() -> None:
 
 def legacy_keyword_that_contradicts() -> None:
     shard(report_nan_in_param_grad=True, check_for_nan_in_grad=False)
+
+
+def optimizer_before_model() -> None:
+    model = build()
+    fully_shard(torch.optim.SGD(model.parameters(), lr=0.1), model)  # type: ignore[arg-type]
+
+
+def class_of_optimizers() -> None:
+    fully_shard(build(), torch.optim.SGD, mesh())  # type: ignore[arg-type]
+
+
+def class_of_optimizers_alone() -> None:
+    fully_shard_optimizer(torch.optim.SGD)  # type: ignore[arg-type]
+
+
+def model_as_optimizer() -> None:
+    fully_shard_optimizer(build())  # type: ignore[arg-type]
 
 
 def empty_optimizer() -> None:
@@ -293,6 +347,29 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
         "ConfigurationError",
         ("the model is sharded already (2 of 7 parameters, such as la",),
     ),
+    model_that_fsdp2_has_sharded: (
+        "ConfigurationError",
+        ("the model is sharded by FSDP2 (torch's fully_shard) already; leave that out and give the plain model",),
+    ),
+    part_that_fsdp2_has_sharded: ("ConfigurationError", ("the model at layers.1 is sharded by FSDP2 (torch's fully_",)),
+    model_in_ddp: (
+        "ConfigurationError",
+        ("the model is in torch's DistributedDataParallel", "give the module inside it (.module)"),
+    ),
+    class_of_models: ("TypeError", ("the class Net was given where a model is wanted; give a torch.nn.Module",)),
+    policy_of_torch: (
+        "TypeError",
+        (
+            "mixed_precision_policy is the MixedPrecisionPolicy of torch.distributed.fsdp; give that of megatron_fsdp",
+            "grad_comm_dtype for its reduce_dtype, and build the model in its param_dtype",
+        ),
+    ),
+    policy_of_torch_for_the_class: ("TypeError", ("is the MixedPrecisionPolicy of torch.distributed.fsdp; give that",)),
+    cuda_device_on_a_cpu_build: ("ConfigurationError", ("device='cuda', but ", "; leave the argument out, or ")),
+    cuda_mesh_on_a_cpu_build: (
+        "ConfigurationError",
+        ("the mesh is of type 'cuda', but ", '; build the mesh with init_device_mesh("cpu", ...)'),
+    ),
     policy_that_is_a_name: ("TypeError", ("mixed_precision_policy='bf16'", "MixedPrecisionPolicy")),
     mesh_that_is_a_name: ("TypeError", ("device_mesh='cpu'", "DeviceMesh")),
     legacy_keyword_that_contradicts: (
@@ -302,6 +379,16 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
             "leave the former out.",
         ),
     ),
+    optimizer_before_model: (
+        "TypeError",
+        ("the optimizer was given first and the model second; call fully_shard(model, optimizer)",),
+    ),
+    class_of_optimizers: (
+        "TypeError",
+        ("SGD is a class; give an optimizer of it, built as SGD(model.parameters(), ...)",),
+    ),
+    class_of_optimizers_alone: ("TypeError", ("SGD is a class; give an optimizer of it, built as SGD(model.param",)),
+    model_as_optimizer: ("TypeError", ("an object of Net was given where an optimizer is wanted; build one on model",)),
     empty_optimizer: (
         "ConfigurationError",
         ("the optimizer has no parameters; build it on the parameters of the model",),

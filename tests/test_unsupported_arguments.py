@@ -1,8 +1,9 @@
-"""Arguments of later versions exist and are refused by name when set, before anything else happens.
+"""Arguments of later versions, misspelt and missing ones are refused by name before anything else happens.
 
 There is no process group here, so whatever is refused is refused without a collective, and alike on every rank.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import (
+    DistributedDataParallel,
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
+    MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
+    fully_shard_optimizer,
 )
+from megatron_fsdp.automodel.config import FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NotSupportedYetError
 
 PLACEHOLDER: Any = "stands for a process group or a mesh"
@@ -137,3 +142,43 @@ def test_the_class_refuses_or_warns_of_a_config_field_that_it_does_not_read(fiel
         except AttributeError:  # the index is hollow, so an accepted config leads here
             said += [str(warning.message) for warning in caught]
     assert any(name in text for name in fields for text in said), f"{fields} was taken in silence"
+
+
+# ---- misspelt and missing arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("called", "wrong", "meant"),
+    [
+        (fully_shard, "dp_shard_dimm", "dp_shard_dim"),
+        (fully_shard_model, "mixed_precision", "mixed_precision_policy"),
+        (fully_shard_optimizer, "preproc_state_dict_for_dcp", "preproc_state_dict_for_dcp_ckpt"),
+        (MegatronFSDP, "fsdp_unit_module", "fsdp_unit_modules"),
+        (FSDPDistributedIndex, "shard_dim", "dp_shard_dim"),
+        (DistributedDataParallel, "find_unused_params", "find_unused_parameters"),
+        (DistributedDataParallelConfig, "bucket_siz", "bucket_size"),
+        (MixedPrecisionPolicy, "main_param_dtype", "main_params_dtype"),
+        (FSDP2Config, "offload", "offload_policy"),
+        (MegatronFSDPConfig, "zero_strategy", "zero_dp_strategy"),
+    ],
+)
+def test_a_misspelt_argument_is_answered_with_the_nearest(called: Callable[..., Any], wrong: str, meant: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        called(nn.Linear(2, 2), **{wrong: 1})
+    assert str(caught.value) == f"{called.__name__}() has no argument {wrong!r}; did you mean {meant!r}?"
+    assert meant in inspect.signature(called).parameters
+
+
+def test_an_argument_that_is_like_no_other_is_answered_with_help() -> None:
+    with pytest.raises(TypeError) as caught:
+        fully_shard_model(nn.Linear(2, 2), qqqq=1)  # type: ignore[call-arg]
+    assert str(caught.value) == "fully_shard_model() has no argument 'qqqq'; see help(fully_shard_model)."
+
+
+def test_sharding_a_model_without_optimizer_is_answered_with_the_function_for_it() -> None:
+    with pytest.raises(TypeError) as caught:
+        fully_shard(nn.Linear(2, 2))  # type: ignore[call-arg]
+    assert str(caught.value) == (
+        "fully_shard() was called without 'optimizer'; give the optimizer after the model, or call "
+        "fully_shard_model(model) to shard a model alone."
+    )

@@ -1,11 +1,18 @@
-"""Arguments that are part of the API and not implemented yet: they exist, and only their defaults are accepted."""
+"""Arguments that are misspelt, missing or not implemented yet: what is said of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from megatron_fsdp.errors import NotSupportedYetError
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Class = TypeVar("_Class")
 
 _SHARED: Mapping[str, Any] = {
     "keep_fp8_transpose_cache": False,
@@ -68,3 +75,54 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) ->
 
 def _is_default(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
+
+
+def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
+    """Say what a name that does not exist may have meant: the end of a sentence.
+
+    Args:
+        given: The name.
+        known: The names that exist.
+        otherwise: The end of the sentence where none is like it; empty: the list of all names, called fields.
+    """
+    names = list(known)
+    nearest = difflib.get_close_matches(str(given), names, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else otherwise or f"the fields are {', '.join(names)}."
+
+
+def explains_arguments(
+    **cures: str,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Let a function say what was probably meant by a keyword that it does not have, and what to do without one.
+
+    Its signature stays readable by `inspect`. The errors are TypeErrors, as Python's own.
+
+    Args:
+        cures: By required argument, what a caller who leaves it out may want.
+    """
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            for given in kwargs:
+                if given not in signature.parameters:
+                    hint = nearest_name(given, signature.parameters, f"see help({name}).")
+                    raise TypeError(f"{name}() has no argument {given!r}; {hint}")
+            bound = signature.bind_partial(*args, **kwargs).arguments
+            for missing, cure in cures.items():
+                if missing not in bound:
+                    raise TypeError(f"{name}() was called without {missing!r}; {cure}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def explains_fields(cls: type[_Class]) -> type[_Class]:
+    """Do the same for the constructor of a dataclass."""
+    cls.__init__ = explains_arguments()(cls.__init__)  # type: ignore[method-assign]
+    return cls

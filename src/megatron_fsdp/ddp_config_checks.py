@@ -6,8 +6,7 @@ together is data as well, from which the documentation is made.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,13 +138,6 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
         for need in NEEDS
         if (missing := _missing(need, values))
     }
-
-
-def nearest_field(key: object, known: Iterable[str]) -> str:
-    """Say what a name that is not a field may have meant: the end of a sentence."""
-    names = list(known)
-    nearest = difflib.get_close_matches(str(key), names, n=1)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"the fields are {', '.join(names)}."
 
 
 def _missing(need: Need, values: Mapping[str, Any]) -> str:

@@ -8,12 +8,14 @@ from typing import Any, Self
 
 import torch
 
-from megatron_fsdp.ddp_config_checks import checked_values, idle_settings, nearest_field, with_implications
+from megatron_fsdp.arguments import explains_fields, nearest_name
+from megatron_fsdp.ddp_config_checks import checked_values, idle_settings, with_implications
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.yaml_mapping import read_mapping, write_mapping
 
 
+@explains_fields
 @dataclass
 class DistributedDataParallelConfig:
     """How to reduce gradients and shard a model over data-parallel ranks.
@@ -148,7 +150,7 @@ class DistributedDataParallelConfig:
         known = [field.name for field in dataclasses.fields(self)]
         for name in vars(self):
             if name not in known:
-                hint = nearest_field(name, known)
+                hint = nearest_name(name, known)
                 raise ConfigurationError(f"{name!r} was set on a {type(self).__name__} and is no field of it; {hint}")
         return type(self)(**{name: getattr(self, name) for name in known})
 
@@ -183,7 +185,7 @@ class DistributedDataParallelConfig:
         for key, value in values.items():
             if key not in known:
                 is_section = isinstance(value, Mapping) and not value.keys().isdisjoint(known)
-                hint = "give only the mapping below it." if is_section else nearest_field(key, known)
+                hint = "give only the mapping below it." if is_section else nearest_name(key, known)
                 raise ConfigurationError(f"{key!r} is not a field of {cls.__name__}; {hint}")
         return cls(**values)
 

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.arguments import explains_arguments
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -39,6 +40,7 @@ class FSDPDistributedIndex:
             not those of the dimensions that it stands for.
     """
 
+    @explains_arguments()
     def __init__(
         self,
         device_mesh: DeviceMesh,

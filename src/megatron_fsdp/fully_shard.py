@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.arguments import FUNCTION_DEFAULTS, refuse_unsupported
+from megatron_fsdp.arguments import FUNCTION_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.legacy_arguments import LegacyArguments, resolve_legacy_arguments
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ UnitModules = Sequence[type[nn.Module] | str] | str | None
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
 
+@explains_arguments(module="give the model to shard.")
 def fully_shard_model(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -225,6 +226,7 @@ def fully_shard_model(
     return model
 
 
+@explains_arguments(optimizer="give the optimizer that was built on the parameters of the sharded model.")
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
@@ -245,6 +247,7 @@ def fully_shard_optimizer(
     """
     from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, check_reads_decoupled, integrate
 
+    _check_optimizer(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
         raise ConfigurationError(
@@ -270,6 +273,10 @@ def fully_shard_optimizer(
     return optimizer
 
 
+@explains_arguments(
+    module="give the model and its optimizer.",
+    optimizer="give the optimizer after the model, or call fully_shard_model(model) to shard a model alone.",
+)
 def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described there)
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -340,8 +347,10 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     from megatron_fsdp.runtime.compiled import compiled_in_place
     from megatron_fsdp.runtime.optimizer import check_parameters, move_to_sharded
 
-    arguments["module"] = module = compiled_in_place(module)
+    _check_order(module, optimizer)
     _check_arguments(arguments)
+    _check_optimizer(optimizer)
+    arguments["module"] = module = compiled_in_place(module)
     index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
@@ -364,17 +373,39 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse what can be judged without the mesh and the model; every rank comes to the same verdict."""
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron_fsdp.runtime.module_checks import check_not_wrapped
 
+    check_not_wrapped(arguments["module"])
+    if isinstance(arguments["module"], MegatronFSDP):
+        raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
     _check_hybrid(arguments["dp_outer_dim"], arguments["hybrid_fsdp_group"])
     refuse_unsupported(arguments, FUNCTION_DEFAULTS)
-    for name, kind in (("device_mesh", DeviceMesh | None), ("mixed_precision_policy", MixedPrecisionPolicy)):
-        if not isinstance(arguments[name], kind):
-            expected = "a DeviceMesh or None" if name == "device_mesh" else "a MixedPrecisionPolicy"
-            raise TypeError(f"{name}={arguments[name]!r} is not {expected}; pass one")
-    if isinstance(arguments["module"], MegatronFSDP):
-        raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
+    check_policy(arguments["mixed_precision_policy"])
+    if not isinstance(arguments["device_mesh"], DeviceMesh | None):
+        raise TypeError(f"device_mesh={arguments['device_mesh']!r} is not a DeviceMesh or None; pass one")
+
+
+def _check_order(first: object, second: object) -> None:
+    if hasattr(first, "param_groups") and isinstance(second, nn.Module):
+        raise TypeError("the optimizer was given first and the model second; call fully_shard(model, optimizer)")
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer, a class of optimizers above all. Others than torch's need only have its groups.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        raise TypeError(f"{name} is a class; give an optimizer of it, built as {name}(model.parameters(), ...)")
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"an object of {type(optimizer).__name__} was given where an optimizer is wanted; build one on "
+            "model.parameters()"
+        )
 
 
 def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, refuse_unsupported
+from megatron_fsdp.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.buffer.lanes import resolve_device
 from megatron_fsdp.checkpoint_access import CheckpointAccess
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -19,7 +19,7 @@ from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hand_driven import HandDriven
 from megatron_fsdp.memory_options import resolve_memory_options
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.parameters_access import ParametersAccess
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.reports import Reports
@@ -75,6 +75,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         NotSupportedYetError: An argument that this version does not implement is not at its default.
     """
 
+    @explains_arguments()
     def __init__(
         self,
         module: nn.Module,
@@ -106,6 +107,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     ) -> None:
         given = dict(locals())
         refuse_unsupported(given, CLASS_DEFAULTS)
+        check_policy(mixed_precision_policy)
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
         )
@@ -279,6 +281,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             ConfigurationError: The policy has other main dtypes (buffers of these exist already), a backward is under
                 way, or deferred gradients wait for their reduction.
         """
+        check_policy(mixed_precision_policy)
         new, old = mixed_precision_policy, self.mp_policy
         if (new.main_params_dtype, new.main_grads_dtype) != (old.main_params_dtype, old.main_grads_dtype):
             raise ConfigurationError(

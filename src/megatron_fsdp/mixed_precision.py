@@ -4,11 +4,13 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from megatron_fsdp.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@explains_fields
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes of main weights, main gradients and gradient communication; None means "follow".
@@ -50,6 +52,22 @@ def check_main_dtype(dtype: object, argument: str) -> None:
         raise TypeError(f"{argument}={dtype!r} is not a torch.dtype; give one of {allowed}, or None to follow.")
     if dtype is not None and dtype not in _ALLOWED:
         raise ConfigurationError(f"{argument}={dtype} cannot be used; give one of {allowed}, or None to follow.")
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy of this package, torch's class of the same name above all.
+
+    Raises:
+        TypeError: It is not; names what to give instead.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return
+    if type(policy).__name__ == MixedPrecisionPolicy.__name__:
+        raise TypeError(
+            f"mixed_precision_policy is the {type(policy).__name__} of {type(policy).__module__}; give that of "
+            "megatron_fsdp, with grad_comm_dtype for its reduce_dtype, and build the model in its param_dtype"
+        )
+    raise TypeError(f"mixed_precision_policy={policy!r} is not a MixedPrecisionPolicy; give megatron_fsdp's")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the pub
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from megatron_fsdp.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.placement import resolve_strategy
@@ -20,6 +21,7 @@ from megatron_fsdp.placement import resolve_strategy
 BACKENDS = ("nccl", "gloo")
 
 
+@explains_fields
 @dataclass
 class FSDP2Config:
     """PyTorch's own FSDP2, with tensor, sequence, context, pipeline and expert parallelism.
@@ -99,6 +101,7 @@ class FSDP2Config:
         return _shallow(self)
 
 
+@explains_fields
 @dataclass
 class MegatronFSDPConfig:
     """This package's own engine, with tensor and context parallelism.
@@ -172,6 +175,7 @@ class MegatronFSDPConfig:
         return _shallow(self)
 
 
+@explains_fields
 @dataclass
 class DDPConfig:
     """PyTorch's DistributedDataParallel: whole replicas; no parallelism but that of the data.

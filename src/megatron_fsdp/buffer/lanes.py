@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.errors import ConfigurationError
+
 _CYCLES_PER_S = 1.5e9
 """Of a CUDA device, roughly."""
 
@@ -311,8 +313,17 @@ def default_device() -> torch.device:
 
 
 def resolve_device(device: torch.device | str | int | None, mesh_device_type: str) -> torch.device:
-    """The device that parameters live on: the one given, else this process's device of the mesh's type."""
+    """The device that parameters live on: the one given, else this process's device of the mesh's type.
+
+    Raises:
+        ConfigurationError: It is a CUDA device, and there is none, or torch was built without CUDA.
+    """
     resolved = torch.device(mesh_device_type if device is None else device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        given = f"the mesh is of type {mesh_device_type!r}" if device is None else f"device={device!r}"
+        lack = "this torch is built for CPUs only" if torch.version.cuda is None else "torch finds no CUDA device"
+        cure = 'build the mesh with init_device_mesh("cpu", ...)' if device is None else "leave the argument out"
+        raise ConfigurationError(f"{given}, but {lack}; {cure}, or install torch with CUDA on a machine that has it")
     if resolved == torch.device("cuda"):  # without an index
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

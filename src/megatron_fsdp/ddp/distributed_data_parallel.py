@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.arguments import explains_arguments
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
 from megatron_fsdp.ddp.delayed_linear import delay_weight_gradients, undelay_weight_gradients
 from megatron_fsdp.ddp.engine import BucketEngine
@@ -75,6 +76,7 @@ class DistributedDataParallel(MegatronFSDP):
         NotSupportedYetError: A field that this version does not implement is not at its default.
     """
 
+    @explains_arguments()
     def __init__(
         self,
         config: DistributedDataParallelConfig,

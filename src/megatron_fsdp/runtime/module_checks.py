@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.errors import ConfigurationError
@@ -12,6 +14,30 @@ from megatron_fsdp.runtime.blueprint import check_can_initialise
 
 EMPTY = "empty"
 """Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
+
+
+def check_not_wrapped(module: object) -> None:
+    """Refuse what is no model, and models that another wrapper takes care of already; no communication.
+
+    Raises:
+        ConfigurationError: The model, or a module in it, is sharded or replicated by torch or by this package.
+        TypeError: It is no model.
+    """
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
+    for name, part in module.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(part, DistributedDataParallel):
+            raise ConfigurationError(
+                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
+                "give the module inside it (.module)"
+            )
+        if isinstance(part, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(part, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+            raise ConfigurationError(
+                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
+            )
 
 
 def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
@@ -24,6 +50,7 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
     """
+    check_not_wrapped(module)
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
