@@ -261,6 +261,54 @@ def optimizer_of_a_deleted_model() -> None:
     fully_shard_optimizer(optimizer)
 
 
+class Box(nn.Module):
+    """A module around the model, such as Lightning's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def ddp_around_no_shard() -> None:
+    TorchDDP(shard(zero_dp_strategy=0))
+
+
+def ddp_around_optim() -> None:
+    TorchDDP(shard(zero_dp_strategy=1))
+
+
+def ddp_around_optim_grads() -> None:
+    TorchDDP(shard(zero_dp_strategy=2))
+
+
+def ddp_around_a_module_around_the_model() -> None:
+    TorchDDP(Box(shard()))
+
+
+def ddp_around_the_module_inside_no_shard() -> None:
+    TorchDDP(shard(zero_dp_strategy=0).module)
+
+
+def accelerator_prepares_the_model() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with pytest.MonkeyPatch.context() as patch:
+        ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 2}
+        for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
+            patch.setenv(name, str(value))
+        try:
+            accelerate.Accelerator(cpu=True).prepare(shard())
+        finally:
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+AROUND_DDP = (
+    "ConfigurationError",
+    (
+        "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
+        "train the sharded model as it is, and hand it to nothing that wraps models (accelerator.prepare, ",
+    ),
+)
+
 CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     unknown_strategy_name: (
         "ConfigurationError",
@@ -418,6 +466,12 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
         ("parameter 7 of param_groups[0] (shape (2, 7)) is not a", "would train nothing", "build the optimizer on"),
     ),
     optimizer_of_a_deleted_model: ("ConfigurationError", ("deleted",)),
+    ddp_around_no_shard: AROUND_DDP,
+    ddp_around_optim: AROUND_DDP,
+    ddp_around_optim_grads: AROUND_DDP,
+    ddp_around_a_module_around_the_model: AROUND_DDP,
+    ddp_around_the_module_inside_no_shard: AROUND_DDP,
+    accelerator_prepares_the_model: AROUND_DDP,
 }
 
 

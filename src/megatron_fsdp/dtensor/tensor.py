@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +15,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.utils import _sync_module_states
 
 from megatron_fsdp.dtensor.chunks import LocalChunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.gather import gather_full
 from megatron_fsdp.dtensor.reduction import plain
-from megatron_fsdp.errors import ShardOperationError
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.shard_description import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
 
 
@@ -75,6 +77,21 @@ class UnevenDTensor(DTensor):
         from megatron_fsdp.dtensor.dispatch import dispatch  # it needs this class, as this class needs it
 
         return dispatch(func, args, kwargs or {})
+
+    def detach(self) -> torch.Tensor:
+        """The same elements without history.
+
+        Raises:
+            ConfigurationError: torch's DistributedDataParallel asks, which begins by detaching all parameters to send
+                those of the first rank to the others: there is no sooner sign of it, whatever lies around the model.
+        """
+        if sys._getframe(1).f_code is _sync_module_states.__code__:
+            raise ConfigurationError(
+                "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded and whose "
+                "gradients it reduces; train the sharded model as it is, and hand it to nothing that wraps models "
+                '(accelerator.prepare, Fabric.setup and the strategy "ddp" of Lightning do): only data loaders'
+            )
+        return super().detach()
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's elements; a gradient that comes back is this rank's gradient.
