@@ -31,7 +31,7 @@ _API_MODULES = {
     "parameters_access",
     "checkpoint_access",
     "ema",
-    "pipelines",
+    "param_and_grad_buffer",
     "utils",
 }
 """Top-level modules that are the public face of the engine; every other top-level module is pure."""

@@ -1,4 +1,4 @@
-"""Arguments that are misspelt, missing or not implemented yet: what is said of them."""
+"""Arguments that are misspelt, missing, not implemented yet, or somebody else's business: what is said of them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "megatron_fsdp_cuda_graph_mode": False,
 }
 """Fields of `DistributedDataParallelConfig` when it configures `MegatronFSDP`."""
+
+DECIDED_ELSEWHERE: Mapping[str, str] = {
+    "grad_reduce_in_fp32": "mixed_precision_policy names the dtypes of gradients, and where it follows this is float32",
+    "use_distributed_optimizer": "data_parallel_sharding_strategy says what is sharded",
+    "num_distributed_optimizer_instances": "dist_index says which ranks share an optimizer (dp_outer_dim)",
+    "align_param_gather": "whoever calls start_param_sync decides when pipeline stages gather",
+    "num_buckets": "parameters are gathered and reduced by units",
+    "pad_buckets_for_high_nccl_busbw": "parameters are gathered and reduced by units",
+    "use_megatron_fsdp": "whoever calls MegatronFSDP has chosen it",
+    "use_custom_fsdp": "whoever calls MegatronFSDP has chosen it",
+}
+"""Fields that a foreign configuration (Megatron-Core's) may have at any value, since what they say is decided here."""
 
 
 def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

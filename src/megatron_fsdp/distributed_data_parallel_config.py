@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from megatron_fsdp.arguments import explains_fields, nearest_name
+from megatron_fsdp.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
 from megatron_fsdp.ddp_config_checks import checked_values, idle_settings, with_implications
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
@@ -154,6 +154,41 @@ class DistributedDataParallelConfig:
                 raise ConfigurationError(f"{name!r} was set on a {type(self).__name__} and is no field of it; {hint}")
         return type(self)(**{name: getattr(self, name) for name in known})
 
+    @classmethod
+    def read_from(cls, other: object) -> tuple[Self, tuple[str, ...]]:
+        """Read a configuration of another class, such as Megatron-Core's own, for `MegatronFSDP`; it is left as it is.
+
+        Fields that it lacks take their defaults, and so do those that are decided elsewhere (``DECIDED_ELSEWHERE``).
+        What this class does not know cannot have an effect, and is warned of where it is not at its default.
+
+        Args:
+            other: Any object with attributes of these names.
+
+        Returns:
+            The configuration, and a sentence for each field that was set and is decided elsewhere.
+
+        Raises:
+            ConfigurationError: A value or a combination is not possible.
+            TypeError: It is no configuration: it lacks ``data_parallel_sharding_strategy``.
+        """
+        if not hasattr(other, "data_parallel_sharding_strategy"):
+            raise TypeError(
+                f"a {type(other).__name__} was given as ddp_config, which has no data_parallel_sharding_strategy; give "
+                f"a {cls.__name__}, or Megatron-Core's"
+            )
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}
+        given = {name: getattr(other, name, default) for name, default in defaults.items()}
+        notices = tuple(
+            f"{name}={given.pop(name)!r} of ddp_config decides nothing here: {reason}"
+            for name, reason in DECIDED_ELSEWHERE.items()
+            if given[name] != defaults[name]
+        )
+        if unknown := _set_and_unknown(other, defaults):
+            warn_caller(
+                f"{', '.join(unknown)} of {type(other).__name__} has no effect in this version of megatron_fsdp."
+            )
+        return cls(**given), notices
+
     def idle_settings(self) -> dict[str, str]:
         """Find switches that are on and cannot have an effect beside the others, whatever the front end.
 
@@ -216,6 +251,16 @@ class DistributedDataParallelConfig:
     def to_yaml(self) -> str:
         """Return every field as YAML text, one a line, in the order of the class."""
         return write_mapping(self.to_dict())
+
+
+def _set_and_unknown(other: Any, known: Mapping[str, object]) -> list[str]:
+    """Fields of a dataclass that are not known and not at their defaults, with their values."""
+    return [
+        f"{field.name}={getattr(other, field.name)!r}"
+        for field in (dataclasses.fields(other) if dataclasses.is_dataclass(other) else ())
+        if field.name not in known and field.default is not dataclasses.MISSING
+        if getattr(other, field.name) != field.default
+    ]
 
 
 def _plain(value: object) -> object:

@@ -7,7 +7,7 @@ imports this package, such as a help text or the worker of a data loader, need n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ __all__ = [
     "MegatronFSDP",
     "MixedPrecisionPolicy",
     "ShardingStrategy",
+    "experimental_api",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
@@ -38,6 +39,12 @@ __all__ = [
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _DEFAULT_POLICY = MixedPrecisionPolicy()
+_Marked = TypeVar("_Marked")
+
+
+def experimental_api(marked: _Marked) -> _Marked:
+    """Mark a function or class whose interface may still change; it is returned as it is."""
+    return marked
 
 
 @explains_arguments(module="give the model to shard.")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.pipelines import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
+from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.runtime.assemble import Switches
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.participation import calls_of, take_part

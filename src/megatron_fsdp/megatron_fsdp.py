@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         module: The model; sharded in place and kept as `.module`.
         dist_index: Mesh and process groups.
         ddp_config: Strategy and switches; None: `optim_grads_params` with both overlaps. It is not modified. Its
-            `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy leads.
+            `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy leads. One of
+            another class, such as Megatron-Core's own, is read as `DistributedDataParallelConfig.read_from` says.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         fsdp_unit_modules: Classes or import paths of the units; None or "auto": found by themselves.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
@@ -108,9 +110,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         given = dict(locals())
         refuse_unsupported(given, CLASS_DEFAULTS)
         check_policy(mixed_precision_policy)
-        config = ddp_config or DistributedDataParallelConfig(
-            data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
-        )
+        config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
         memory = resolve_memory_options(given, config)
         outer_strategy = resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
@@ -122,7 +122,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         switches = Switches(
             strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
             outer_strategy=outer_strategy,
-            policy=mixed_precision_policy,
+            policy=policy,
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
             average_in_collective=config.average_in_collective,
@@ -143,6 +143,8 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         grouping = UnitGrouping(fsdp_unit_modules, memory)
         self._wrap(module, dist_index, config, switches, grouping, device, sync_model_each_microbatch)
         self.fsdp_unit_modules = fsdp_unit_modules
+        if ddp_config is not None:
+            self.ddp_config = ddp_config
 
     def _wrap(
         self,
@@ -158,7 +160,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         nn.Module.__init__(self)
         self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
-        self.ddp_config = config
+        self.ddp_config = self._config = config
         self._switches = switches
         self.mp_policy = switches.policy
         self._policy_after_reset: MixedPrecisionPolicy | None = None
@@ -384,6 +386,26 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
                     f"on {moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
                 )
         return self
+
+
+def _own_config(
+    given: object, policy: MixedPrecisionPolicy, disable_bucketing: bool
+) -> tuple[DistributedDataParallelConfig, MixedPrecisionPolicy]:
+    """The configuration as this package writes it, and the policy with what a foreign configuration adds to it."""
+    if given is None:
+        return DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
+        ), policy
+    if isinstance(given, DistributedDataParallelConfig):
+        return given.checked_copy(), policy
+    config, notices = DistributedDataParallelConfig.read_from(given)
+    for notice in notices:
+        logger.info(notice)
+    if disable_bucketing:  # Megatron-Core's training loop always sets a size, and disables it for some model chunks
+        config.bucket_size = None
+    if getattr(given, "grad_reduce_in_fp32", False) and policy.main_grads_dtype is policy.grad_comm_dtype is None:
+        policy = replace(policy, main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
+    return config, policy
 
 
 def _shard_dim(dist_index: FSDPDistributedIndex) -> str:

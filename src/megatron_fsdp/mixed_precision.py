@@ -70,6 +70,15 @@ def check_policy(policy: object) -> None:
     raise TypeError(f"mixed_precision_policy={policy!r} is not a MixedPrecisionPolicy; give megatron_fsdp's")
 
 
+def is_float8tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
+    return any(
+        kind.__module__.partition(".")[0] == "transformer_engine"
+        and kind.__name__ in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor")
+        for kind in type(tensor).__mro__
+    )
+
+
 @dataclass(frozen=True)
 class ResolvedPrecision:
     """The dtypes of one parameter group, with nothing left to follow.

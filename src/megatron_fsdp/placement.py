@@ -28,12 +28,18 @@ class ShardingStrategy(enum.IntEnum):
         optim: main weights and optimizer state, as in ZeRO-1 (1).
         optim_grads: the above and gradients, as in ZeRO-2 (2).
         optim_grads_params: the above and compute weights, as in ZeRO-3 and FSDP (3).
+
+    Clients may write the names in capitals, too.
     """
 
     no_shard = 0
     optim = 1
     optim_grads = 2
     optim_grads_params = 3
+    NO_SHARD = no_shard
+    OPTIM = optim
+    OPTIM_GRADS = optim_grads
+    OPTIM_GRADS_PARAMS = optim_grads_params
 
 
 def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:

@@ -43,7 +43,7 @@ class Reports:
     _gathers_at_once: bool
     module: nn.Module
     dist_index: FSDPDistributedIndex
-    ddp_config: DistributedDataParallelConfig
+    _config: DistributedDataParallelConfig
     mp_policy: MixedPrecisionPolicy
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None
     _hang_log: HangLog | None = None
@@ -180,7 +180,7 @@ class Reports:
             assembly=self._assembly,
             switches=self._switches,
             index=self.dist_index,
-            config=self.ddp_config,
+            config=self._config,
             policy=self.mp_policy,
             auto_sync=self._mode.auto_sync,
             bucket_numel=self._bucket_numel,

@@ -1,10 +1,18 @@
-"""Small functions that client frameworks import: finding the wrapper, and reading tensor-parallel marks."""
+"""Small functions that client frameworks import: the wrapper, ranks, names of meshes, and tensor-parallel marks."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import logging
+import os
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.distributed_index import FSDPDistributedIndex as FSDPDistributedIndex  # clients look for it here
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 _MODE_DIMS = {"column": 0, "row": 1}
@@ -17,6 +25,53 @@ def find_megatron_fsdp(model: nn.Module | None) -> MegatronFSDP | None:
             return model
         model = getattr(model, "module", None)
     return None
+
+
+def safe_get_rank() -> int:
+    """This process's rank: of the default group if there is one, else what the environment (`RANK`) says, else 0.
+
+    Raises:
+        ConfigurationError: `RANK` is not a whole number.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    told = os.environ.get("RANK", "0")
+    if not told.isdecimal():
+        raise ConfigurationError(f"the environment has RANK={told!r}; give the number of this process, or unset it")
+    return int(told)
+
+
+def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """Call `logger.log` on one rank only.
+
+    Args:
+        logger: To write to.
+        args: As of `logging.Logger.log`: the level, the message and its arguments.
+        rank: Which rank.
+        kwargs: As of `logging.Logger.log`.
+    """
+    if safe_get_rank() == rank:
+        logger.log(*args, **kwargs)
+
+
+def using_tensor_parallel(dist_index: FSDPDistributedIndex, is_expert_parallel: bool = False) -> bool:
+    """Whether there is a tensor-parallel dimension of more than one rank, of dense parameters or of experts."""
+    if dist_index.tp_dim is None or dist_index.get_root_mesh(is_expert_parallel) is None:
+        return False
+    return dist_index.get_submesh((dist_index.tp_dim,), is_expert_parallel).size() > 1
+
+
+def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
+    """Names of a mesh's dimensions, and of those that were flattened from its root mesh.
+
+    Args:
+        device_mesh: The mesh; None: no names.
+        only_submesh_dims: Leave the flattened ones out.
+    """
+    if device_mesh is None:
+        return []
+    flattened = () if only_submesh_dims else device_mesh._get_root_mesh()._flatten_mapping
+    return [*(device_mesh.mesh_dim_names or ()), *flattened]
 
 
 def is_submodule(module: nn.Module, parent: nn.Module, strict: bool = True) -> bool:

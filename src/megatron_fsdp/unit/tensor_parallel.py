@@ -11,7 +11,6 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -85,7 +84,7 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def part_of(name: str, param: nn.Parameter, mesh: DeviceMesh | None) -> TensorParallelPart | None:
+def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
     """Find out how tensor parallelism cut a parameter.
 
     Args:

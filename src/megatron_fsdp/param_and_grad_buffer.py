@@ -1,0 +1,191 @@
+"""What clients find behind `param_and_grad_buffer`, `all_gather_pipeline` and `grad_reduce_pipeline`: thin views.
+
+And `make_fsdp_dtensor`, by which clients describe shards that they have cut or joined themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp.buffer.exchange import gather_objects
+from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.runtime.engine import Engine
+from megatron_fsdp.shard_description import ListedCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+from megatron_fsdp.unit.param_group import ParameterGroup
+from megatron_fsdp.unit.tensor_parallel import local_part, part_of
+
+
+class ParamAndGradBuffer:
+    """The flat buffers of a sharded model; live, and owned by the model.
+
+    Args:
+        engine: Of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        return self._engine.groups()
+
+    @property
+    def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Canonical name and sharded parameter of everything trainable: what an optimizer updates."""
+        return [
+            (name, param)
+            for group in self._engine.groups()
+            if group.gradients is not None
+            for name, param in zip(group.names, group.sharded, strict=True)
+        ]
+
+    def update_main_grads(self) -> None:
+        """Make reduced gradients visible as `.grad` of the sharded parameters."""
+        self._engine.attach_gradients()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, deferred ones included."""
+        self._engine.clear_gradients()
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """Bring compute weights up to date with main weights."""
+        self._engine.install_main_weights()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, visible and deferred, by a factor."""
+        for group in self._engine.groups():
+            if group.gradients is not None:
+                group.gradients.scale(scaling_factor, group.sharded)
+
+
+class AllGatherPipeline:
+    """Gathers of a sharded model.
+
+    Args:
+        engine: Of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def all_gather_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Start gathering the units that own some parameters, sharded or full ones."""
+        self._engine.gather_units_of(params, wait=False)
+
+    def wait_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Gather those units, where they are not gathered yet, and wait for them."""
+        self._engine.gather_units_of(params, wait=True)
+
+    def release_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Let go of those units' gathered weights, unless they are in use."""
+        self._engine.release_units_of(params)
+
+
+class GradReducePipeline:
+    """Reductions of a sharded model.
+
+    Args:
+        engine: Of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reduce_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce now what has arrived for the units that own some parameters."""
+        self._engine.reduce_units_of(params)
+
+    def wait_for_previous_grad_reduce(self) -> None:
+        """Reduce what was deferred, and wait for every reduction."""
+        self._engine.flush_deferred()
+
+
+def make_fsdp_dtensor(
+    local_tensor: torch.Tensor,
+    param: torch.Tensor,
+    dist_index: FSDPDistributedIndex,
+    is_sharded_param: bool = True,
+    is_expert_param: bool = False,
+    run_check: bool = False,  # noqa: ARG001
+    update_uneven_dtensor_chunk_meta: bool = False,
+    force_sync_tp_duplicated_param: bool = False,
+) -> DTensor:
+    """Describe what this rank holds of a parameter as a DTensor, as the parameters of a sharded model are.
+
+    Collective over the ranks that the parameter is sharded over (one small exchange of lengths per mesh dimension), so
+    call it on all of them and in the same order, also where a rank holds nothing.
+
+    Args:
+        local_tensor: This rank's consecutive elements of the flattened parameter, in any shape; may be empty. The
+            result shares its memory.
+        param: The parameter before data parallelism cut it, for its shape: this rank's part, where tensor parallelism
+            has cut it (a DTensor, or a tensor with Megatron's marks). Its values are not read.
+        dist_index: Mesh and groups.
+        is_sharded_param: Whether it is sharded over data-parallel ranks; else each of them holds it whole.
+        is_expert_param: Whether it lies on the expert mesh.
+        run_check: Accepted; lengths are always checked.
+        update_uneven_dtensor_chunk_meta: Also describe the chunk on the local tensor, as state dicts have it.
+        force_sync_tp_duplicated_param: Overwrite `local_tensor` by that of the first tensor-parallel rank where these
+            hold the same.
+
+    Returns:
+        A DTensor of the global shape over the mesh dimensions (outer, sharding, tensor-parallel), as far as there are.
+
+    Raises:
+        ConfigurationError: The lengths of all ranks do not add up to the parameter; on all of them.
+    """
+    dims = tuple(dim for dim in (dist_index.dp_outer_dim, dist_index.dp_shard_dim) if dim is not None)
+    tp_dim = dist_index.tp_dim
+    mesh = dist_index.get_submesh(dims if tp_dim is None else (*dims, tp_dim), is_expert_param)
+    tp_mesh = None if tp_dim is None else dist_index.get_submesh((tp_dim,), is_expert_param)
+    part = part_of("param", param, tp_mesh)
+    shards = is_sharded_param, is_sharded_param and dist_index.hsdp_outer_dp_shard
+    use = MeshUse(
+        sizes=tuple(mesh.mesh.shape),
+        shard_dims=tuple(dim for dim, is_cut in zip(reversed(range(len(dims))), shards, strict=False) if is_cut),
+        tensor_dim=None if tp_dim is None else len(dims),
+    )
+    cut = ListedCut(_edges(local_tensor.numel(), mesh, use))
+    whole = local_part(param)
+    if cut.numel != whole.numel():
+        raise ConfigurationError(
+            f"the ranks hold {cut.numel} elements of a parameter of shape {tuple(whole.shape)}, which has "
+            f"{whole.numel()}; give each rank its own consecutive elements"
+        )
+    tensor_cut = None
+    if part is not None and isinstance(part.placement, Shard):
+        tensor_cut = TensorParallelCut.by_chunk(part.shape[part.placement.dim], use.num_parts, part.placement.dim)
+    elif force_sync_tp_duplicated_param and tp_dim is not None:
+        dist.broadcast(local_tensor, group=mesh.get_group(tp_dim), group_src=0)
+    description = ShardDescription(
+        shape=tuple(whole.shape) if part is None else tuple(part.shape),
+        use=use,
+        coordinate=tuple(dist.get_rank(mesh.get_group(dim)) for dim in range(mesh.ndim)),
+        cut=cut,
+        tensor_cut=tensor_cut,
+        other_cuts=tuple(gather_objects(mesh.get_group(tp_dim), cut)) if tensor_cut is not None else (),
+    )
+    made = UnevenDTensor.wrap(local_tensor.detach().view(description.local_shape), ShardFrame(mesh, description))
+    if update_uneven_dtensor_chunk_meta:
+        update_uneven_dtensor_chunk_metadata(made)
+    return made
+
+
+def _edges(numel: int, mesh: DeviceMesh, use: MeshUse) -> tuple[int, ...]:
+    """Where the shards of all ranks begin and end, given how many elements this rank has. Collective."""
+    held = [numel]
+    for dim in reversed(use.shard_dims):
+        held = list(itertools.chain(*gather_objects(mesh.get_group(dim), held)))
+    return (0, *itertools.accumulate(held))
