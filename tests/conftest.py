@@ -2,10 +2,14 @@
 
 import os
 import socket
+from pathlib import Path
 
 # The suite gives the same verdict wherever and however pytest starts it: what decides that is set here, before torch is
-# imported, and inherited by the programs that tests start. Sums of several threads round differently, so there is one
-# thread per process; ranks talk on loopback, whatever the network calls this machine.
+# imported, and inherited by workers and by the programs that tests start. They import this checkout, whatever is
+# installed. Sums of several threads round differently, so there is one thread per process; ranks talk on loopback.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*(str(Path(__file__).parents[1] / folder) for folder in ("src", "")), os.environ.get("PYTHONPATH", "")]
+).rstrip(os.pathsep)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
