@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -75,6 +76,19 @@ class Lane(Protocol):
 
     def submit(self, launch: Launch, finish: Finish | None = None) -> Ticket:
         """Queue a collective and the local work on its result."""
+
+
+class StreamApi(Protocol):
+    """What a lane needs of `torch.cuda`, which is one; a simulated device has its own."""
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802 (torch's name)
+        """A new side stream."""
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream that work is queued on now."""
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A block in which that is another one."""
 
 
 class HostTicket:
@@ -154,10 +168,11 @@ class HostLane:
 
 
 class StreamTicket:
-    """An event recorded on a lane's stream."""
+    """An event recorded on a lane's stream, and how to find the stream that is going to wait for it."""
 
-    def __init__(self, event: torch.cuda.Event, tell: Tell | None = None) -> None:
+    def __init__(self, event: Any, current_stream: Callable[[], Any], tell: Tell | None = None) -> None:
         self._event = event
+        self._current_stream = current_stream
         self._tell = tell
 
     def wait(self) -> None:
@@ -165,7 +180,7 @@ class StreamTicket:
         tell, self._tell = self._tell, None
         if tell is not None:
             tell(Moment.WAITS)
-        torch.cuda.current_stream().wait_event(self._event)
+        self._current_stream().wait_event(self._event)
         if tell is not None:
             tell(Moment.WAITED)
 
@@ -182,20 +197,25 @@ class StreamLane:
         device: Where the stream is.
         name: For whoever watches.
         watch: Who does.
+        streams: Makes streams.
     """
 
-    def __init__(self, device: torch.device, name: str = "", watch: LaneWatch | None = None) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(
+        self, device: torch.device, name: str = "", watch: LaneWatch | None = None, streams: StreamApi = torch.cuda
+    ) -> None:
+        self._streams = streams
+        self._stream = streams.Stream(device)
+        self._current_stream = partial(streams.current_stream, device)
         self._name = name
         self._watch = watch
 
     def submit(self, launch: Launch, finish: Finish | None = None) -> StreamTicket:
         """Queue collective and finish behind what the compute stream holds now."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(self._current_stream())
         tell = None
         if self._watch:
             tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
-        with torch.cuda.stream(self._stream):
+        with self._streams.stream(self._stream):
             if tell is not None:
                 tell(Moment.LAUNCHES)
             work = launch()
@@ -209,7 +229,7 @@ class StreamLane:
                 finish()
             if tell is not None:
                 tell(Moment.FINISHED)
-            return StreamTicket(self._stream.record_event(), tell)
+            return StreamTicket(self._stream.record_event(), self._current_stream, tell)
 
 
 def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:

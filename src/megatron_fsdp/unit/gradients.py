@@ -6,7 +6,9 @@
         -> cast, reduced across, at the sync ->  main gradient
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
-overwrites, else it adds; so clearing gradients in any of the usual ways is right.
+overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is looked at when the
+reduction is started, on the compute stream. From there to `attach` the main gradient is the lane's, which writes it at
+a time of its own: what autograd itself brings for sharded parameters stays in `.grad`, and `attach` adds it.
 """
 
 from __future__ import annotations
@@ -194,8 +196,8 @@ class GradientBuffers:
                 self.inspect(index, view)
         stage = self.reducer.inside(bucket, scratch)
         if not self.reducer.crosses:
-            _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
-            return lane.submit(stage.launch, lambda: self._accumulate(stage, params))
+            self._take_back(params)
+            return lane.submit(stage.launch, lambda: self._accumulate(stage))
         if self._pending is None:
             self._pending = self._zeros(self.reducer.inner_region.numel)
         pending = self._pending
@@ -209,14 +211,13 @@ class GradientBuffers:
         """
         pending, self._pending = self._pending, None
         assert pending is not None
-        _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
+        self._take_back(params)
         stage = self.reducer.across(pending.to(self.precision.grad_comm))
-        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage, params))
+        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
         return ticket, (pending, *stage.memory)
 
-    def _accumulate(self, stage: Stage, params: Sequence[nn.Parameter]) -> None:
+    def _accumulate(self, stage: Stage) -> None:
         """Bring a reduced gradient, shaped as the local main gradient, into it."""
-        self._reconcile(params)
         main, factor = self.main.local, self.reducer.factor
         if not any(self._live):
             stage.put_into(main, factor)
@@ -229,12 +230,13 @@ class GradientBuffers:
         self._live = [True] * len(self._live)
         self.renewed = True
 
-    def _reconcile(self, params: Sequence[nn.Parameter]) -> None:
-        """Take in what `.grad` of the sharded parameters holds by now, and leave None where it was not our own view.
+    def _take_back(self, params: Sequence[nn.Parameter]) -> None:
+        """Take in what became of attached gradients, which the user may have cleared, changed or replaced.
 
-        The user may have cleared, changed or replaced what was attached, and autograd may have put gradients there
-        that do not come through a unit, such as those of a penalty on `model.parameters()`.
+        It is what a copy or replacement holds now that counts, so those are read on the compute stream, whose memory
+        they are: a lane might read them after they are gone. Our own views stay in `.grad`; others leave None.
         """
+        _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
         found = get_grads(params, self.grad_attribute)
         if not num_shown(found):  # all cleared: what had been shown counts no longer
             self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
@@ -245,12 +247,14 @@ class GradientBuffers:
             self._kept[index] |= grad is not None
             if grad is None:
                 self._live[index] = self._live[index] and not attached
-            elif grad is not self.main.views[index]:
-                if attached:
-                    self._live[index] = self.main.take_back(index, grad)
-                else:
-                    self._live[index] = self.main.add(index, grad, self._live[index])
+            elif attached and grad is not self.main.views[index]:
+                self._live[index] = self.main.take_back(index, grad)
                 set_grad(params[index], self.grad_attribute, None)
+
+    def make_way(self, index: int, param: torch.Tensor) -> None:
+        """Autograd is about to add to `.grad` of sharded parameter `index`: let it not be memory that a lane writes."""
+        if not self._attached[index] and param.grad is not None and param.grad is self.main.views[index]:
+            param.grad = None  # it is in `_kept`, so `attach` shows it again, with what comes now
 
     # ---- showing ------------------------------------------------------------------------------------------------
 

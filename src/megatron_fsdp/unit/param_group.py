@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +58,7 @@ class ParameterGroup:
         self.frames = frames
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         pieces = self.weights.main.pieces()
-        self.sharded = tuple(map(self._make_sharded, pieces, frames, originals))
+        self.sharded = tuple(map(self._make_sharded, range(len(frames)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._stand_in = None  # it goes when every full parameter has its place
         if self.weights.whole is not None:
@@ -248,15 +250,14 @@ class ParameterGroup:
             self._stand_in = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
         return self._stand_in.expand(self.plan.layout.shapes[index])
 
-    def _make_sharded(self, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
+    def _make_sharded(self, index: int, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
         # No view: that would keep the buffer alive, whose memory is all that is needed, and have one version with it,
         # so that gathers into the rest of the buffer, in place, would count as changes of the parameter.
         param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
         param.__dict__.update(original.__dict__)
-        if original.requires_grad:
-            # Reductions of whole parameters hand back gradients of the global shape.
-            handle = param.register_hook(functools.partial(as_sharded, frame=frame))
-            self.own_hooks.add(handle.id)
+        if self.gradients is not None:
+            arrives = functools.partial(_of_autograd, weakref.ref(self.gradients), weakref.ref(param), index)
+            self.own_hooks.add(param.register_hook(arrives).id)
             for hook in (original._post_accumulate_grad_hooks or {}).values():
                 param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
@@ -269,6 +270,17 @@ class ParameterGroup:
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
+
+
+def _of_autograd(
+    gradients: weakref.ref[GradientBuffers], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
+) -> torch.Tensor:
+    """Autograd has a gradient for sharded parameter `index` itself, as of a penalty, and is about to accumulate it."""
+    buffers, param = gradients(), sharded()
+    assert param is not None  # this is a hook of its own
+    if buffers is not None:  # else the model is gone
+        buffers.make_way(index, param)
+    return as_sharded(grad, param.shard_frame)  # reductions hand back gradients of the global shape
 
 
 def _none(flags: Iterable[bool]) -> bool:
