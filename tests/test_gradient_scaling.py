@@ -5,8 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.buffer.lanes import HostLane
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.gradient_scaling import GradientReduction, gradient_reduction
+from megatron_fsdp.layout import plan_layout
+from megatron_fsdp.mixed_precision import ResolvedPrecision
+from megatron_fsdp.placement import Placement
+from megatron_fsdp.unit.gradients import GradientBuffers
 
 
 def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor:
@@ -112,3 +118,35 @@ def test_sizes_below_one_are_refused(argument: str, ranks: int) -> None:
     with pytest.raises(ConfigurationError) as caught:
         reduction_for(**{argument: ranks})  # type: ignore[arg-type]
     assert str(caught.value) == f"{argument}={ranks} is not a number of ranks; give 1 or more."
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+THIRD = 1 / 3
+
+
+@pytest.mark.parametrize(
+    ("reduction", "main_grads", "grad_comm", "deferred"),
+    [
+        (GradientReduction("sum", 1.0, THIRD), FP32, BF16, False),
+        (GradientReduction("sum", THIRD, 1.0), FP32, FP32, False),
+        (GradientReduction("sum", 1.0, THIRD), FP32, BF16, True),
+        (GradientReduction("sum", THIRD, 1.0), BF16, FP32, True),
+    ],
+)
+def test_a_factor_is_applied_in_the_wider_dtype(
+    reduction: GradientReduction, main_grads: torch.dtype, grad_comm: torch.dtype, deferred: bool
+) -> None:
+    """bfloat16 gradients, float32 on the wire or in the main gradient, and a factor that is no power of two."""
+    precision = ResolvedPrecision(BF16, FP32, main_grads, grad_comm, has_main_copy=True)
+    device = torch.device("cpu")
+    layout = plan_layout([(100,)], 1)
+    axes = [Axis(None, 0, 1)]
+    gradients = GradientBuffers(layout, axes, [Placement.REPLICATE], precision, reduction, device)
+    grad = torch.randn(100, generator=torch.Generator().manual_seed(0)).to(BF16)
+    bucket = torch.empty(layout.numel, dtype=grad_comm)
+    gradients.begin(None if deferred else bucket)
+    gradients.add(0, grad)
+    param = torch.nn.Parameter(torch.zeros(100))
+    gradients.reduce(HostLane(), bucket, None, [param]).wait()
+    widest = bucket if grad_comm is FP32 else gradients.main.local
+    assert torch.equal(widest[:100], grad.float() * THIRD)

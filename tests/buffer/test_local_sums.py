@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.buffer.local_sums import add_up, add_up_into, sum_received
+from megatron_fsdp.buffer.local_sums import add_up, add_up_into, put_scaled, sum_received
 
 CACHED = 1 << 16
 
@@ -36,6 +36,19 @@ def rows_of(num_rows: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]
     return list(torch.randn(num_rows, numel, generator=torch.Generator().manual_seed(numel)).to(dtype))
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_a_scaled_value_is_rounded_once(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out = torch.empty(1000, dtype=out_dtype)
+    put_scaled(values, 1 / 3, out)
+    wider = torch.promote_types(dtype, out_dtype)
+    assert torch.equal(out, (values.to(wider) * (1 / 3)).to(out_dtype))
+
+
 @given(
     num_rows=st.integers(2, 5),
     numel=st.sampled_from([0, 1, 7, CACHED - 1, CACHED, CACHED + 1, 2 * CACHED + 5]),
@@ -51,7 +64,9 @@ def test_a_sum_put_elsewhere_is_the_product_of_the_whole_sum_bit_for_bit(
     out = torch.full((numel,), torch.nan, dtype=out_dtype)
     add_up_into(rows, out, factor)
     total = sum_received(torch.cat(rows), num_rows)
-    assert torch.equal(out, torch.mul(total, factor, out=torch.empty_like(out)))
+    scaled = torch.empty_like(out)
+    put_scaled(total, factor, scaled)
+    assert torch.equal(out, scaled)
     assert all(torch.equal(row, old) for row, old in zip(rows, before, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The local half of a reduce-scatter: sums of rows, one of each rank, in rank order, 16-bit values in float32."""
+"""The local half of a reduction: sums of rows, one of each rank, in rank order, 16-bit values in float32; factors."""
 
 from __future__ import annotations
 
@@ -44,18 +44,32 @@ def add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 def add_up_into(rows: Sequence[torch.Tensor], out: torch.Tensor, factor: float) -> None:
     """Put the sum of two rows or more times a factor into a floating tensor that shares no memory with them.
 
-    It is the product of the whole sum, bit for bit, and takes no memory where `out` has the dtype of the sum.
+    It is what `put_scaled` makes of the whole sum, bit for bit, and takes no memory where `out` has its dtype.
     """
     is_in_place = sum_dtype(rows[0].dtype) == out.dtype
     for start in range(0, out.numel(), _ADDED_AT_ONCE):
         parts = [row[start : start + _ADDED_AT_ONCE] for row in rows]
         target = out[start : start + _ADDED_AT_ONCE]
         if not is_in_place:
-            torch.mul(_sum(parts), factor, out=target)
+            put_scaled(_sum(parts), factor, target)
             continue
         _sum(parts, target)
         if factor != 1.0:
             target.mul_(factor)
+
+
+def put_scaled(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    """Put values times a factor into a tensor of the same shape and any floating dtype, rounded once, to that dtype.
+
+    `torch.mul(values, factor, out=out)` alone rounds to the dtype of `values` first, where `out` has a wider one.
+    """
+    dtype = torch.promote_types(values.dtype, out.dtype)
+    if values.dtype == dtype:
+        torch.mul(values, factor, out=out)
+    elif out.dtype == dtype:
+        out.copy_(values).mul_(factor)
+    else:
+        torch.mul(values.to(dtype), factor, out=out)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

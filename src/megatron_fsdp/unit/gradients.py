@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.flat_buffer import full_view, padding_ranges, piece_view
 from megatron_fsdp.buffer.lanes import Lane, Ticket
+from megatron_fsdp.buffer.local_sums import put_scaled
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.layout import Layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
@@ -140,7 +141,7 @@ class GradientBuffers:
         elif factor == 1.0:
             self._views_of_target[index].copy_(grad)
         else:
-            torch.mul(grad, factor, out=self._views_of_target[index])
+            put_scaled(grad, factor, self._views_of_target[index])
         self._note(index)
 
     def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
@@ -183,7 +184,7 @@ class GradientBuffers:
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
         """
         if self._partial is not None:
-            torch.mul(self._partial, self.reducer.reduction.pre_factor, out=bucket)
+            put_scaled(self._partial, self.reducer.reduction.pre_factor, bucket)
             self._partial = None
         else:
             for index, filled in enumerate(self.filled):

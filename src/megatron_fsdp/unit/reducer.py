@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp.buffer.collectives import Axis
 from megatron_fsdp.buffer.lanes import Launch
-from megatron_fsdp.buffer.local_sums import add_up_into, sum_received
+from megatron_fsdp.buffer.local_sums import add_up_into, put_scaled, sum_received
 from megatron_fsdp.buffer.shared_work import SharedSum
 from megatron_fsdp.gradient_scaling import GradientReduction
 from megatron_fsdp.placement import Placement
@@ -41,7 +41,7 @@ class Stage(NamedTuple):
         if self.result_into is not None:
             self.result_into(out, factor)
         else:
-            torch.mul(self.result(), factor, out=out)
+            put_scaled(self.result(), factor, out)
 
 
 class GradientReducer:
