@@ -73,7 +73,7 @@ def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements one after another as real numbers; a copy where they do not lie so."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().reshape(-1).contiguous()  # which a strided tensor of one dimension is not after reshape
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
