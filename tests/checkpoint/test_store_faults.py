@@ -190,3 +190,35 @@ def test_what_is_renamed_has_been_forced_to_the_disk(tmp_path: Path) -> None:
     assert ("write_file", steps[pointer_moves][1]) in steps[:into_place]
     assert steps[pointer_moves + 1] == ("sync_folder", "root")
     assert all(name not in ("remove_tree", "remove_file") for name, _ in steps[:pointer_moves])
+
+
+def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Path) -> None:
+    replaced, first = tmp_path / "replaced", tmp_path / "first"
+
+    def save_as_another(folder: Path) -> None:
+        new_process()
+        save(folder, 20, "of another", FileOps())
+        new_process()
+
+    def write(folder: Path) -> None:
+        save_as_another(first)
+        write_content(folder, "new")
+
+    CheckpointStore(first).write(10, write)
+    assert RunFolder(first).iterations() == [10, 20]
+    assert content_of(first / "iter_0000010") == "new"
+    assert RunFolder(first).hidden() == []
+
+    class Slow(FileOps):
+        """Another process saves when the old checkpoint is out of the way, and the new one has not its name yet."""
+
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if ".replaced-" in target.name:
+                save_as_another(replaced)
+
+    save(replaced, 10, "old", FileOps())
+    save(replaced, 10, "new", Slow(), overwrite=True)
+    assert RunFolder(replaced).pointed() == 10
+    assert content_of(replaced / "iter_0000010") == "new"
+    assert RunFolder(replaced).hidden() == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 _CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
@@ -63,3 +65,27 @@ class FileOps:
         except FileNotFoundError:
             if path.exists():  # somebody else removes it too; what they leave is removed next time
                 raise
+
+
+def claim(path: Path, held: ExitStack) -> bool:
+    """Lock a file or folder until `held` ends, or the process, however that ends.
+
+    Where the file system knows no locks, or nothing can be opened, nobody is refused. On NFS a lock of a file holds for
+    all machines, that of a folder for this one.
+
+    Returns:
+        False where somebody else has it: another process, or another call in this one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except OSError:
+        return True
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
+    return True

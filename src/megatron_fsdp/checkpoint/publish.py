@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.file_ops import FileOps, claim
 from megatron_fsdp.checkpoint.retention import to_prune
 from megatron_fsdp.checkpoint.run_folder import (
     MARK_OF_WHOLE,
@@ -26,7 +26,7 @@ from megatron_fsdp.errors import CheckpointError
 
 
 class Publisher:
-    """Writes to the folder of a run.
+    """Writes to the folder of a run. What it hides there is claimed until `end`, so that nobody takes it for left over.
 
     Attributes:
         folder: The folder of the run.
@@ -35,6 +35,7 @@ class Publisher:
     def __init__(self, folder: RunFolder, ops: FileOps) -> None:
         self.folder = folder
         self._ops = ops
+        self._claims = contextlib.ExitStack()
 
     def begin(self, iteration: int, overwrite: bool) -> Path:
         """Clear what killed runs have left, and make an empty hidden folder to write a checkpoint into.
@@ -51,9 +52,16 @@ class Publisher:
         if is_taken and not overwrite and iteration not in never_pointed_to:
             state = "exists" if self.folder.find(iteration) else f"exists, without a {MARK_OF_WHOLE}"
             raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
-        staging = root / hidden_name(target.name, Purpose.PARTIAL)
-        self._ops.make_folder(staging)
-        return staging
+        while True:
+            staging = root / hidden_name(target.name, Purpose.PARTIAL)
+            self._ops.make_folder(staging)
+            if claim(staging, self._claims) and staging.exists():
+                return staging
+            # Another process took it for left over before it was claimed.
+
+    def end(self) -> None:
+        """Give up what was claimed, after a save that was published or failed."""
+        self._claims.close()
 
     def publish(self, staging: Path, iteration: int, keep_last: int | None) -> None:
         """Give a written folder its name, let the pointer name it, and delete what is not kept.
@@ -80,7 +88,9 @@ class Publisher:
         with contextlib.ExitStack() as undo:
             undo.callback(self._ops.remove_file, pointer)
             self._ops.write_file(pointer, str(iteration))
+            claim(pointer, self._claims)
             if target.exists():
+                claim(target, self._claims)
                 aside = root / hidden_name(target.name, Purpose.REPLACED)
                 self._ops.rename(target, aside)
                 undo.callback(self._ops.rename, aside, target)
@@ -111,7 +121,7 @@ class Publisher:
             self._ops.remove_tree(path)
 
     def _clear_leftovers(self) -> set[int]:
-        """Remove what killed processes have left.
+        """Remove what killed processes have left; what a living one has claimed stays.
 
         Returns:
             Iterations that were given their name by a process that was killed before it could move the pointer. Who
@@ -121,15 +131,20 @@ class Publisher:
         for entry in self.folder.hidden():
             if entry.purpose is Purpose.DISCARDED:
                 self.discard(entry.path)
-            elif entry.is_ours:  # of a save in progress
-                continue
-            elif entry.name == POINTER:
-                never_pointed_to |= self._clear_pointer(entry)
-            elif entry.purpose is Purpose.PARTIAL:
-                self.discard(entry.path)
-            else:
-                self._restore_or_discard(entry)
+            elif not entry.is_ours:  # those are of a save in progress
+                with contextlib.ExitStack() as held:
+                    if claim(entry.path, held):
+                        never_pointed_to |= self._clear_leftover(entry)
         return never_pointed_to
+
+    def _clear_leftover(self, entry: Hidden) -> set[int]:
+        if entry.name == POINTER:
+            return self._clear_pointer(entry)
+        if entry.purpose is Purpose.PARTIAL:
+            self.discard(entry.path)
+        else:
+            self._restore_or_discard(entry)
+        return set()
 
     def _clear_pointer(self, entry: Hidden) -> set[int]:
         """Remove the unused pointer of a killed process, unless it tells of a checkpoint that was never pointed to."""

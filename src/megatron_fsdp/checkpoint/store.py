@@ -179,6 +179,12 @@ class CheckpointStore:
                 message on every rank. Nothing was published, and what was written is removed.
             ConfigurationError: The iteration is no whole number from 0.
         """
+        try:
+            return self._write(iteration, writer, overwrite, is_synced)
+        finally:
+            self._publisher.end()
+
+    def _write(self, iteration: int, writer: Writer, overwrite: bool, is_synced: bool) -> Path:
         first, name, doing = decided_by_first(
             lambda: self._begin(iteration, overwrite), f"saving iteration {iteration} in {self.root}", self.group
         )

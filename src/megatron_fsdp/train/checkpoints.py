@@ -2,7 +2,6 @@
 
 import os
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +105,6 @@ class RunCheckpoints:
             self._meet_later_ones(newest, steps)
         if options.save is not None:
             folder = options.save
-            agree(run.rank, lambda: require_writable(folder))
             self._replaceable = agree(run.rank, lambda: numbers_in(folder, above=steps))
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
@@ -304,20 +302,3 @@ def numbers_in(folder: Path, above: int) -> frozenset[int]:
     """The steps above one that folders of checkpoints here are named after, whole or not."""
     found = (iteration_of(path.name) for path in folder.iterdir())
     return frozenset(number for number in found if number is not None and number > above)
-
-
-def require_writable(folder: Path) -> None:
-    """Make a folder, and write to it, so that a run does not find out after the training that it cannot.
-
-    Raises:
-        ConfigurationError: It cannot be made or written.
-    """
-    probe = folder / f".probe-{uuid.uuid4().hex[:12]}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
-        ) from error

@@ -1,22 +1,23 @@
-"""The folder that a run writes its results into; a run that goes on writes into the same one."""
+"""The folders that a run writes into, which are its own while it lives: of its results, and of its checkpoints."""
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from megatron_fsdp.checkpoint.file_ops import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.ranks import Rank, agree
 from megatron_fsdp.train.options.job import Job
 
 MARK_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-CLAIM_FILE = ".claim"
+_RESULTS_CLAIM, _SAVES_CLAIM = ".claim", ".claim-of-saves"  # one folder may be both
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _NO_NAMES = ("", "none")
 
@@ -77,7 +78,7 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
-    if not _claim(folder, held) and job.restarts == 0:  # a rank before a restart may still be about to end
+    if not _claim(folder / _RESULTS_CLAIM, job, held):
         raise ConfigurationError(f"--out {folder}: another run writes into it now; give another folder")
     if not goes_on and any((folder / name).exists() for name in (MARK_FILE, SUMMARY_FILE)):
         checkpoint = job.options.checkpoint
@@ -89,17 +90,48 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
     return folder
 
 
-def _claim(folder: Path, held: ExitStack) -> bool:
-    """Claim a folder until `held` ends, or the process, however that ends; false where another run has it.
+@contextmanager
+def saving_alone(job: Job, rank: Rank) -> Iterator[None]:
+    """Keep the folder of `--save`, which is made where it is missing, for this run over the block; collective.
 
-    Where the file system knows no locks, or nothing can be written, nobody is refused.
+    Raises:
+        ConfigurationError: Another run saves into it now, or it cannot be written.
     """
+    folder = job.options.checkpoint.save
+    with ExitStack() as held:
+        if folder is not None:
+            agree(rank, lambda: _take_saves(folder, job, held))
+        yield
+
+
+def _take_saves(folder: Path, job: Job, held: ExitStack) -> None:
+    require_writable(folder)
+    if not _claim(folder / _SAVES_CLAIM, job, held):
+        raise ConfigurationError(
+            f"--save {folder}: another run saves into it now; give another folder, or start again when that one has "
+            "ended"
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder of `--save`, and write to it, so that a run does not find out after training that it cannot.
+
+    Raises:
+        ConfigurationError: It cannot be made or written.
+    """
+    probe = folder / f".probe-{uuid.uuid4().hex[:12]}"
     try:
-        file = held.enter_context((folder / CLAIM_FILE).open("a"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # also where a forked child still has the file open
-    return True
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
+
+
+def _claim(file: Path, job: Job, held: ExitStack) -> bool:
+    """Claim the folder of a file until `held` ends, or the process; false where another run has it."""
+    with suppress(OSError):
+        file.touch()
+    return claim(file, held) or job.restarts > 0  # a rank before a restart may still be about to end

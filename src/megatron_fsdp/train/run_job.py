@@ -59,7 +59,7 @@ from megatron_fsdp.train.reporting.readings import describe_peak, exchanges_pair
 from megatron_fsdp.train.reporting.recorder import Recorder
 from megatron_fsdp.train.reporting.speed import Speed
 from megatron_fsdp.train.reporting.writers.build import build_writers, require_writers
-from megatron_fsdp.train.results_folder import SUMMARY_FILE, results_folder
+from megatron_fsdp.train.results_folder import SUMMARY_FILE, results_folder, saving_alone
 
 TEMPERATURE = 0.7
 FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
@@ -103,7 +103,7 @@ def run_job(job: Job, rank: Rank) -> bool:
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
     seed_generators(job.options.training.seed)
-    with telling_of_memory(job, rank, Pulse()):
+    with telling_of_memory(job, rank, Pulse()), saving_alone(job, rank):
         origin = find_origin(job, teller(console))
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         with results_folder(job, rank, goes_on=goes_on) as folder:

@@ -14,7 +14,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.loop import Outcome
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE, _take, new_folder
+from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE, _take, _take_saves, new_folder
 from megatron_fsdp.train.run_job import Results, early_words, show, stopped_words
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
@@ -86,6 +86,21 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     (folder / MARK_FILE).rename(folder / SUMMARY_FILE)  # as after a run that took no step
     with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
         take(job)
+
+
+def test_one_run_at_a_time_saves_into_a_folder(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    job = job_of("--out", str(saves), "--save", str(saves))
+    again = job_of("--out", str(saves), "--save", str(saves), restarts=1)
+    with ExitStack() as held:
+        _take_saves(saves, job, held)
+        with ExitStack() as other, pytest.raises(ConfigurationError, match="another run saves into it now; give anoth"):
+            _take_saves(saves, job, other)
+        with ExitStack() as other:
+            _take_saves(saves, again, other)
+        assert take(job) == saves  # results of the same run may lie there
+    with ExitStack() as held:
+        _take_saves(saves, job, held)
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
