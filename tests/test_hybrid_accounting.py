@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.accounting import GroupFootprint, StepTraffic, persistent_bytes, step_traffic
+from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.hybrid_accounting import outer_step_traffic, part_numel, pending_bytes
 from megatron_fsdp.placement import ShardingStrategy
 from tests.conftest import RunRanks
@@ -93,3 +94,11 @@ def test_the_engine_sends_what_the_formulas_say(run_ranks_over_sockets: RunRanks
         assert inside == inside_wanted
         assert across == across_wanted
         assert across.reductions > 0
+
+
+@pytest.mark.skipif(not has_futex(), reason="ranks share memory by futexes")
+@pytest.mark.parametrize("outer", [0, 1])
+def test_so_does_one_whose_ranks_share_their_weights(run_ranks: RunRanks, outer: int) -> None:
+    for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, 3, outer):
+        assert (inside, across) == (inside_wanted, across_wanted)
+        assert bool(inside.gathers) is bool(outer)

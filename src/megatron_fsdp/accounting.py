@@ -33,7 +33,7 @@ class GroupFootprint:
         outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
         outer_shares: Whether these share main weights, main gradient and optimizer state out further (HFSDP).
         shares_weights: Whether ranks read the shards of each other where they lie (docs/shared_memory.md), so that
-            nothing is gathered under ``optim_grads_params``.
+            nothing is gathered under ``optim_grads_params``; once in a step with ``outer_shares``.
 
     Raises:
         ConfigurationError: ``num_shards`` or ``outer_ranks`` is below 1, or another count is negative.
@@ -282,6 +282,8 @@ def step_traffic(
         plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
         order = _gathered_units(_unit_indices(groups), microbatches, plan)
         gathered = [group for unit in order for group in cut if group.unit == unit and not group.shares_weights]
+        # What ranks share then comes from outer ranks: they meet once for each unit, after its weights have crossed.
+        gathered += [group for group in cut if group.shares_weights and group.outer_shares and group.requires_grad]
     else:
         gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
     reduced_bytes = sum(

@@ -93,6 +93,30 @@ def test_traffic_and_persistent_memory_are_what_the_formulas_say(
     assert {name for name, (measured, _) in exact.items() if not measured} == gathers
 
 
+def train_hybrids(options: dict[str, Any], out: str) -> None:
+    """Two microbatches a step over two inner and two outer ranks, in three ways."""
+    cache = {"num_distributed_optimizer_instances": 2, "data_cache_path": f"{out}/cache"}
+    for strategy, outer in HYBRIDS:
+        names = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
+        train({**options, **cache, **names, "out": f"{out}/{strategy}-{outer}"})
+
+
+HYBRIDS = [("optim_grads_params", "no_shard"), ("optim_grads_params", "optim"), ("optim", "optim")]
+
+
+def test_traffic_over_the_outer_axis_is_what_the_formulas_say(
+    run_ranks: RunRanks, text_file: Path, tmp_path: Path
+) -> None:
+    short = {"train_iters": 2, "eval_interval": 9, "sample_tokens": 1, "micro_batch_size": 1, "global_batch_size": 8}
+    run_ranks(4, train_hybrids, {**OPTIONS, **short, "data_path": str(text_file)}, str(tmp_path))
+    for strategy, outer in HYBRIDS:
+        rows = {row["what"]: row for row in summary(tmp_path / f"{strategy}-{outer}")["rows"]}
+        for what in ("gathers", "sent in gathers", "reductions", "sent in reductions"):
+            row = rows[f"{what} per step"]
+            assert (strategy, outer, row["measured"]) == (strategy, outer, row["formula"])
+        assert rows["reductions per step"]["measured"] == (6 if strategy == "optim" else 12)
+
+
 def test_run_leaves_metrics_curve_sample_and_summary(one_process: Path) -> None:
     records = read_records(one_process / "metrics.jsonl")
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]

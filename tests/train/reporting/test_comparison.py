@@ -8,8 +8,10 @@ from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, com
 from megatron_fsdp.train.reporting.readings import optimizer_bytes
 
 
-def group(unit: int, numel: int) -> GroupFootprint:
+def group(unit: int, numel: int, *, outer_ranks: int = 1, outer_shares: bool = False) -> GroupFootprint:
     return GroupFootprint(
+        outer_ranks=outer_ranks,
+        outer_shares=outer_shares,
         unit=unit,
         numel=numel,
         num_shards=2,
@@ -21,8 +23,18 @@ def group(unit: int, numel: int) -> GroupFootprint:
     )
 
 
-def formulas(strategy: ShardingStrategy, *, microbatches: int = 1, exchanges_pairwise: bool = False) -> list[int]:
-    groups = (group(0, 100), group(1, 400), group(2, 400), group(3, 400))
+def formulas(
+    strategy: ShardingStrategy,
+    *,
+    microbatches: int = 1,
+    exchanges_pairwise: bool = False,
+    outer_ranks: int = 1,
+    outer_shares: bool = False,
+) -> list[int]:
+    sizes = (100, 400, 400, 400)
+    groups = tuple(
+        group(unit, numel, outer_ranks=outer_ranks, outer_shares=outer_shares) for unit, numel in enumerate(sizes)
+    )
     measured = Measurement(MemoryUse(1, 0, 0, 2, 0), 3, Traffic(4, 5, 6, 7))
     rows = compare(measured, Plan(groups, strategy, microbatches, exchanges_pairwise))
     assert [row.measured for row in rows] == [1, 3, 2, 4, 6, 5, 7]
@@ -49,6 +61,23 @@ def test_pairwise_exchange_takes_one_more_bucket() -> None:
 
 def test_each_microbatch_reduces_again() -> None:
     assert formulas(ShardingStrategy.optim_grads, microbatches=3)[5:] == [12, 3 * 1300]
+
+
+def test_where_gradients_are_not_sharded_microbatches_are_reduced_together() -> None:
+    once, thrice = (formulas(ShardingStrategy.optim, microbatches=number) for number in (1, 3))
+    assert once == thrice
+    assert once[5:] == [4, 1300]
+
+
+def test_the_outer_axis_is_counted_too() -> None:
+    inside = formulas(ShardingStrategy.optim_grads, microbatches=3)
+    hybrid = formulas(ShardingStrategy.optim_grads, microbatches=3, outer_ranks=2)
+    part = 650 * 2  # bytes of the bfloat16 weights, or gradients, that an inner rank stands for
+    assert hybrid[3:5] == inside[3:5]
+    assert hybrid[5:] == [24, 3 * (1300 + 2 * part // 2)]  # an all-reduce of each group after each microbatch
+    shared = formulas(ShardingStrategy.optim_grads, microbatches=3, outer_ranks=2, outer_shares=True)
+    assert shared[3:5] == [inside[3] + 4, inside[4] + part // 2]
+    assert shared[5:] == [24, 3 * (1300 + part // 2)]
 
 
 def test_ratio_is_measured_over_formula() -> None:

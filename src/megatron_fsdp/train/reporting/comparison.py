@@ -10,6 +10,7 @@ from megatron_fsdp.accounting import (
     transient_bytes,
 )
 from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.hybrid_accounting import outer_step_traffic
 from megatron_fsdp.placement import ShardingStrategy
 from megatron_fsdp.runtime.footprint import MemoryUse
 
@@ -75,13 +76,25 @@ def compare(measured: Measurement, plan: Plan) -> tuple[Row, ...]:
     held = persistent_bytes(plan.groups, plan.strategy)
     scratch = exchange_scratch_bytes(plan.groups, plan.strategy) if plan.exchanges_pairwise else 0
     borrowed = transient_bytes(plan.groups, plan.strategy, scratch_bytes=scratch)
-    sent = step_traffic(plan.groups, plan.strategy, plan.microbatches)
+    # The trainer puts off the reductions of strategies without sharded gradients; others sync after each microbatch.
+    syncs = 1 if plan.strategy <= ShardingStrategy.optim else plan.microbatches
+    inside, across = step_traffic(plan.groups, plan.strategy, syncs), outer_step_traffic(plan.groups, plan.strategy)
     return (
         Row("weights and gradients", "bytes", measured.memory.persistent_bytes, held.total - held.optimizer),
         Row("optimizer state", "bytes", measured.optimizer_bytes, held.optimizer),
         Row("gathered weights and buckets, peak", "bytes", measured.memory.transient_peak_bytes, borrowed.total),
-        Row("gathers per step", "count", measured.step.gathers, sent.gathers),
-        Row("sent in gathers per step", "bytes", measured.step.gather_bytes, sent.gather_bytes),
-        Row("reductions per step", "count", measured.step.reductions, sent.reductions),
-        Row("sent in reductions per step", "bytes", measured.step.reduce_bytes, sent.reduce_bytes),
+        Row("gathers per step", "count", measured.step.gathers, inside.gathers + across.gathers),
+        Row(
+            "sent in gathers per step",
+            "bytes",
+            measured.step.gather_bytes,
+            inside.gather_bytes + across.gather_bytes,
+        ),
+        Row("reductions per step", "count", measured.step.reductions, inside.reductions + syncs * across.reductions),
+        Row(
+            "sent in reductions per step",
+            "bytes",
+            measured.step.reduce_bytes,
+            inside.reduce_bytes + syncs * across.reduce_bytes,
+        ),
     )
