@@ -44,8 +44,8 @@ def make_pair(pids: tuple[int, int] | None = None) -> list[tuple[Mailboxes, Aren
     """Two ranks, each with mappings of its own."""
     made = [make_arena() for _ in range(2)]
     places = [
-        Place(machine_of_process(), os.getpid(), started_at(os.getpid()) or 0, descriptor, rank)
-        for rank, (descriptor, _) in enumerate(made)
+        Place(machine_of_process(), os.getpid(), started_at(os.getpid()) or 0, descriptor, rank, arena.token)
+        for rank, (descriptor, arena) in enumerate(made)
     ]
     ranks = []
     for rank in range(2):
@@ -146,7 +146,7 @@ def test_what_is_left_of_a_process_and_a_later_one_are_not_it() -> None:
 
 
 def test_a_process_that_cannot_open_a_file_takes_nobody_for_dead() -> None:
-    here = Place((), os.getpid(), started_at(os.getpid()) or 0, 0, 0)
+    here = Place((), os.getpid(), started_at(os.getpid()) or 0, 0, 0, 0)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert not has_ended(here)
     assert has_ended(replace(here, started=here.started + 1))
@@ -262,7 +262,7 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
     descriptor = os.memfd_create("other")
     try:
         with pytest.raises(OSError, match="is not an arena"):
-            open_arena(Place((), os.getpid(), 0, descriptor, 0))
+            open_arena(Place((), os.getpid(), 0, descriptor, 0, 0))
     finally:
         os.close(descriptor)
 

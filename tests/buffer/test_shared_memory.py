@@ -1,5 +1,6 @@
 """Collectives through shared memory on 2 to 4 ranks: the values of sockets bit for bit; when it is used, when not."""
 
+import copy
 import os
 import threading
 from datetime import timedelta
@@ -9,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import fully_shard_model
-from megatron_fsdp.buffer import share, shared_memory
+from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp.buffer import share, shared_arena, shared_memory
 from megatron_fsdp.buffer.collectives import Axis, Traffic
 from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.buffer.local_sums import sum_received
 from megatron_fsdp.buffer.pools import pack_bytes
 from megatron_fsdp.buffer.share import VARIABLE, over_shared_memory, resolve_shared_memory
+from megatron_fsdp.buffer.shared_arena import started_at
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 
@@ -345,6 +347,54 @@ def _when(case: str) -> bool:
 )
 def test_it_is_used_where_all_ranks_can(run_ranks: RunRanks, case: str, expected: bool) -> None:
     assert run_ranks(2, _when, case) == [expected] * 2
+
+
+def _train(model: torch.nn.Module, samples: torch.Tensor, sharded: bool) -> tuple[list[float], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = model
+    if sharded:
+        trained, optimizer = fully_shard(model, optimizer)
+    losses = []
+    for _ in range(3):
+        loss = trained(samples).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, trained
+
+
+def _clones(claim: str) -> tuple[list[float], list[float], str]:
+    """Losses of ranks that wrongly believe that they share memory, those of one process, and what connects ranks."""
+    rank, module = dist.get_rank(), shared_arena
+    torch.manual_seed(0)
+    samples, model = torch.randn(4, 4), torch.nn.Linear(4, 4)
+    expected, _ = _train(copy.deepcopy(model), samples, sharded=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if claim == "same process":  # what is called so here is one's own: process and file have the same numbers
+            own: list[str] = []
+            named = module._path
+
+            def path(pid: int, descriptor: int) -> str:
+                own.append(named(pid, descriptor))
+                return own[0]
+
+            patch.setattr(module, "_path", path)
+        elif rank == 1:  # what bears its number was started at another time
+            patch.setattr(share, "started_at", lambda pid: (started_at(pid) or 0) + 1)
+        patch.setattr(share, "machine_of_process", lambda: ("same",))
+        losses, trained = _train(model, samples.chunk(2)[rank], sharded=True)
+    mean = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    told = next(line for line in str(trained.describe()).splitlines() if "gloo" in line)
+    return (mean / 2).tolist(), expected, told
+
+
+@pytest.mark.parametrize("claim", ["same process", "process started at another time"])
+def test_ranks_that_wrongly_believe_that_they_share_a_machine_use_sockets(run_ranks: RunRanks, claim: str) -> None:
+    for losses, expected, told in run_ranks(2, _clones, claim):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert "shared memory" not in told
 
 
 def _open_files() -> int:

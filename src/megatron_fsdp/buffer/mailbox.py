@@ -4,6 +4,7 @@ Each rank's arena begins with a header that only its owner writes:
 
     bell     rung after each change that somebody may be waiting for
     gone     1 when the owner has let go of the arena; more when it has failed, and then because of which rank
+    token    proves to who opens the arena whose it is (`shared_arena`)
 
 and for each channel: how many messages were posted, with how many of the others' this rank is done, and what the
 last `_RING` messages are: kind, bytes, offset in the arena.

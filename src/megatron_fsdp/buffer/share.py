@@ -94,7 +94,7 @@ def _offer() -> tuple[Place, Arena] | None:
         descriptor, arena = make_arena()
     except (OSError, AttributeError):  # not in every build of Python
         return None
-    return Place(machine, os.getpid(), started or 0, descriptor, dist.get_rank()), arena
+    return Place(machine, os.getpid(), started or 0, descriptor, dist.get_rank(), arena.token), arena
 
 
 def _open_all(rank: int, own: Arena, offers: list[Place | None]) -> list[Arena] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ ARENA_BYTES = 1 << 36
 OWN_BYTES = ARENA_BYTES // 2
 """The end of an arena, of which only its rank takes memory. What is before is for what all ranks take alike."""
 PAGE_BYTES = 4096
+_TOKEN = 16
+"""Word of the header that proves whose arena this is; a cache line of its own, beside those of the mailboxes."""
 _REMOVE, _DONT_DUMP = 9, 16
 """Of `madvise`."""
 
@@ -35,6 +38,7 @@ class Place:
         started: When it was, in ticks; tells it from a later one with the same number.
         descriptor: Of the open file.
         rank: What to call it in messages: its rank among all.
+        token: What the header of the arena holds; drawn at random for each arena.
     """
 
     machine: tuple[str, ...]
@@ -42,6 +46,7 @@ class Place:
     started: int
     descriptor: int
     rank: int
+    token: int
 
 
 def machine_of_process() -> tuple[str, ...]:
@@ -125,6 +130,11 @@ class Arena:
         self.words = (ctypes.c_int64 * (HEADER_BYTES // 8)).from_address(self._mapping.address)
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
+    @property
+    def token(self) -> int:
+        """What `Place.token` is compared with."""
+        return self.words[_TOKEN]
+
     def offset_of(self, address: int) -> int | None:
         """How far behind the start of the arena an address lies; None for one that is not in it."""
         offset = address - self._mapping.address
@@ -164,19 +174,27 @@ def make_arena() -> tuple[int, Arena]:
     descriptor = os.memfd_create("megatron_fsdp", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, ARENA_BYTES)
-        return descriptor, Arena(_path(os.getpid(), descriptor))
+        arena = Arena(_path(os.getpid(), descriptor))
+        arena.words[_TOKEN] = secrets.randbits(63)
+        return descriptor, arena
     except BaseException:
         os.close(descriptor)
         raise
 
 
 def open_arena(place: Place) -> Arena:
-    """Map the arena of another process.
+    """Map the arena of another process, and no other one.
+
+    Machines that were cloned from one image may report the same boot, namespaces and process ids. What is found there
+    is then an arena, but this rank's own.
 
     Raises:
-        OSError: It is gone, or may not be opened.
+        OSError: It is gone, may not be opened, or is not the one that was made there.
     """
-    return Arena(_path(place.pid, place.descriptor))
+    arena = Arena(_path(place.pid, place.descriptor))
+    if arena.token != place.token or has_ended(place):
+        raise OSError(f"process {place.pid} as seen from here is not rank {place.rank}")
+    return arena
 
 
 def _path(pid: int, descriptor: int) -> str:
