@@ -120,12 +120,14 @@ def test_a_missing_log_is_named() -> None:
 
 
 def test_a_rank_on_another_machine_that_fell_silent_is_gone() -> None:
-    waits = Story().gather(1).wait(1)
-    kind, ranks, text = _found(
-        waits.log(0, alive=None, beat=Beat(_NOW)), Story().gather(1).log(1, alive=None, beat=Beat(_NOW - 60 * _SECOND))
-    )
+    waits = Story().gather(1).wait(1).log(0, alive=None, beat=Beat(_NOW))
+    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=Beat(101 * _SECOND)))
     assert (kind, ranks) == (Kind.DIED, (1,))
     assert text.startswith("rank 1 died without a word (process 11 on host), as after kill -9")
+    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=Beat(_NOW - 60 * _SECOND)))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    assert text.splitlines()[0].endswith("since 840.0 s")
+    assert text.splitlines()[1].startswith("after that rank 1 died without a word (process 11 on host), as after kill")
 
 
 def test_of_a_job_that_was_killed_as_a_whole_the_hang_before_is_told() -> None:
@@ -162,6 +164,58 @@ def test_ranks_that_saw_communication_fail_did_not_start_it() -> None:
     assert (kind, ranks) == (Kind.DIED, (1,))
     kind, ranks, _ = _found(follows.log(0, alive=False), Story().gather(1).log(1))
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+
+
+_SIGTERM = 'Stack (most recent call first):\n  File "a.py", line 3 in load\n  File "a.py", line 9 in <module>\n'
+
+
+def _timed_out(quiet_s: int) -> tuple[RankLog, RankLog]:
+    """Rank 0 waited for rank 1 until the time limit of its group; then whoever started them ended rank 1."""
+    waits = Story(1000.0 - quiet_s).gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
+    sleeps = Story(1000.0 - quiet_s).gather(1).log(1, alive=False, beat=Beat(_NOW))
+    return waits.log(0, alive=False), sleeps
+
+
+@pytest.mark.parametrize("quiet_s", [900, 4])
+def test_a_rank_that_was_ended_because_it_stood_still_is_not_told_as_dead(quiet_s: int) -> None:
+    """Also where the time limit was shorter than what is called a hang."""
+    waits, sleeps = _timed_out(quiet_s)
+    kind, ranks, text = _found(waits, replace(sleeps, termination=_SIGTERM))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    last = "starts to gather the weights of a"
+    assert text.splitlines()[:5] == [
+        f"rank 1 runs code outside of the model (the last it did there: {last}, step 0) since {quiet_s}.0 s",
+        "after that rank 1 was ended by SIGTERM (process 11 on host)",
+        "when SIGTERM came it ran, innermost first:",
+        '  File "a.py", line 3 in load',
+        '  File "a.py", line 9 in <module>',
+    ]
+    assert "process SIGTERM\n" in text
+
+
+def test_the_first_standstill_is_told_before_a_later_death() -> None:
+    kind, ranks, text = _found(*_timed_out(900))
+    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    assert text.splitlines()[1] == (
+        "after that rank 1 died without a word (process 11 on host), as after kill -9 or when memory runs out"
+    )
+    assert _found(*_timed_out(4))[0] is Kind.DIED  # may have been a slow step
+
+
+def test_a_rank_that_waited_as_the_others_did_is_no_victim_of_its_own() -> None:
+    """All had come, one gave up, and the rest was ended."""
+    waits = Story(995.0).gather(1).wait(1)
+    ended = replace(waits.log(1, alive=False, beat=Beat(_NOW)), termination=_SIGTERM)
+    kind, ranks, _ = _found(Story(995.0).gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).log(0, alive=False), ended)
+    assert (kind, ranks) == (Kind.EQUAL, ())
+
+
+def test_a_rank_that_was_ended_alone_is_told_so() -> None:
+    waits, _ = _timed_out(900)
+    ended = replace(Story(999.9).gather(1).log(1, alive=False), termination=_SIGTERM)
+    kind, ranks, text = _found(waits, ended)
+    assert (kind, ranks) == (Kind.DIED, (1,))
+    assert text.startswith("rank 1 was ended by SIGTERM (process 11 on host); the last thing known: it runs code out")
 
 
 def test_a_failed_wait_is_told_also_of_a_rank_that_ended_then() -> None:

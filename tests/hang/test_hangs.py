@@ -12,7 +12,8 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
-from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until_said
+from megatron_fsdp.hang.reading import read_folder
+from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until, until_said
 
 _LAYER_2 = (
     "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
@@ -284,3 +285,16 @@ def test_an_error_that_ends_the_wait_carries_the_explanation(tmp_path: Path) -> 
     assert "during 'wait' of unit (root)\nrank 1 runs code outside of the model (" in said
     assert "\nrank 0 raised an error while it waits for the weights of (root) since " in said
     assert _ROOT in said
+
+
+def test_who_slept_through_the_time_limit_is_named_after_sigterm_has_ended_it(tmp_path: Path) -> None:
+    """As torchrun ends the rest of the ranks when one has failed."""
+    with misbehaving(sleep_outside, tmp_path, limit_s=3.0):
+        until_said(tmp_path / "stderr-0", "(root) holds ")
+        os.kill(read_folder(tmp_path).ranks[1].writer.process.pid, signal.SIGTERM)
+        found = until(tmp_path, lambda found: found.rows[1].process == "SIGTERM")
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks) == (Kind.ELSEWHERE, (1,))
+    assert finding.sentences[0].startswith("rank 1 runs code outside of the model (")
+    assert finding.sentences[1].startswith("after that rank 1 was ended by SIGTERM (process ")
+    assert finding.sentences[3].endswith(" in sleep_outside")

@@ -118,6 +118,11 @@ def misbehaving(
 
 def explained(folder: Path, kind: Kind) -> Explanation:
     """What the logs say, as soon as they say something of a kind; at the deadline, whatever they say."""
+    return until(folder, lambda found: any(finding.kind is kind for finding in found.findings))
+
+
+def until(folder: Path, is_there: Callable[[Explanation], bool]) -> Explanation:
+    """What the logs say, as soon as it is what is waited for; at the deadline, whatever they say."""
     deadline = time.monotonic() + DEADLINE_S
     found = None
     while time.monotonic() < deadline:
@@ -125,7 +130,7 @@ def explained(folder: Path, kind: Kind) -> Explanation:
         if not list(folder.glob("*.mfsdplog")):
             continue
         found = explain(read_folder(folder), STUCK_AFTER_S)
-        if any(finding.kind is kind for finding in found.findings):
+        if is_there(found):
             return found
     assert found is not None, "no rank has begun a log"
     return found

@@ -34,6 +34,7 @@ _TAKES_ALL = (
 )
 _ROWS_SHOWN = 16
 _FLIGHTS_SHOWN = 2
+_FRAMES_SHOWN = 4
 
 
 class Kind(Enum):
@@ -65,7 +66,7 @@ class Row:
         doing: What it did when it was last seen, as the predicate of a sentence.
         quiet_s: For how long nothing had happened then.
         operations: How many operations it had started.
-        process: "alive", "dead", "ended", or "elsewhere" for one on another machine.
+        process: "alive", "dead", "ended", "SIGTERM" for one that it ended, or "elsewhere" for one on another machine.
     """
 
     rank: int
@@ -154,6 +155,8 @@ def explain(logs: Logs, after_s: float) -> Explanation:
 def _process_told(log: RankLog, state: State) -> str:
     if state.said_goodbye:
         return "ended"
+    if state.was_terminated:
+        return "SIGTERM"
     return {True: "alive", False: "dead", None: "elsewhere"}[log.alive]
 
 
@@ -183,8 +186,17 @@ class _Ranks:
         return [
             state
             for state in self.states.values()
-            if state.waited_in_vain or (state.waits and state.quiet_s >= self.after_s)
+            if state.waited_in_vain or (state.waits and self._stands_still(state))
         ]
+
+    def _stands_still(self, state: State) -> bool:
+        """Whether nothing had happened on a rank for too long when it was last seen.
+
+        Whoever starts ranks ends the rest by SIGTERM when one has failed. Where a wait had ended in an error, by
+        whatever time limit, a rest that was quiet for longer than clocks and signs of life are unsure stood still.
+        """
+        is_rest = state.was_terminated and any(other.waited_in_vain for other in self.states.values())
+        return state.quiet_s >= (min(self.after_s, 2 * _UNSURE_S) if is_rest else self.after_s)
 
     # ---- ranks that are not there -------------------------------------------------------------------------------
 
@@ -200,9 +212,14 @@ class _Ranks:
         return Finding(Kind.MISSING, missing, (told, *self._others_told(missing)))
 
     def _over(self) -> Finding | None:
-        """Ranks whose process or pass is over while others go on: the first of them."""
+        """Ranks whose process or pass is over while others go on: the first of them.
+
+        One that stood still before its process died, while others waited, is told of as such: the death came later.
+        """
+        stuck = self._stuck()
         own = {rank: at for rank in self.states if (at := self._own_error_ns(rank)) is not None}
-        gone = {rank: self.states[rank].seen_ns for rank in self._gone()}
+        dead = {rank: self.states[rank] for rank in self._gone()}
+        gone = {rank: state.seen_ns for rank, state in dead.items() if not (stuck and self._stands_still(state))}
         first_own = min(own.values(), default=None)
         first_gone = min(gone.values(), default=None)
         if first_own is not None and (first_gone is None or first_own <= first_gone + _UNSURE_S * 1e9):
@@ -212,7 +229,7 @@ class _Ranks:
         ended = tuple(
             rank for rank, state in self.states.items() if state.doing is Doing.ENDED and not state.waited_in_vain
         )
-        if ended and self._stuck():
+        if ended and stuck:
             told = f"{listed(ended)} ended its program, while others go on"
             return Finding(Kind.ENDED, ended, (told, *self._others_told(ended)))
         return None
@@ -260,12 +277,23 @@ class _Ranks:
 
     def _died(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
-        process = self.logs[ranks[0]].writer.process
-        told = (
-            f"{listed(ranks)} died without a word (process {process.pid} on {process.host}), as after kill -9 or when "
-            f"memory runs out; the last thing known: it {doing_told(state, self.units)}"
-        )
-        return Finding(Kind.DIED, ranks, (told, *self._unit_line(state), *self._others_told(ranks)))
+        told = f"{listed(ranks)} {self._death_told(ranks[0])}; the last thing known: it {doing_told(state, self.units)}"
+        stack = self._stack_told(ranks[0])
+        return Finding(Kind.DIED, ranks, (told, *stack, *self._unit_line(state), *self._others_told(ranks)))
+
+    def _death_told(self, rank: int) -> str:
+        """How the process of a rank ended, as the predicate of a sentence."""
+        process = self.logs[rank].writer.process
+        which = f"(process {process.pid} on {process.host})"
+        if self.states[rank].was_terminated:
+            return f"was ended by SIGTERM {which}"
+        return f"died without a word {which}, as after kill -9 or when memory runs out"
+
+    def _stack_told(self, rank: int) -> tuple[str, ...]:
+        """What Python ran on a rank when SIGTERM ended it."""
+        stack = self.logs[rank].termination.rpartition("(most recent call first)")[2].splitlines()
+        frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
+        return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
 
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
@@ -335,7 +363,8 @@ class _Ranks:
             ranks = tuple(state.rank for state in elsewhere)
             told = [f"rank {s.rank} {doing_told(s, self.units)} since {seconds(s.quiet_s)}" for s in elsewhere[:4]]
             more = (f"and {len(elsewhere) - 4} more",) if len(elsewhere) > 4 else ()
-            return Finding(Kind.ELSEWHERE, ranks, (*told, *more, *self._others_told(ranks)))
+            ends = self._later_deaths_told(ranks)
+            return Finding(Kind.ELSEWHERE, ranks, (*told, *more, *ends, *self._others_told(ranks)))
         counts = {rank: state.count for rank, state in self.states.items()}
         least = min(counts.values())
         behind = tuple(rank for rank, count in counts.items() if count == least)
@@ -349,6 +378,13 @@ class _Ranks:
             "library are in the way (set TORCH_FR_BUFFER_SIZE=2000 to have PyTorch record those)"
         )
         return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
+
+    def _later_deaths_told(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """How odd ranks ended after they had stood still."""
+        gone = self._gone()
+        dead = [rank for rank in ranks if rank in gone or self.states[rank].was_terminated]
+        told = [f"after that rank {rank} {self._death_told(rank)}" for rank in dead[:4]]
+        return (*told, *(self._stack_told(dead[0]) if dead else ()))
 
     def _alone(self, stuck: Sequence[State]) -> Finding:
         """A few ranks have begun something that most have not, such as a norm that only they ask for."""

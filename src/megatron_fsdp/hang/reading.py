@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.flight_recorder import flight_name, read_flight
 from megatron_fsdp.hang.processes import is_alive
 from megatron_fsdp.hang.writer import Writer, from_json, is_log_name
-from megatron_fsdp.runtime.ring_format import Beat, Record, read_beat, read_head, read_records, read_words
+from megatron_fsdp.runtime.ring_format import (
+    Beat,
+    Record,
+    read_beat,
+    read_head,
+    read_records,
+    read_termination,
+    read_words,
+)
 
 MOST_FILE_BYTES = 1 << 28
 
@@ -29,6 +37,7 @@ class RankLog:
         alive: Whether the process runs; None: it is on another machine.
         flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
         read_ns: When it was read, in nanoseconds since 1970.
+        termination: What Python ran when SIGTERM came last; empty: none came.
     """
 
     writer: Writer
@@ -39,6 +48,7 @@ class RankLog:
     alive: bool | None = None
     flight: tuple[str, ...] = ()
     read_ns: int = 0
+    termination: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ def read_log(path: Path) -> RankLog:
         alive,
         read_flight(path.with_name(flight_name(writer.rank, writer.model))),
         time.time_ns(),
+        read_termination(content, places),
     )
 
 
@@ -132,6 +143,9 @@ def _of_run(folder: Path, found: Sequence[RankLog], run: str, remarks: Sequence[
     ranks = sorted((log for log in found if log.writer.run == run), key=lambda log: (log.writer.model, log.writer.rank))
     if not ranks:
         raise ConfigurationError(f"{folder} holds logs of other runs only; give each job its own folder")
+    # SIGTERM is noted in the newest log of a process only.
+    terminations = {log.writer.process: log.termination for log in ranks if log.termination}
+    ranks = [replace(log, termination=terminations.get(log.writer.process, "")) for log in ranks]
     began_ns = min(log.writer.started_ns for log in ranks)
     others: dict[str, set[int]] = {}
     for log in found:

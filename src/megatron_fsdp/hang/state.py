@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from megatron_fsdp.hang.reading import RankLog
@@ -86,6 +86,7 @@ class State:
         epoch: How often the model was reset, modulo 256.
         said_goodbye: Its process ended, or its log was stopped; also of one that failed before.
         is_inside: Whether a phase is under way, or was when it said goodbye.
+        was_terminated: Its process is dead, and SIGTERM had come.
     """
 
     rank: int
@@ -103,6 +104,7 @@ class State:
     epoch: int = 0
     said_goodbye: bool = False
     is_inside: bool = False
+    was_terminated: bool = False
 
     @property
     def waits(self) -> bool:
@@ -131,8 +133,10 @@ def state_of(log: RankLog) -> State:
     began_ns = records[-1].time_ns if records else writer.started_ns
     seen_ns = max(began_ns, log.beat.time_ns if log.beat is not None else 0, log.read_ns if log.alive else 0)
     is_gone = None if log.alive is None else not log.alive
+    was_terminated = bool(log.termination) and not log.alive
     if not records:
-        return State(writer.rank, Doing.NOTHING_YET, "", 0, 0, False, writer.started_ns, seen_ns, {}, is_gone=is_gone)
+        nothing = State(writer.rank, Doing.NOTHING_YET, "", 0, 0, False, began_ns, seen_ns, {}, is_gone=is_gone)
+        return replace(nothing, was_terminated=was_terminated)
     names = writer.phases
     open_phases, failure = _unwind(records)
     last = records[-1]
@@ -165,6 +169,7 @@ def state_of(log: RankLog) -> State:
         last.epoch,
         said_goodbye,
         bool(open_phases),
+        was_terminated,
     )
 
 

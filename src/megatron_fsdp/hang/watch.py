@@ -40,6 +40,7 @@ class HangLog(RingLog):
     def __init__(self, folder: Path, engine: Engine, timeout_s: float | None) -> None:
         ring, self.writer = open_ring(folder, engine)
         super().__init__(ring, engine.units, keeps_handles=engine.device.type != "cpu")
+        ring.note_terminations()
         self.folder = folder
         self.timeout_s = timeout_s
         self._explained_at = -1

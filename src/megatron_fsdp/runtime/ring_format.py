@@ -5,6 +5,7 @@
     ...     a sign of life (`_BEAT`), padded to 64 bytes
     ...     the last words: 4 bytes of length, 4 of checksum, then UTF-8
     ...     the ring: records of 64 bytes; record number n lies at place n modulo their count
+    ...     after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
 
 All numbers are little-endian. Each record ends with a checksum over its other bytes, so that one that was being written
 while the process died, or while somebody reads, is known for what it is.
@@ -250,3 +251,8 @@ def read_words(content: bytes, places: Places) -> str:
     length, check = _WORDS.unpack_from(content, places.words)
     said = content[places.words + _WORDS.size :][: min(length, WORDS_BYTES)]
     return said.decode("utf-8", "replace") if said and zlib.crc32(said) == check else ""
+
+
+def read_termination(content: bytes, places: Places) -> str:
+    """What Python ran when SIGTERM came last, as `faulthandler` tells it; empty where none came."""
+    return content[places.end :].decode("utf-8", "replace").strip()[-WORDS_BYTES:]

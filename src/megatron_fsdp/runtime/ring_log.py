@@ -6,8 +6,10 @@ event costs one packed record of 64 bytes.
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
 import os
+import signal
 import sys
 import time
 import traceback
@@ -72,6 +74,18 @@ class Ring:
         with beside.open("r+b") as file:
             self._memory: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
         beside.replace(path)
+
+    def note_terminations(self) -> None:
+        """From now on append Python's stack to the file when SIGTERM comes, before whatever that does here.
+
+        At once, also while this process waits in a collective, where a handler in Python would have to wait too, and
+        would keep the process from ending. Of several logs of a process the last that asked gets it. A handler that
+        somebody installs later replaces this one.
+        """
+        if hasattr(faulthandler, "register"):  # not on Windows
+            file = self.path.open("ab", buffering=0)  # kept open by what it is given to
+            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+            os.register_at_fork(after_in_child=_forget_terminations)
 
     def add(self, mark: Mark, phase: int, unit: int, in_backward: bool, *after: int) -> None:
         """Write a record.
@@ -228,6 +242,10 @@ class RingLog(Observer):
         in_backward = torch._C._current_graph_task_id() != -1
         after = self._step, self._collective, num_bytes, self._count, self._hash, self._epoch
         self.ring.add(mark, _NUMBER_OF[phase], unit, in_backward, *after)
+
+
+def _forget_terminations() -> None:
+    faulthandler.unregister(signal.SIGTERM)
 
 
 def told(error: BaseException) -> str:
