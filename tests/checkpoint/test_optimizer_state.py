@@ -1,5 +1,6 @@
 """The state of every optimizer that is accepted goes through plain dcp calls, from any ranks to any ranks."""
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint.blank_optimizer import Slot, prepare_optimizer_state, slots_in, state_keys
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.checkpoint import load_checkpoint
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents
 
@@ -33,6 +33,20 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(samples, 3) -> (samples, 1)."""
         return (x @ self.rows.t()) @ self.wide.t() * self.scale + self.one
+
+
+class LateNet(Net):
+    """With a parameter that gets no gradient until it is told to take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.randn(5))
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.is_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, 3) -> (samples, 1)."""
+        return super().forward(x) + (self.late.sum() if self.is_late else 0.0)
 
 
 class Lion(torch.optim.Optimizer):
@@ -60,10 +74,11 @@ class Lion(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "SGD dampening": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.5),
     "Adam": lambda p: torch.optim.Adam(p, foreach=False),
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
-    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True, maximize=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
     "NAdam": lambda p: torch.optim.NAdam(p),
     "RAdam": lambda p: torch.optim.RAdam(p),
@@ -76,9 +91,9 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def wrap(name: str, strategy: int, seed: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def wrap(name: str, strategy: int, seed: int, kind: type[Net] = Net) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Net()
+    model = kind()
     return fully_shard(model, OPTIMIZERS[name](model.parameters()), zero_dp_strategy=strategy)
 
 
@@ -102,23 +117,20 @@ def save_all(strategy: int, folder: str) -> None:
         dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/{name}")
 
 
-def load_all(strategy: int, fresh: bool, source: str, target: str) -> list[list[str]]:
+def load_all(strategy: int, fresh: bool, source: str, target: str) -> None:
     """Into optimizers that have stepped, or into fresh ones; and go on from there."""
-    without = []
     for name in OPTIMIZERS:
         model, optimizer = wrap(name, strategy, 7)
-        if fresh:
-            metadata = dcp.FileSystemReader(f"{source}/{name}").read_metadata()
-            without.append(prepare_optimizer_state(model, optimizer, slots_in(metadata)))
-        else:
+        if not fresh:
             step(model, optimizer, 5)
+        elif name == "third-party":  # nobody knows its state before its first step
+            load_checkpoint(model, optimizer, f"{source}/{name}", with_rng=False, strict=False)
         state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=f"{source}/{name}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         dcp.save(state_of(model, optimizer), checkpoint_id=f"{target}/{name}")
         step(model, optimizer, 6)
-    return without
 
 
 @pytest.mark.parametrize(("ranks", "strategy", "fresh"), [(2, 2, False), (3, 3, True)], ids=["stepped", "fresh"])
@@ -127,13 +139,63 @@ def test_every_optimizer_is_saved_and_loaded(
 ) -> None:
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     run_ranks(4, save_all, 3, source)
-    for without in run_ranks(ranks, load_all, strategy, fresh, source, target):
-        assert without == ([[]] * len(OPTIMIZERS) if fresh else [])
+    run_ranks(ranks, load_all, strategy, fresh, source, target)
     for name in OPTIMIZERS:
         found = contents(f"{source}/{name}")
         assert len([key for key in found if key.startswith("optimizer.state.0.")]) >= 1
         assert {key.split(".")[2] for key in found if key.startswith("optimizer.state.")} == set("0123")
         assert_same_contents(contents(f"{target}/{name}"), found)
+
+
+# ---- state before the first step -------------------------------------------------------------------------------------
+
+
+def loads_blank_state(folder: str) -> dict[str, tuple[int, list[int], bool, bool]]:
+    """Save and load before the first step, and once more before the first of one parameter."""
+    found = {}
+    for name in [name for name in OPTIMIZERS if name != "third-party"]:
+        (model, optimizer), (other, loaded) = wrap(name, 2, 0, LateNet), wrap(name, 2, 0, LateNet)
+        before = copy.deepcopy(dict(loaded.state))
+        dcp.save({"optimizer": loaded.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        is_unchanged = str(dict(loaded.state)) == str(before)
+        for late in (False, True):
+            blank = {"optimizer": loaded.state_dict()}
+            if not late:
+                dcp.load(blank, checkpoint_id=f"{folder}/{name}")
+            loaded.load_state_dict(copy.deepcopy(blank["optimizer"]))
+            for net, steps in ((model, optimizer), (other, loaded)):
+                net.module.is_late = late
+                step(net, steps, 1)
+                step(net, steps, 2)
+        same = all(
+            torch.equal(a, b) and a.isfinite().all() for a, b in zip(_locals(model), _locals(other), strict=True)
+        )
+        found[name] = len(before), list(blank["optimizer"]["state"]), is_unchanged, same
+    return found
+
+
+def test_blank_state_that_is_loaded_trains_as_none(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for found in run_ranks(2, loads_blank_state, str(tmp_path)):
+        for name, (count, numbers, is_unchanged, same) in found.items():
+            is_made_at_once = name == "Adagrad"
+            assert count == (6 if is_made_at_once else 0), name
+            assert numbers == [0, 1, 2, 3, 4, *([5] if is_made_at_once else [])], name  # the last one is frozen
+            assert is_unchanged, name
+            assert same, name
+
+
+def blank_of_sgd() -> tuple[list[int], bool]:
+    """Without momentum there is no state, and blank momentum is no gradient of zero that was seen."""
+    _model, optimizer = wrap("SGD dampening", 3, 0)
+    blank = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    torch.manual_seed(0)
+    plain = Net()
+    _plain, without = fully_shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), zero_dp_strategy=3)
+    return list(without.state_dict()["state"]), bool(torch.signbit(blank._local_tensor).all())
+
+
+def test_blank_momentum_is_told_from_one_of_zeros(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, blank_of_sgd) == [([], True)] * 2
 
 
 # ---- a rank without state --------------------------------------------------------------------------------------------
@@ -174,40 +236,6 @@ def test_ranks_without_state_for_an_empty_shard_save_and_load(run_ranks: RunRank
     assert sum(each["empty"] > 0 for each in found) >= 2
     assert all(all(each["same"]) for each in found)
     assert_same_contents(contents(str(tmp_path / "saved-again")), contents(str(tmp_path / "saved")))
-
-
-# ---- preparing -------------------------------------------------------------------------------------------------------
-
-
-def prepare() -> dict[str, Any]:
-    model, optimizer = wrap("Adam", 3, 0)
-    keys = state_keys(model, optimizer)
-    moment, counter = Slot((7, 3), torch.bfloat16), Slot((), torch.float32)
-    with pytest.raises(CheckpointError, match="exp_avg of wide has shape"):
-        prepare_optimizer_state(
-            model, optimizer, {keys["rows"]: {"exp_avg": moment}, keys["wide"]: {"exp_avg": moment}}
-        )
-    assert not optimizer.state
-    scalar = {"exp_avg": Slot((), torch.float32), "step": counter}
-    without = prepare_optimizer_state(
-        model, optimizer, {keys["rows"]: {"exp_avg": moment, "step": counter}, keys["scale"]: scalar}
-    )
-    by_name = dict(model.module.named_parameters())
-    rows, scale = optimizer.state[by_name["rows"]], optimizer.state[by_name["scale"]]
-    return {
-        "without": without,
-        "types": [type(state[kind]).__name__ for state in (rows, scale) for kind in ("exp_avg", "step")],
-        "dtype": rows["exp_avg"].dtype,
-        "local": rows["exp_avg"]._local_tensor.shape == by_name["rows"]._local_tensor.shape,  # type: ignore[attr-defined]
-    }
-
-
-def test_prepared_state_is_cut_as_its_parameter_and_numbers_are_plain(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, prepare):
-        assert found["without"] == ["wide", "one"]
-        assert found["types"] == ["UnevenDTensor", "Tensor", "UnevenDTensor", "Tensor"]
-        assert found["dtype"] is torch.bfloat16
-        assert found["local"]
 
 
 # ---- torch's own functions -------------------------------------------------------------------------------------------

@@ -18,10 +18,6 @@ from tests.conftest import RunRanks
 FIRST, LAST = 3, 5
 BEFORE = ("ddp_before", "fsdp2_before", "megatron_fsdp_before")
 AFTER = ("ddp_after", "fsdp2_after", "deepspeed_after", "megatron_fsdp_after")
-MAKES_STATE = """
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-        prepare_optimizer_state(model, optimizer, slots_in(metadata))
-"""
 
 Losses = dict[str, dict[str, float]]
 
@@ -71,20 +67,8 @@ def resumed(run_ranks: RunRanks, trained: Losses, saved: Path, tmp_path_factory:
     assert trained
     copies = tmp_path_factory.mktemp("resumed") / "copies"
     shutil.copytree(saved, copies)
-    edited = copies / "megatron_fsdp_before.py"
-    edited.write_text(_with_state_to_load_into(script("megatron_fsdp_before").read_text(encoding="utf-8")), "utf-8")
-    jobs = {name: (script(name), copies / name, LAST) for name in ("ddp_before", "fsdp2_before", *AFTER)}
-    jobs["megatron_fsdp_before"] = (edited, copies / "megatron_fsdp_before", LAST)
+    jobs = {name: (script(name), copies / name, LAST) for name in (*BEFORE, *AFTER)}
     return run_ranks(1, run_all, jobs)[0]
-
-
-def _with_state_to_load_into(source: str) -> str:
-    """The lines that docs/coming_from_megatron_fsdp.md puts in front of a load."""
-    asks, imports = '    if (folder / ".metadata").exists():\n', "from megatron_fsdp import "
-    assert source.count(asks) == source.count(imports) == 1
-    source = source.replace(asks, asks + MAKES_STATE.lstrip("\n"))
-    added = "from megatron_fsdp.checkpoint.blank_optimizer import prepare_optimizer_state, slots_in\n"
-    return source.replace(imports, added + imports)
 
 
 @pytest.mark.parametrize("name", [*BEFORE, *AFTER])

@@ -6,6 +6,7 @@ torch keys optimizer state by the position of parameters in the groups. In a che
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,15 +50,18 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     Raises:
         ConfigurationError: As of `named_parameters_of`.
     """
-    names = listed_names(optimizer, model, named_parameters_of(optimizer, model))
+    own = named_parameters_of(optimizer, model)
+    names = listed_names(optimizer, model, own)
     _require_no_local_parts(optimizer)
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
     flat = by_number(names)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    blank = {name for name, param in zip(itertools.chain(*own), params, strict=True) if not optimizer.state.get(param)}
     repeated = {original_name(model, name) for name in own_names_of(model) if is_repeated(model, name)}
     state = {
         PREFIX + flat[index]: slots
         for index, slots in by_index[STATE].items()
-        if slots and isinstance(index, int) and flat[index] not in repeated
+        if slots and isinstance(index, int) and flat[index] not in repeated | blank
     }
     options = [
         {

@@ -154,6 +154,16 @@ def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box])
     return tensor
 
 
+def leave_to_others(tensor: torch.Tensor) -> None:
+    """Let torch.distributed.checkpoint save nothing of a plain tensor here; it is loaded like any other."""
+    tensor.__create_write_items__ = no_write_items  # type: ignore[attr-defined]
+
+
+def no_write_items(_fqn: str, _tensor: object) -> list[WriteItem]:
+    """Name nothing to be saved."""
+    return []
+
+
 def _attach(local: torch.Tensor, chunks: LocalChunks) -> None:
     local.__create_chunk_list__ = chunks.chunk_list  # type: ignore[attr-defined]
     local.__create_write_items__ = chunks.write_items  # type: ignore[attr-defined]

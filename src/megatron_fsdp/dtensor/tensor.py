@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.utils import _sync_module_states
 
-from megatron_fsdp.dtensor.chunks import LocalChunks
+from megatron_fsdp.dtensor.chunks import LocalChunks, no_write_items
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.gather import gather_full
 from megatron_fsdp.dtensor.reduction import plain
@@ -272,7 +272,7 @@ def introduce_to_torch() -> None:
         if UnevenDTensor not in supported:
             supported.append(UnevenDTensor)
     torch.serialization.add_safe_globals(
-        [UnevenDTensor, _unpickle, ShardDescription, MeshUse, BufferCut, ListedCut, TensorParallelCut]
+        [UnevenDTensor, _unpickle, no_write_items, ShardDescription, MeshUse, BufferCut, ListedCut, TensorParallelCut]
     )
 
 

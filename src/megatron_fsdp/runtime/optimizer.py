@@ -15,13 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.runtime.blank_state import is_known_without_a_step, with_blank_state, without_blank_momentum
 from megatron_fsdp.runtime.local_step import LocalStep
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
 STEP_KEY = "step"
-_REMEMBERING = ("betas", "alpha", "rho", "lr_decay", "etas", "lambd")
-"""Settings that only optimizers with state have, torch's and those after them."""
 """State that is a number for each parameter, also where that is a number itself."""
 
 
@@ -143,10 +142,10 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     # Hooks that were there before look at state, too.
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
+    optimizer.register_state_dict_post_hook(with_blank_state)
     if describes_state:
-        optimizer.register_state_dict_pre_hook(functools.partial(_describe_state, reference))
         optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
-        optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
     original = type(optimizer).zero_grad
     owner = weakref.ref(optimizer)
 
@@ -165,33 +164,34 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def _describe_state(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer) -> None:
+def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """State tensors are made by the optimizer itself, so they learn what they hold when they are about to be saved."""
     alive = _alive(model)
-    for param, state in optimizer.state.items():
-        for value in state.values():
+    for param, number in _numbered(optimizer, state_dict):
+        for value in state_dict["state"].get(number, {}).values():
             alive.describe_optimizer_state(param, value)
+    return alive.optimizer_state_as_saved(optimizer, state_dict)
 
 
-def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    return _alive(model).optimizer_state_as_saved(optimizer, state_dict)
+def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> list[tuple[nn.Parameter, Any]]:
+    """Pair each parameter with its number in a state dict; the fewer are paired where counts differ."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return list(zip(params, numbers, strict=False))
 
 
 def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     alive = _alive(model)
     nothing = not state_dict["state"] and not optimizer.state
-    if nothing and alive.state_dict_was_filled and any(map(_keeps_state, optimizer.param_groups)):
+    if nothing and alive.state_dict_was_filled and not is_known_without_a_step(optimizer):
+        kind = type(optimizer).__name__
         warn_caller(
-            f"{type(optimizer).__name__}.load_state_dict was given no state, so its moments start from zero; a new "
-            "optimizer has none that torch.distributed.checkpoint.load could fill: use megatron_fsdp.checkpoint's "
-            "load_checkpoint, or prepare_optimizer_state before it (docs/checkpoint_state.md)"
+            f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, so "
+            "torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
+            "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
         )
-    return _with_shards(optimizer, alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict)), alive)
-
-
-def _keeps_state(group: Mapping[str, Any]) -> bool:
-    """Whether the settings of a parameter group are those of an optimizer that remembers gradients."""
-    return bool(group.get("momentum")) or any(name in group for name in _REMEMBERING)
+    held = alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+    return without_blank_momentum(optimizer, _with_shards(optimizer, held, alive))
 
 
 def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
