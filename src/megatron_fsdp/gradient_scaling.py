@@ -29,6 +29,11 @@ class GradientReduction:
     group_size: int = field(default=1, compare=False)
     scales_first: bool = field(default=False, compare=False)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether the value is the plain sum over ranks, as `calculate_per_token_loss` asks for."""
+        return self.op == "sum" and self.pre_factor * self.post_factor == 1.0
+
     def for_dtype(self, comm_dtype: torch.dtype) -> "GradientReduction":
         """The same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
         factor = self.pre_factor * self.post_factor

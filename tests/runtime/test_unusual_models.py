@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid_arguments
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 WIDTH = 6
@@ -118,6 +119,19 @@ def globally_penalised_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y) + 0.1 * sum((param**2).sum() for param in model.parameters())
 
 
+def loss_times_numbers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Numbers made of parameters, and a whole one, meet data outside of the forward, so gradients differ by rank."""
+    first, second, third, fourth = (layer.weight for layer in _layers(model))
+    whole = fourth.full_tensor() if isinstance(fourth, DTensor) else fourth
+    error = F.mse_loss(model(x) @ whole / torch.linalg.vector_norm(third, keepdim=True).reshape(()), y)
+    norms = torch.stack([param.norm() for param in model.parameters()])
+    return error * (first**2).sum() / norms.norm() + error * second.max() * 0.1 * (second**2).sum()
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    return (model.module if isinstance(model, MegatronFSDP) else model).layers  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module]
@@ -129,17 +143,23 @@ CASES = {
     "recurrent": Case(Recurrent, (nn.LSTM,)),
     "penalty": Case(Layers, (nn.Linear,), penalised_loss),
     "global penalty": Case(Layers, (nn.Linear,), globally_penalised_loss),
+    "numbers times data": Case(Layers, (nn.Linear,), loss_times_numbers),
     "returned view": Case(UsesReturned, (ReturnsWeight,)),
     "returned parameter": Case(Prompted, (Prompt, nn.Linear)),
     "gradient hook": Case(Masked, (nn.Linear,)),
 }
 
 
+HYBRID = -1
+"""In the place of a strategy: 3 on 2 x 2 ranks."""
+
+
 def _wrap(
     model: nn.Module, units: tuple[type[nn.Module], ...], strategy: int
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return fully_shard(model, optimizer, fsdp_unit_modules=list(units), zero_dp_strategy=strategy)
+    arguments = hybrid_arguments(2, 2) if strategy == HYBRID else {"zero_dp_strategy": strategy}
+    return fully_shard(model, optimizer, fsdp_unit_modules=list(units), **arguments)
 
 
 def train(name: str, strategy: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -169,6 +189,7 @@ def train(name: str, strategy: int) -> list[tuple[dict[str, Tensor], dict[str, T
 
 # On 3 ranks shards are cut inside rows.
 RUNS = [(name, *setting) for name in CASES for setting in [(2, 0), (2, 1), (2, 3), (3, 3)]]
+RUNS.append(("numbers times data", 4, HYBRID))
 
 
 @pytest.mark.full(cover=1)
@@ -177,6 +198,37 @@ def test_trains_as_one_process(run_ranks: RunRanks, name: str, num_ranks: int, s
     for pairs in run_ranks(num_ranks, train, name, strategy):
         for found, wanted in pairs:
             assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def sum_with_numbers(strategy: int) -> tuple[float, str]:
+    """With gradients that are summed: how wrong that of a penalty is, and what is said of a number times data."""
+    with fixed_seed(0):
+        reference = Layers()
+        model = fully_shard_model(
+            copy.deepcopy(reference),
+            fsdp_unit_modules=[nn.Linear],
+            zero_dp_strategy=strategy,
+            calculate_per_token_loss=True,
+        )
+    x, y = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(0))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    globally_penalised_loss(reference, x, y).backward()
+    mine = plain_loss(model, x.chunk(ranks)[rank], y.chunk(ranks)[rank]) / ranks
+    (mine + 0.1 * sum((param**2).sum() for param in model.parameters())).backward()
+    found = model.full_gradients()
+    worst = max((found[name] - param.grad).abs().max().item() for name, param in reference.named_parameters())
+    with pytest.raises(ShardOperationError) as raised:
+        (
+            plain_loss(model, x.chunk(ranks)[rank], y.chunk(ranks)[rank]) * model.module.layers[0].weight.norm()
+        ).backward()
+    return worst, str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_what_summed_gradients_mean_for_a_number_is_not_guessed(run_ranks: RunRanks, strategy: int) -> None:
+    for worst, message in run_ranks(2, sum_with_numbers, strategy):
+        assert worst < 1e-6
+        assert message.startswith("ranks have different gradients for a number or a whole tensor that was made of")
 
 
 def mix_units(strategy: int) -> str:

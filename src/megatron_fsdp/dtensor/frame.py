@@ -37,6 +37,7 @@ class ShardFrame:
             shards are spread over, even where the cut is not torch's.
         foreign_groups: Groups of ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of
             all gradients crosses them too.
+        adds_up: Whether gradients of the model are the sum over data-parallel ranks, else their mean.
         belongs: The parameter that it is the frame of, and to whom that belongs; None where nobody has said.
         problem: Why such tensors can be neither saved nor loaded by torch.distributed.checkpoint; None where they can.
     """
@@ -46,8 +47,10 @@ class ShardFrame:
         mesh: DeviceMesh,
         description: ShardDescription,
         foreign_groups: tuple[dist.ProcessGroup, ...] = (),
+        adds_up: bool = False,
     ) -> None:
         self.foreign_groups = foreign_groups
+        self.adds_up = adds_up
         self.problem: str | None = None
         self.belongs: tuple[str, OwningUnit] | None = None
         self.mesh = mesh
@@ -82,6 +85,19 @@ class ShardFrame:
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups that a reduction over all elements has to cross, one after another."""
         return tuple(self.mesh.get_group(dim) for dim in self.description.spread_dims)
+
+    @functools.cached_property
+    def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups of data-parallel ranks that hold different elements; tensor-parallel ranks have one loss."""
+        use = self.description.use
+        return tuple(self.mesh.get_group(dim) for dim in use.shard_dims if use.sizes[dim] > 1)
+
+    @functools.cached_property
+    def copy_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups of data-parallel ranks that hold the same elements."""
+        use = self.description.use
+        others = (dim for dim in range(len(use.sizes)) if dim not in use.shard_dims and dim != use.tensor_dim)
+        return tuple(self.mesh.get_group(dim) for dim in others if use.sizes[dim] > 1)
 
     def spec(self, dtype: torch.dtype) -> Any:
         """What torch's DTensor wants to know besides the local tensor."""

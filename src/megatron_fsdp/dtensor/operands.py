@@ -40,7 +40,7 @@ def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = 
             raise ShardOperationError(_differently_cut(func, frame, value))
         return _part_of(frame, value._local_tensor)
     if isinstance(value, ReducedScalar):
-        return plain(value)
+        return plain(value).reshape(())
     return _part_of_plain(frame, value, func, elementwise)
 
 

@@ -15,8 +15,8 @@ from megatron_fsdp.dtensor.reduction import (
     Reduction,
     norm_parts,
     norm_reduction,
-    plain,
     resolve,
+    unite_gradients,
     wide,
 )
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -49,9 +49,13 @@ def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return covered and "out" not in kwargs and len(func._schema.returns) == 1
 
 
-def _kept(number: ReducedScalar, named: dict[str, Any]) -> Any:
-    """The number with as many dimensions of length 1 as its tensor had, where `keepdim` asks for them."""
-    return plain(number).reshape((1,) * named["self"].ndim) if named.get("keepdim") else number
+def _number(reduction: Reduction, tensor: torch.Tensor, keepdim: bool = False) -> ReducedScalar:
+    """What a reduction of a tensor gives, with as many dimensions of length 1 as the tensor has if `keepdim`."""
+    unite = None
+    if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_frame.shard_groups:
+        frame = tensor.shard_frame
+        unite = functools.partial(unite_gradients, groups=frame.shard_groups, adds_up=frame.adds_up)
+    return ReducedScalar.of(reduction, unite, tensor.ndim if keepdim else 0)
 
 
 def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Reduction]) -> Callable[..., Any]:
@@ -65,7 +69,7 @@ def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Redu
             )
         reduction = compute(tensor, tensor._local_tensor, named)
         resolve([reduction])
-        return _kept(ReducedScalar.of(reduction), named)
+        return _number(reduction, tensor, bool(named.get("keepdim")))
 
     return rule
 
@@ -134,7 +138,8 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
             f"{tuple(tensor.shape)} that is sharded over ranks; take the norm of all of it, or use full_tensor()"
         )
     order = named.get("ord", named.get("p"))
-    return _kept(_norms([tensor], 2.0 if order is None else float(order), named.get("dtype"))[0], named)
+    order = 2.0 if order is None else float(order)
+    return _norms([tensor], order, named.get("dtype"), bool(named.get("keepdim")))[0]
 
 
 def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -143,13 +148,15 @@ def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     return _norms(named["self"], float(named["ord"]), named.get("dtype"))
 
 
-def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[Any]:
+def _norms(
+    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None, keepdim: bool = False
+) -> list[Any]:
     if any(each.dtype.is_complex for each in tensors):
         raise ShardOperationError("norms of complex sharded tensors are not offered; take the norm of abs()")
     locals_ = [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in tensors]
     parts = norm_parts(locals_, order, wide(dtype or tensors[0].dtype))
     return [
-        ReducedScalar.of(norm_reduction(part, order, _groups(each), dtype or each.dtype, _foreign_groups(each)))
+        _number(norm_reduction(part, order, _groups(each), dtype or each.dtype, _foreign_groups(each)), each, keepdim)
         for each, part in zip(tensors, parts, strict=True)
     ]
 

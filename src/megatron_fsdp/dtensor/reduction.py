@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_fsdp.errors import ShardOperationError
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -110,17 +113,35 @@ class ReducedScalar(torch.Tensor):
 
     The norms that `torch.nn.utils.clip_grad_norm_` takes of each tensor wait until they are stacked, and are then
     reduced together. All other reductions are finished when this is made.
+
+    Every rank puts the number into a loss of its own, so that what comes back for it differs between ranks: it becomes
+    one gradient for all of them before autograd goes on to their shards.
+
+    Attributes:
+        reduction: What gives the number.
+        unite: Makes that gradient; None where all elements are on every rank, or nobody differentiates.
     """
 
     reduction: Reduction
+    unite: Callable[[torch.Tensor], torch.Tensor] | None
 
     @classmethod
-    def of(cls, reduction: Reduction) -> ReducedScalar:
-        """The number that a reduction has given or will give."""
-        part = reduction.part
-        made: ReducedScalar = torch.Tensor._make_wrapper_subclass(cls, (), dtype=reduction.dtype, device=part.device)
-        made.reduction = reduction
+    def of(
+        cls, reduction: Reduction, unite: Callable[[torch.Tensor], torch.Tensor] | None = None, ndim: int = 0
+    ) -> ReducedScalar:
+        """The number that a reduction has given or will give, with `ndim` dimensions of length 1."""
+        device = reduction.part.device
+        made: ReducedScalar = torch.Tensor._make_wrapper_subclass(
+            cls, (1,) * ndim, dtype=reduction.dtype, device=device
+        )
+        made.reduction, made.unite = reduction, unite
         return made
+
+    def _is_used(self) -> None:
+        """The first operation on it in a graph: only now does autograd know the number, and take a hook for it."""
+        if self.unite is not None and self.requires_grad and torch.is_grad_enabled():
+            self.register_hook(self.unite)  # type: ignore[no-untyped-call]  # torch's own, without hints
+            self.unite = None
 
     def full_tensor(self) -> torch.Tensor:
         """The number as a plain tensor, as of a DTensor."""
@@ -148,10 +169,14 @@ class ReducedScalar(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls.of(args[0].reduction)
-        if func is torch.ops.aten.stack.default:  # of a thousand norms: no need to search further
+            args[0]._is_used()
+            return cls.of(args[0].reduction, ndim=args[0].ndim)
+        numbers = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar)]
+        for number in numbers:
+            number._is_used()
+        if func is torch.ops.aten.stack.default and not any(number.ndim for number in numbers):
             return func(_values_to_stack(args[0]), *args[1:], **kwargs)
-        resolve(leaf.reduction for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar))
+        resolve(number.reduction for number in numbers)
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
@@ -195,7 +220,45 @@ def plain(value: Any) -> Any:
         return value
     if value.reduction.value is None:
         resolve([value.reduction])
-    return value.reduction.value
+    found = value.reduction.value
+    return found if found is None else found.reshape(value.shape)
+
+
+def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.Tensor:
+    """One gradient for all ranks, of something that is the same on all of them and that each used for its own loss.
+
+    It is the mean over ranks, as the gradient of the model is that of the mean of their losses. Where gradients are
+    summed instead, nothing says whether such a gradient stands for its rank alone or for all, so they have to agree.
+
+    Args:
+        grad: This rank's, of any shape; a plain tensor or one that every rank has whole.
+        groups: Crossed one after another.
+        adds_up: Whether gradients of the model are summed over ranks.
+
+    Raises:
+        ShardOperationError: They are, and ranks differ; on all of them.
+    """
+    if not groups:
+        return grad
+    local = grad._local_tensor if isinstance(grad, DTensor) else plain(grad)
+    exact = torch.promote_types(local.dtype, torch.float32 if local.ndim else torch.float64)
+    with torch.no_grad():
+        if not adds_up:
+            total = local.to(exact, copy=True, memory_format=torch.contiguous_format)
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            return (total / math.prod(map(dist.get_world_size, groups))).to(local.dtype)
+        bounds = torch.stack([local, -local])
+        for group in groups:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        if bool((bounds[0] != -bounds[1]).any()):
+            raise ShardOperationError(
+                "ranks have different gradients for a number or a whole tensor that was made of sharded parameters "
+                "outside of the model's forward, and calculate_per_token_loss=True adds gradients up, so nothing says "
+                "whether each stands for one rank's loss or for that of all; use these parameters inside of a forward, "
+                "or average (calculate_per_token_loss=False)"
+            )
+    return grad
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

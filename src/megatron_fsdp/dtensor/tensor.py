@@ -20,7 +20,7 @@ from torch.distributed.utils import _sync_module_states
 from megatron_fsdp.dtensor.chunks import LocalChunks, no_write_items
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.gather import gather_full
-from megatron_fsdp.dtensor.reduction import plain
+from megatron_fsdp.dtensor.reduction import plain, unite_gradients
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.shard_description import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
 
@@ -111,7 +111,7 @@ class UnevenDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank; collective over the ranks that hold different elements.
 
-        A gradient that comes back is taken for the same on every rank, and each rank keeps its own elements.
+        Gradients that come back are averaged over ranks (`unite_gradients`); each rank keeps its own elements.
 
         Raises:
             ShardOperationError: `grad_placements` is given and is not all `Replicate()`.
@@ -247,7 +247,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """Gather; the gradient of the whole tensor is the same everywhere, so each rank takes its elements."""
+    """Gather; of the gradients of the whole tensor on all ranks, one is made, and each rank takes its elements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
@@ -256,7 +256,8 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return UnevenDTensor.wrap(ctx.frame.take(grad).contiguous(), ctx.frame)
+        united = unite_gradients(grad, ctx.frame.shard_groups, ctx.frame.adds_up)
+        return UnevenDTensor.wrap(ctx.frame.take(united).contiguous(), ctx.frame)
 
 
 @functools.cache

@@ -176,6 +176,7 @@ class GroupPlan:
                 other_cuts=tuple(_cut(layout, index) for layout in layouts),
             ),
             self.foreign_groups,
+            self.reduction.adds_up,
         )
 
 

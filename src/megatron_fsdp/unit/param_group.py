@@ -17,6 +17,7 @@ from megatron_fsdp.buffer.flat_buffer import piece_view
 from megatron_fsdp.buffer.real_values import address_of, addresses_of
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import ResolvedPrecision
@@ -280,7 +281,11 @@ def _of_autograd(
     assert param is not None  # this is a hook of its own
     if buffers is not None:  # else the model is gone
         buffers.make_way(index, param)
-    return as_sharded(grad, param.shard_frame)  # reductions hand back gradients of the global shape
+    frame = param.shard_frame
+    sharded_grad = as_sharded(grad, frame)  # reductions hand back gradients of the global shape
+    if not frame.copy_groups:
+        return sharded_grad
+    return UnevenDTensor.wrap(unite_gradients(sharded_grad, frame.copy_groups, frame.adds_up), frame)
 
 
 def _none(flags: Iterable[bool]) -> bool:
