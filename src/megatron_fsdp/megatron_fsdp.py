@@ -258,7 +258,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Use the `grad_comm_dtype` of another policy inside a block.
+        """Use the `grad_comm_dtype` of another policy inside a block; main dtypes stay.
 
         After an error in a backward inside the block, `reset` brings the policy of before back.
 
@@ -279,16 +279,23 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Change the dtype in which gradients travel, from the next backward on.
 
+        Args:
+            mixed_precision_policy: Its `grad_comm_dtype` is taken. Main dtypes stay: each has to be None, the default
+                or that of the model.
+
         Raises:
-            ConfigurationError: The policy has other main dtypes (buffers of these exist already), a backward is under
-                way, or deferred gradients wait for their reduction.
+            ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
+                under way, or deferred gradients wait for their reduction.
         """
         check_policy(mixed_precision_policy)
-        new, old = mixed_precision_policy, self.mp_policy
-        if (new.main_params_dtype, new.main_grads_dtype) != (old.main_params_dtype, old.main_grads_dtype):
-            raise ConfigurationError(
-                f"{new} changes main dtypes of {old}; only grad_comm_dtype can change after wrapping"
-            )
+        old, unset = self.mp_policy, MixedPrecisionPolicy()
+        for name in ("main_params_dtype", "main_grads_dtype"):
+            if getattr(mixed_precision_policy, name) not in (None, getattr(unset, name), getattr(old, name)):
+                raise ConfigurationError(
+                    f"{mixed_precision_policy} changes {name} of {old}; only grad_comm_dtype can change after "
+                    f"wrapping, so leave {name} out"
+                )
+        new = replace(old, grad_comm_dtype=mixed_precision_policy.grad_comm_dtype)
         self._engine.change_grad_comm_dtype(new)
         self.mp_policy = new
 

@@ -203,6 +203,30 @@ def test_bytes_on_the_wire_follow_the_communication_dtype_at_once(
         assert counts == [(reductions, int(in_fp32 * factor)) for factor in factors]
 
 
+def change_beside_main_dtypes(policy: MixedPrecisionPolicy) -> tuple[list[int], list[MixedPrecisionPolicy]]:
+    """Bytes and policies before, inside and after a block, of a model whose main dtypes are not the default ones."""
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], mixed_precision_policy=policy)
+    counts, policies = [bytes_of_step(model)[1]], []
+    for same in ({}, {"main_params_dtype": None}, {"main_grads_dtype": policy.main_grads_dtype}):
+        with model.mixed_precision_context(MixedPrecisionPolicy(**same, grad_comm_dtype=BF16)):
+            counts.append(bytes_of_step(model)[1])
+            policies.append(model.mp_policy)
+    counts.append(bytes_of_step(model)[1])
+    return counts, [*policies, model.mp_policy]
+
+
+@pytest.mark.parametrize(
+    "policy", [MixedPrecisionPolicy(None, FP32), MixedPrecisionPolicy(FP64, FP64, FP32)], ids=["none", "double"]
+)
+def test_a_policy_that_names_no_main_dtypes_leaves_those_of_the_model(
+    run_ranks: RunRanks, policy: MixedPrecisionPolicy
+) -> None:
+    inside = MixedPrecisionPolicy(policy.main_params_dtype, policy.main_grads_dtype, BF16)
+    for counts, policies in run_ranks(2, change_beside_main_dtypes, policy):
+        assert counts == [counts[0], *[counts[0] // 2] * 3, counts[0]]
+        assert policies == [inside] * 3 + [policy]
+
+
 def train_with_changes(changes: Sequence[torch.dtype | None], strategy: int) -> list[dict[str, torch.Tensor]]:
     """Gradients of one and the same batch, each backward after another change."""
     model = fully_shard_model(
@@ -249,7 +273,7 @@ def refusals(strategy: int) -> list[tuple[str, str]]:
             found.append(("", "accepted"))
 
     to_bf16 = MixedPrecisionPolicy(grad_comm_dtype=BF16)
-    attempt(lambda: model.reset_mixed_precision_policy(MixedPrecisionPolicy(main_params_dtype=None)))
+    attempt(lambda: model.reset_mixed_precision_policy(MixedPrecisionPolicy(main_params_dtype=BF16)))
     attempt(lambda: model.reset_mixed_precision_policy(MixedPrecisionPolicy(main_grads_dtype=BF16)))
     with model.no_sync():
         backward(model, next(batches(1)))
