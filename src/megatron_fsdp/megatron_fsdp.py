@@ -146,6 +146,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         if ddp_config is not None:
             self.ddp_config = ddp_config
 
+    @torch.inference_mode(False)  # shards, buckets and hooks serve training, wherever they are made
     def _wrap(
         self,
         module: nn.Module,

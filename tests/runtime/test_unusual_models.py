@@ -104,6 +104,16 @@ def _mask(grad: Tensor) -> Tensor:
     return grad * (torch.arange(grad.numel()) % 2).view_as(grad)
 
 
+class Strided(Layers):
+    """Parameters that do not lie contiguous in memory: every other column, every other element, real parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+        self.layers[0].bias = nn.Parameter(torch.randn(2 * WIDTH)[::2])
+        self.layers[1].weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64).real)
+
+
 def plain_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
@@ -147,6 +157,7 @@ CASES = {
     "returned view": Case(UsesReturned, (ReturnsWeight,)),
     "returned parameter": Case(Prompted, (Prompt, nn.Linear)),
     "gradient hook": Case(Masked, (nn.Linear,)),
+    "strided": Case(Strided, (nn.Linear,)),
 }
 
 
@@ -354,3 +365,37 @@ def test_complex_weights_and_sparse_gradients_are_right(run_ranks: RunRanks) -> 
     for table_error, phase_error in run_ranks(2, train_complex_and_sparse):
         assert table_error < 1e-6
         assert phase_error < 1e-6
+
+
+def train_after_inference_mode(strategy: int, is_built_there: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and buffers after two steps of a model wrapped in inference mode, and those of one process."""
+
+    def build(seed: int) -> nn.Module:
+        with fixed_seed(seed):
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            model(torch.arange(3.0 * WIDTH).view(3, WIDTH).sin()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    reference = build(0)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    with torch.inference_mode(is_built_there):
+        plain = build(dist.get_rank())
+    with torch.inference_mode(), pytest.warns(UserWarning, match="differed between ranks"):
+        model, optimizer = _wrap(plain, (nn.Linear,), strategy)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    train(model, optimizer)
+    found = {**model.full_parameters(), **dict(plain.named_buffers())}
+    return found, {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+
+
+@pytest.mark.parametrize("is_built_there", [False, True])
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_model_wrapped_in_inference_mode_trains_outside(
+    run_ranks: RunRanks, strategy: int, is_built_there: bool
+) -> None:
+    for found, wanted in run_ranks(2, train_after_inference_mode, strategy, is_built_there):
+        assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)

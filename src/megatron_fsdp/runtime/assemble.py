@@ -334,8 +334,10 @@ def _place(tensor: torch.Tensor) -> str:
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Module buffers are not sharded; they follow the parameters to their device."""
+    """Module buffers are not sharded; they follow the parameters to their device, and out of inference mode."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                owner._buffers[name] = buffer.to(device)
+            if buffer is None or buffer.is_meta:
+                continue
+            if buffer.device != device or buffer.is_inference():
+                owner._buffers[name] = buffer.to(device, copy=True)

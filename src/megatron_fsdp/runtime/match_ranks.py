@@ -64,7 +64,8 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
     for name in differing:
         value = tensors[name].to(device).contiguous()
         dist.broadcast(value, group_src=0, group=group)
-        tensors[name].copy_(value)
+        with torch.inference_mode(tensors[name].is_inference()):  # the only place where such a tensor may be written
+            tensors[name].copy_(value)
     return differing
 
 
