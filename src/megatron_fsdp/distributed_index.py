@@ -19,9 +19,11 @@ class FSDPDistributedIndex:
         dp_outer_dim: The outer dimension of hybrid sharding; goes with ``hybrid_fsdp_group``.
         tp_dim: The tensor-parallel dimension, where there is one.
         hybrid_fsdp_group: All ranks of the outer and the sharding dimension.
-        hybrid_fsdp_expt_group: The same for experts.
+        hybrid_fsdp_expt_group: The same for experts; made from their mesh where it is not given.
         hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension too.
-        expt_device_mesh: The mesh of expert parameters, with the same dimension names.
+        expt_device_mesh: The mesh of expert parameters, with the same dimension names. Where it has not the sharding
+            dimension but one that this was flattened from, experts are sharded over that one; where it has not the
+            outer or the tensor-parallel dimension, experts have one rank along it.
         fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, so that they need
             not queue behind reductions.
         expt_fsdp_group_ag: The same for experts.
@@ -61,18 +63,22 @@ class FSDPDistributedIndex:
         self.hybrid_fsdp_group = hybrid_fsdp_group
         self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        self.expt_device_mesh = expt_device_mesh
+        self.expt_device_mesh: DeviceMesh | None = None
         self.fsdp_group_ag = fsdp_group_ag
         self.expt_fsdp_group_ag = expt_fsdp_group_ag
 
         self.use_hybrid_fsdp = dp_outer_dim is not None
-        self._check_arguments()
+        self._check_arguments(has_experts=expt_device_mesh is not None)
         self.fsdp_group = self._group(False, "dp_shard_dim", dp_shard_dim)
         self.outer_fsdp_group = self._group(False, "dp_outer_dim", dp_outer_dim)
+        if expt_device_mesh is not None:
+            self.expt_device_mesh = self._complete_expert_mesh(expt_device_mesh)
         self.expt_fsdp_group = self._group(True, "dp_shard_dim", dp_shard_dim)
         self.expt_outer_fsdp_group = self._group(True, "dp_outer_dim", dp_outer_dim)
         self._group(False, "tp_dim", tp_dim)  # only to see that it exists
         self.mesh_library = self._build_library()
+        if self.use_hybrid_fsdp and self.expt_device_mesh is not None and hybrid_fsdp_expt_group is None:
+            self.hybrid_fsdp_expt_group = self._make_hybrid_expert_group()
         self._check_groups()
 
     def get_submesh(self, names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False) -> DeviceMesh:
@@ -114,7 +120,7 @@ class FSDPDistributedIndex:
         return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
-        """Return the mesh that was passed in; None for experts without one."""
+        """Return the mesh that all sub-meshes are cut from; None for experts without one."""
         return self.expt_device_mesh if is_expert_parallel else self.device_mesh
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
@@ -140,7 +146,7 @@ class FSDPDistributedIndex:
             )
         return dist.get_rank(inner) * dist.get_world_size(outer) + dist.get_rank(outer)
 
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, has_experts: bool) -> None:
         """See that what belongs together is there together."""
         if self.dp_shard_dim is None:
             raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
@@ -160,21 +166,59 @@ class FSDPDistributedIndex:
             if self.dp_outer_dim is None:
                 given, missing = missing, given
             raise ConfigurationError(f"{given} is given without {missing}; give both for hybrid sharding, or neither.")
-        has_experts = self.expt_device_mesh is not None
         for name, is_given, needs, has_need in (
             ("hsdp_outer_dp_shard", self.hsdp_outer_dp_shard, "dp_outer_dim", self.use_hybrid_fsdp),
             ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "dp_outer_dim", self.use_hybrid_fsdp),
             ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "expt_device_mesh", has_experts),
             ("expt_fsdp_group_ag", self.expt_fsdp_group_ag is not None, "expt_device_mesh", has_experts),
-            (
-                "expt_device_mesh with dp_outer_dim",
-                has_experts and self.use_hybrid_fsdp,
-                "hybrid_fsdp_expt_group",
-                self.hybrid_fsdp_expt_group is not None,
-            ),
         ):
             if is_given and not has_need:
                 raise ConfigurationError(f"{name} needs {needs}, which is missing; give both or neither.")
+
+    def _complete_expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The expert mesh with every dimension that is named, cut out of the one that experts are sharded over.
+
+        Raises:
+            ConfigurationError: It does not say which dimension that is, or has one that may be the missing one.
+        """
+        shard, names = self.dp_shard_dim, _dim_names(mesh)
+        assert shard is not None
+        own = shard if _has_dim(mesh, shard) else self._part_of_shard_dim(names)
+        missing = [dim for dim in (self.dp_outer_dim, self.tp_dim) if dim is not None and not _has_dim(mesh, dim)]
+        unknown = [dim for dim in names if dim not in (own, shard, self.dp_outer_dim, self.tp_dim)]
+        unknown = [dim for dim in unknown if not _names_expert_parallelism(dim)]
+        if own is None or (missing and (unknown or own not in names)):
+            wanted = repr(shard) if own is None else " and ".join(map(repr, missing))
+            raise ConfigurationError(
+                f"expt_device_mesh has the dimensions {', '.join(map(repr, names))} and not {wanted}; name its "
+                "dimensions as those of device_mesh, and 'ep' where ranks along one hold other experts."
+            )
+        if own == shard and not missing:
+            return mesh
+        outer, tp = ([dim] if dim in missing else [] for dim in (self.dp_outer_dim, self.tp_dim))
+        parts = (*(1 for _ in outer), mesh.size(names.index(own)), *(1 for _ in tp))
+        completed: DeviceMesh = mesh._unflatten(names.index(own), parts, (*outer, shard, *tp))
+        return completed
+
+    def _part_of_shard_dim(self, names: tuple[str, ...]) -> str | None:
+        """The one of some dimensions that the sharding dimension of dense parameters was flattened from."""
+        whole = set(dist.get_process_group_ranks(self._group(False, "dp_shard_dim", self.dp_shard_dim)))
+        parts = [
+            name
+            for name in names
+            if name in _dim_names(self.device_mesh)
+            and name not in (self.dp_outer_dim, self.tp_dim)
+            and whole.issuperset(dist.get_process_group_ranks(self.device_mesh.get_group(name)))
+        ]
+        return parts[0] if len(parts) == 1 else None
+
+    def _make_hybrid_expert_group(self) -> dist.ProcessGroup:
+        """The group of the outer and the sharding dimension of experts. Collective, by all ranks of their mesh."""
+        if self.expt_outer_fsdp_group is not None and dist.get_world_size(self.expt_outer_fsdp_group) == 1:
+            assert self.expt_fsdp_group is not None
+            return self.expt_fsdp_group
+        outer, shard = self.dp_outer_dim, self.dp_shard_dim
+        return self.mesh_library[outer, shard, True]._flatten(f"{outer}_{shard}_of_experts").get_group()
 
     def _group(self, is_expert: bool, argument: str, name: str | None) -> dist.ProcessGroup | None:
         mesh = self.get_root_mesh(is_expert)
@@ -241,6 +285,20 @@ def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
             f"device_mesh={mesh} has no dimension names; build it with init_device_mesh(..., mesh_dim_names=(...))."
         )
     return tuple(mesh.mesh_dim_names)
+
+
+def _has_dim(mesh: DeviceMesh, name: str) -> bool:
+    """Whether a mesh has a dimension, or a flattened one, of that name."""
+    try:
+        mesh.get_group(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _names_expert_parallelism(name: str) -> bool:
+    """Whether ranks along a dimension of that name hold other experts: "ep", "expt_ep", "expert_parallel"."""
+    return any(word == "ep" or word.startswith("exp") for word in name.lower().split("_"))
 
 
 def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:

@@ -108,9 +108,10 @@ def fully_shard_model(
         tp_dim: The tensor-parallel dimension. Parameters that `parallelize_module` made DTensors over it are sharded
             further; without it, the dimension that they name is looked for in the mesh.
         hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; goes with `dp_outer_dim`.
-        hybrid_fsdp_expt_group: The same for experts.
+        hybrid_fsdp_expt_group: The same for experts; made from their mesh where it is left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
-            parameter), with the same dimension names and further ones over which experts differ.
+            parameter), with the same dimension names and further ones over which experts differ; what may be left out
+            is said in docs/hybrid.md.
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what

@@ -1,6 +1,9 @@
 """EP 2 x FSDP 2 on a mixture of experts equals one process that holds all experts."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import Arrangement, Values
+from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.by_hand import average_over, run_by_hand
 from tests.support.clipping import clip_by_model, clip_by_torch
-from tests.support.expert_meshes import FLAT, expert_mesh, experts_of
+from tests.support.expert_meshes import FLAT, Sizes, expert_mesh, experts_of
 from tests.support.loops import adamw_above_noise, three_microbatches
 from tests.support.mixture import ListedExperts, MixtureOfExperts
 from tests.support.models import ModelCase
@@ -29,15 +32,13 @@ from tests.support.parallel_transformer import (
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
 
 EXPERTS = experts_of(FLAT)
-HYBRIDS = tuple(
-    experts_of(sizes)
-    for sizes in (
-        (("dp_outer", 2), ("ep", 2), ("dp_shard", 1)),
-        (("dp_outer", 2), ("ep", 1), ("dp_shard", 2)),
-        (("ep", 2), ("dp_outer", 2), ("dp_shard", 1)),
-        (("dp_outer", 1), ("ep", 2), ("dp_shard", 2)),
-    )
+HYBRID_SIZES: tuple[Sizes, ...] = (
+    (("dp_outer", 2), ("ep", 2), ("dp_shard", 1)),
+    (("dp_outer", 2), ("ep", 1), ("dp_shard", 2)),
+    (("ep", 2), ("dp_outer", 2), ("dp_shard", 1)),
+    (("dp_outer", 1), ("ep", 2), ("dp_shard", 2)),
 )
+HYBRIDS = tuple(map(experts_of, HYBRID_SIZES))
 """In the last two the outer ranks of experts are others than those of dense parameters."""
 
 TOP1 = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
@@ -100,6 +101,38 @@ def test_hybrid_sharding_with_experts_equals_one_process(
         Setting(inner, average_in_collective=average_in_collective, outer_strategy=outer, arrangement=arrangement)
         for inner, outer in pairs
     ]
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2), settings)
+
+
+def arguments_as_printed() -> dict[str, Any]:
+    """The meshes of the published documentation: experts have neither the outer dimension nor the flattened one."""
+    dense = mesh_of((2, 2, 1, 1), ("dp_outer", "dp_shard", "cp", "tp"))
+    flattened(dense, ("dp_shard", "cp"), "dp_shard_cp")
+    group = flattened(dense, ("dp_outer", "dp_shard", "cp"), "hsdp").get_group()
+    return {
+        "device_mesh": dense,
+        "dp_shard_dim": "dp_shard_cp",
+        "dp_outer_dim": "dp_outer",
+        "tp_dim": "tp",
+        "hybrid_fsdp_group": group,
+        "expt_device_mesh": mesh_of((4, 1), ("dp_shard", "tp")),
+    }
+
+
+def arguments_without_group(sizes: Sizes) -> dict[str, Any]:
+    return {**hybrid_arguments(2, 2), "expt_device_mesh": expert_mesh(sizes)}
+
+
+LEFT_OUT = (
+    Arrangement("as printed", arguments_as_printed),
+    replace(EXPERTS, name="no outer dimension of experts", arguments=partial(arguments_without_group, FLAT)),
+    replace(HYBRIDS[0], name="no group", arguments=partial(arguments_without_group, HYBRID_SIZES[0])),
+)
+
+
+@pytest.mark.parametrize("arrangement", LEFT_OUT, ids=[found.name for found in LEFT_OUT])
+def test_what_the_expert_mesh_leaves_out_is_completed(run_ranks: RunRanks, arrangement: Arrangement) -> None:
+    settings = [Setting(inner, outer_strategy=outer, arrangement=arrangement) for inner, outer in ((1, 0), (3, 1))]
     check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2), settings)
 
 
