@@ -1,5 +1,6 @@
 """Switches for memory and scheduling: what they mean together, and what is refused in words."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,24 @@ def test_options_name_an_allocator(given: dict[str, Any], allocator: WeightAlloc
     assert resolve(**given).allocator is allocator
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        ({"fsdp_double_buffer": True}, ("fsdp_double_buffer",)),
+        ({"megatron_fsdp_max_pool_double_buffer": True}, ("maxpool_double_buffer",)),
+        (
+            {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+            ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"),
+        ),
+    ],
+)
+def test_double_buffers_for_whole_weights_change_nothing(
+    strategy: str, given: dict[str, Any], idle: tuple[str, ...]
+) -> None:
+    assert resolve(strategy, **given) == replace(resolve(strategy), idle=idle)
+
+
 @pytest.mark.parametrize(
     ("given", "forward", "backward", "slots", "may_grow"),
     [
@@ -91,8 +110,6 @@ def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("optim_grads_params", {"weight_allocator": "pool"}, "weight_allocator='pool' does not exist; give \"slots\""),
     ("optim", {"weight_allocator": "resize"}, "has no effect under optim, where every rank holds whole weights"),
-    ("optim_grads", {"fsdp_double_buffer": True}, "fsdp_double_buffer=True has no effect under optim_grads, where"),
-    ("no_shard", {"megatron_fsdp_max_pool_double_buffer": True}, "maxpool_double_buffer=True has no effect under no_"),
     ("optim", {"max_gathered_units": 2}, "max_gathered_units=2 has no effect under optim, where"),
     ("optim_grads_params", {"max_gathered_units": 0}, "max_gathered_units=0 is not a whole number of units; give 1"),
     ("optim_grads_params", {"max_gathered_units": True}, "max_gathered_units=True is not a whole number of units"),

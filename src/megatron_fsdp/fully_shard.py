@@ -138,7 +138,7 @@ def fully_shard_model(
         keep_fp8_transpose_cache: Not supported yet.
         nccl_ub: Not supported yet.
         fsdp_double_buffer: Gather into two buffers of the most common unit's size, taken here and kept; other units
-            take memory when they are gathered. Needs strategy 3.
+            take memory when they are gathered. Strategy 3; under others it is warned of, and without effect.
         fsdp_db_use_persist_buf_on_alloc_fail: Give those other units a buffer of their own that is kept.
         disable_symmetric_registration: Not supported yet.
         enable_fine_grained_param_gather: Gather the modules inside units one by one.

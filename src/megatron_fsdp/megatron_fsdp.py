@@ -21,6 +21,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hand_driven import HandDriven
 from megatron_fsdp.memory_options import resolve_memory_options
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, check_policy
+from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.parameters_access import ParametersAccess
 from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.reports import Reports
@@ -113,6 +114,12 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
         memory = resolve_memory_options(given, config)
+        if memory.idle:
+            warn_caller(
+                f"{' and '.join(f'{name}=True' for name in memory.idle)} has no effect under "
+                f"{config.data_parallel_sharding_strategy}, where every rank holds whole weights; leave it out, or use "
+                "optim_grads_params (3)"
+            )
         outer_strategy = resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
         if dist_index.hsdp_outer_dp_shard and outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(

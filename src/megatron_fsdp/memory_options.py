@@ -31,6 +31,7 @@ class MemoryOptions:
         is_bucketed: Whether they are cut at all.
         fine_grained: Whether the modules inside units become units.
         whole_types: Classes of modules that are then taken whole.
+        idle: Names of the arguments that were given and have no effect under the strategy.
     """
 
     allocator: WeightAllocator = WeightAllocator.SLOTS
@@ -43,6 +44,7 @@ class MemoryOptions:
     is_bucketed: bool = True
     fine_grained: bool = False
     whole_types: tuple[type[nn.Module], ...] = ()
+    idle: tuple[str, ...] = ()
 
     def bucket_numel_on(self, num_ranks: int) -> int | None:
         """Where parameters outside of units are cut on that many ranks; None: never."""
@@ -81,7 +83,7 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         TypeError: `fine_grained_recurse_module_types` does not hold classes of modules.
     """
     strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
-    allocator = _allocator(given, config, strategy)
+    allocator, idle = _allocator(given, config, strategy)
     forward, backward, slots = _depths(given, config, strategy, allocator)
     fine_grained, whole_types = _fine_grained(given, config, strategy)
     if given["disable_bucketing"] and config.bucket_size is not None:
@@ -99,12 +101,14 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         is_bucketed=not given["disable_bucketing"],
         fine_grained=fine_grained,
         whole_types=whole_types,
+        idle=idle,
     )
 
 
 def _allocator(
     given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
-) -> WeightAllocator:
+) -> tuple[WeightAllocator, tuple[str, ...]]:
+    """The allocator, and which of the arguments that name one have no effect."""
     name = given["weight_allocator"]
     if name not in ("slots", "resize"):
         raise ConfigurationError(f'weight_allocator={name!r} does not exist; give "slots" or "resize".')
@@ -117,16 +121,17 @@ def _allocator(
     if name == "resize":
         _needs_sharded_weights('weight_allocator="resize"', strategy)
     if not doubled:
-        return WeightAllocator(name)
-    option = "maxpool_double_buffer=True" if max_pool else "fsdp_double_buffer=True"
-    _needs_sharded_weights(option, strategy)
+        return WeightAllocator(name), ()
+    option = "maxpool_double_buffer" if max_pool else "fsdp_double_buffer"
+    if strategy != ShardingStrategy.optim_grads_params:  # accepted there, as in the published package
+        return WeightAllocator.SLOTS, (option, *(["fsdp_db_use_persist_buf_on_alloc_fail"] if persistent else []))
     if name == "resize":
         raise ConfigurationError(
-            f'{option} and weight_allocator="resize" are two ways to hold gathered weights; give only one of them.'
+            f'{option}=True and weight_allocator="resize" are two ways to hold gathered weights; give only one of them.'
         )
     if max_pool:
-        return WeightAllocator.MAX_POOL
-    return WeightAllocator.PERSISTENT_DOUBLE_BUFFER if persistent else WeightAllocator.DOUBLE_BUFFER
+        return WeightAllocator.MAX_POOL, ()
+    return WeightAllocator.PERSISTENT_DOUBLE_BUFFER if persistent else WeightAllocator.DOUBLE_BUFFER, ()
 
 
 def _depths(

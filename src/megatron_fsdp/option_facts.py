@@ -53,6 +53,7 @@ class OptionFacts:
         per_token: Whether gradients are summed without a factor.
         decouples: Whether gradients are shown as `decoupled_grad`.
         allocator: Of gathered weights.
+        idle: Names of the arguments that were given for another allocator, and have no effect under the strategy.
         slots: How many units besides the root are gathered at a time.
         may_grow: Whether that number follows from prefetching.
         forward_depth: Units gathered ahead in forward.
@@ -111,6 +112,7 @@ class OptionFacts:
     per_token: bool
     decouples: bool
     allocator: WeightAllocator
+    idle: tuple[str, ...]
     slots: int
     may_grow: bool
     forward_depth: int

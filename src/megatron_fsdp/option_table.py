@@ -294,13 +294,18 @@ FULLY_SHARD: tuple[Option, ...] = (
     Option(
         "fsdp_double_buffer",
         False,
-        lambda f: f.allocator in DOUBLE_BUFFERS and f.allocator is not WeightAllocator.MAX_POOL,
+        lambda f: (
+            "fsdp_double_buffer" in f.idle
+            or (f.allocator in DOUBLE_BUFFERS and f.allocator is not WeightAllocator.MAX_POOL)
+        ),
         _double_buffer,
     ),
     Option(
         "fsdp_db_use_persist_buf_on_alloc_fail",
         False,
-        lambda f: f.allocator is WeightAllocator.PERSISTENT_DOUBLE_BUFFER,
+        lambda f: (
+            "fsdp_db_use_persist_buf_on_alloc_fail" in f.idle or f.allocator is WeightAllocator.PERSISTENT_DOUBLE_BUFFER
+        ),
         _persistent,
     ),
     Option(
@@ -319,7 +324,12 @@ FULLY_SHARD: tuple[Option, ...] = (
         lambda f: f.decouples,
         lambda f: has(f"gradients are shown as {'decoupled_grad' if f.decouples else 'grad'}"),
     ),
-    Option("maxpool_double_buffer", False, lambda f: f.allocator is WeightAllocator.MAX_POOL, _max_pool),
+    Option(
+        "maxpool_double_buffer",
+        False,
+        lambda f: "maxpool_double_buffer" in f.idle or f.allocator is WeightAllocator.MAX_POOL,
+        _max_pool,
+    ),
     Option("reduce_scatter_with_fp32_accumulation", False, lambda f: f.sums_locally, sums_in_fp32),
     Option(
         "weight_allocator",

@@ -361,6 +361,16 @@ def test_depths_of_both_directions_are_told_apart() -> None:
     assert (memory.forward_prefetch, memory.backward_prefetch) == (2, 3)
 
 
+@pytest.mark.parametrize("strategy", range(3))
+@pytest.mark.parametrize("name", ["fsdp_double_buffer", "maxpool_double_buffer"])
+def test_double_buffers_without_effect_are_warned_of_once_and_told(name: str, strategy: int) -> None:
+    with pytest.warns(UserWarning, match=f"{name}=True has no effect under [a-z_]+, where every rank") as warned:
+        option = told(2, zero_dp_strategy=strategy, **{name: True}).option(name)
+    assert len(warned) == 1
+    assert (option.value, option.is_default, option.has_effect) == ("True", False, False)
+    assert option.effect == "weights are whole on every rank"
+
+
 def test_one_kind_of_double_buffer_is_told_not_both() -> None:
     pooled, doubled = told(4, maxpool_double_buffer=True), told(4, fsdp_double_buffer=True)
     for described, given, other in (

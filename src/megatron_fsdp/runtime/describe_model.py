@@ -185,6 +185,7 @@ def _facts_of_schedule(subject: Subject) -> dict[str, Any]:
         "per_token": switches.calculate_per_token_loss,
         "decouples": any(group.grad_attribute != GRAD for group in groups),
         "allocator": engine.memory.allocator,
+        "idle": switches.memory.idle,
         "slots": schedule.slots,
         "may_grow": engine.memory.may_grow,
         "forward_depth": schedule.prefetch_forward,
