@@ -52,7 +52,6 @@ LATER_CONFIG_FIELDS: list[dict[str, Any]] = [
     {"keep_fp8_transpose_cache": True},
     {"disable_symmetric_registration": True},
     {"fsdp_manual_registration": True},
-    {"delay_wgrad_compute": True},
     {"megatron_fsdp_cuda_graph_mode": True},
 ]
 

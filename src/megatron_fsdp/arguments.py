@@ -46,7 +46,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "nccl_ub": False,
     "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
-    "delay_wgrad_compute": False,
     "megatron_fsdp_cuda_graph_mode": False,
 }
 """Fields of `DistributedDataParallelConfig` when it configures `MegatronFSDP`."""

@@ -218,6 +218,8 @@ class FSDPDistributedIndex:
             assert self.expt_fsdp_group is not None
             return self.expt_fsdp_group
         outer, shard = self.dp_outer_dim, self.dp_shard_dim
+        assert outer is not None
+        assert shard is not None
         return self.mesh_library[outer, shard, True]._flatten(f"{outer}_{shard}_of_experts").get_group()
 
     def _group(self, is_expert: bool, argument: str, name: str | None) -> dist.ProcessGroup | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.runtime.assemble import Switches
 from megatron_fsdp.runtime.engine import Engine
@@ -149,6 +150,19 @@ class HandDriven:
     def post_backward(self, module: nn.Module, *_unused: Any) -> None:
         """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
         self._engine.reduce_units_of(module.parameters())
+
+    def backward_dw(self) -> None:
+        """Compute weight gradients that were delayed now, in place of at the end of backward.
+
+        Raises:
+            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
+        """
+        if self._engine.delayed is None:
+            raise ConfigurationError(
+                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
+                "in the configuration"
+            )
+        self._engine.delayed.run()
 
     def broadcast_params(self) -> None:
         """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).

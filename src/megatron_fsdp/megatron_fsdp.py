@@ -27,6 +27,7 @@ from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.reports import Reports
 from megatron_fsdp.runtime.assemble import Switches, assemble
 from megatron_fsdp.runtime.compiled import compiled_in_place
+from megatron_fsdp.runtime.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
@@ -146,6 +147,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             find_unused_parameters=find_unused_parameters,
             check_large=config.check_for_large_grads,
             fuses_weight_gradients=config.gradient_accumulation_fusion,
+            delays_weight_gradients=config.delay_wgrad_compute,
         )
         grouping = UnitGrouping(fsdp_unit_modules, memory)
         self._wrap(module, dist_index, config, switches, grouping, device, sync_model_each_microbatch)
@@ -185,8 +187,17 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             )
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         finished = weakref.WeakMethod(self._backward_finished)
-        self._assembly = assemble(module, grouping, switches, dist_index, self.device, self._mode, _weakly(finished))
+        delayed = delay_all(module) if switches.delays_weight_gradients else None
+        try:
+            self._assembly = assemble(
+                module, grouping, switches, dist_index, self.device, self._mode, _weakly(finished)
+            )
+        except BaseException:
+            if delayed is not None:
+                undelay_weight_gradients(module)
+            raise
         self._engine = self._assembly.engine
+        self._engine.delayed = delayed
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()

@@ -37,6 +37,8 @@ def reduces_early(facts: OptionFacts) -> Effect:
     """Of `overlap_grad_reduce`."""
     if facts.num_ranks == 1:
         return none(_ALONE)
+    if facts.delays_weights:
+        return none("delayed weight gradients are computed and reduced at the end of backward")
     if facts.strategy >= ShardingStrategy.optim_grads:
         return none(f"strategy {strategy_name(facts.strategy)} always reduces during backward")
     when = "during backward" if facts.reduces_early else "at the end of backward"

@@ -124,8 +124,8 @@ EFFECTS: Mapping[str, Judge] = {
             else none("nothing is gathered")
         )
     ),
-    "delay_wgrad_compute": _buckets_only(
-        lambda f: has(f"weight gradients are computed {'at the end of' if f.delays_weights else 'during'} backward")
+    "delay_wgrad_compute": lambda f: has(
+        f"weight gradients are computed {'at the end of' if f.delays_weights else 'during'} backward"
     ),
     "megatron_fsdp_main_params_dtype": main_params,
     "megatron_fsdp_main_grads_dtype": _OF_FULLY_SHARD["main_grads_dtype"],
@@ -156,6 +156,7 @@ ENGINE_FIELDS = (
     "gradient_reduce_div_fusion",
     "param_name_patterns_for_fp32_local_accumulation",
     "check_for_large_grads",
+    "delay_wgrad_compute",
     "fsdp_all_gather_in_start_param_sync",
 )
 """Fields that `MegatronFSDP` honours and `fully_shard` has no argument for."""

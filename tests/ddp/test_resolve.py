@@ -73,7 +73,6 @@ REFUSED: list[tuple[Fields, str]] = [
         {**UNITS, "overlap_param_gather": True, "align_param_gather": True},
         "align_param_gather=True has no effect with use_megatron_fsdp=True",
     ),
-    ({**UNITS, "delay_wgrad_compute": True}, "delay_wgrad_compute=True has no effect with use_megatron_fsdp"),
     # contradictions
     (
         {"use_megatron_fsdp": True, **SHARDS},

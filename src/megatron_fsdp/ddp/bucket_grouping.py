@@ -12,7 +12,6 @@ from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.hooks import register_bucket_hooks
-from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.runtime.build import parameter_info
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.engine_parts import EngineParts
@@ -28,12 +27,10 @@ class BucketGrouping:
     Attributes:
         bucket_numel: Elements that close a bucket; None: one bucket for each kind of parameter.
         gather_mode: When changed weights are gathered.
-        delayed: Weight gradients that linear layers leave for the end of backward; None where they do not.
     """
 
     bucket_numel: int | None
     gather_mode: GatherMode
-    delayed: WeightGradientQueue | None = None
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """The buckets."""
@@ -59,5 +56,4 @@ class BucketGrouping:
     def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
         """See `Grouping`."""
         assert isinstance(engine, BucketEngine)
-        engine.delayed = self.delayed
         return register_bucket_hooks(engine, modules[ROOT])

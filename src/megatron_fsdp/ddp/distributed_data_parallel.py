@@ -13,11 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.arguments import explains_arguments
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
-from megatron_fsdp.ddp.delayed_linear import delay_weight_gradients, undelay_weight_gradients
-from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.meshes import cut_into_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
-from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
@@ -131,16 +128,8 @@ class DistributedDataParallel(MegatronFSDP):
                 verify_each_step=each_step,
                 find_unused_parameters=find_unused_parameters,
             )
-            delayed = _delay_weight_gradients(module) if resolved.config.delay_wgrad_compute else None
-            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode, delayed)
-            try:
-                self._wrap(
-                    module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch
-                )
-            except BaseException:
-                if delayed is not None:
-                    undelay_weight_gradients(module)
-                raise
+            grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode)
+            self._wrap(module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch)
             self._bucket_numel = resolved.bucket_numel
             self.fsdp_unit_modules = None
         self.resolved = resolved
@@ -157,20 +146,6 @@ class DistributedDataParallel(MegatronFSDP):
             gather_mode=None if resolved.uses_units else resolved.gather_mode.value,
             notices=resolved.notices,
         )
-
-    def backward_dw(self) -> None:
-        """Compute weight gradients that were delayed now, in place of at the end of backward.
-
-        Raises:
-            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
-        """
-        engine = self._engine
-        if not isinstance(engine, BucketEngine) or engine.delayed is None:
-            raise ConfigurationError(
-                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
-                "in the configuration"
-            )
-        engine.delayed.run()
 
 
 def _check_types(config: Any, module: Any) -> None:
@@ -204,16 +179,6 @@ def _resolve_together(
     return resolved
 
 
-def _delay_weight_gradients(module: nn.Module) -> WeightGradientQueue:
-    queue = WeightGradientQueue()
-    if not delay_weight_gradients(module, queue):
-        raise ConfigurationError(
-            f"delay_wgrad_compute=True has no effect on this {type(module).__name__}, which has no plain nn.Linear "
-            "whose parameters are its own; leave it out"
-        )
-    return queue
-
-
 def _switches(resolved: ResolvedDDP, verify_ranks_s: float) -> Switches:
     # Ranks that are compared wait for one another, so reductions start where they all do: at the end of backward.
     config = resolved.config
@@ -233,6 +198,7 @@ def _switches(resolved: ResolvedDDP, verify_ranks_s: float) -> Switches:
         numel_multiple=resolved.numel_multiple,
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
+        delays_weight_gradients=config.delay_wgrad_compute,
         # Where nothing overlaps, buckets travel at points that all ranks share.
         own_groups=config.overlap_grad_reduce or config.overlap_param_gather,
     )

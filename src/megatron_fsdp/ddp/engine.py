@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
-from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.engine import Engine, ForwardCall
 from megatron_fsdp.runtime.engine_parts import EngineParts
@@ -26,9 +25,6 @@ class BucketEngine(Engine):
     Args:
         parts: See `Engine`; units are the root, then the buckets in forward order.
         gather_mode: When changed weights are gathered.
-
-    Attributes:
-        delayed: Weight gradients that are computed at the end of backward; None where none are delayed.
     """
 
     scheduler: BucketScheduler
@@ -38,7 +34,6 @@ class BucketEngine(Engine):
         super().__init__(parts)
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in self.units]
         self.scheduler = BucketScheduler(parts.memory.schedule, counts, gather_mode)
-        self.delayed: WeightGradientQueue | None = None
         self._buckets = self.units[ROOT + 1 :]
         self._stand_ins: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
@@ -137,6 +132,9 @@ class BucketEngine(Engine):
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """As in `Engine`; then reduce the buckets that are complete."""
+        if self.delayed is not None:
+            super().take_gradient(index, position, parameter, param)
+            return
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         came = param.grad is not None or parameter in gradients.written
@@ -148,8 +146,6 @@ class BucketEngine(Engine):
                 self._run_backward(operations)
 
     def _end_backward(self) -> None:
-        if self.delayed is not None:
-            self.delayed.run()
         learnt = self.scheduler.learns
         super()._end_backward()
         if learnt and self.scheduler.config.reduces_early:
@@ -157,7 +153,5 @@ class BucketEngine(Engine):
 
     def reset(self) -> None:
         """As in `Engine`."""
-        if self.delayed is not None:
-            self.delayed.clear()
         self._stood_in.clear()
         super().reset()

@@ -46,7 +46,6 @@ _BUCKETS_ONLY = (
     "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "align_param_gather",
-    "delay_wgrad_compute",
 )
 """Fields without effect on units."""
 
@@ -261,7 +260,6 @@ def _engine_config(
         bucket_size=config.bucket_size if config.use_megatron_fsdp else None,
         num_buckets=None,
         pad_buckets_for_high_nccl_busbw=False,
-        delay_wgrad_compute=False,
         data_parallel_sharding_strategy=strategy.name,
         megatron_fsdp_main_params_dtype=policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,

@@ -71,6 +71,7 @@ class Switches:
         check_large: Look for unexpectedly large values in every gradient.
         own_groups: Communicate over process groups that the model's own collectives do not use.
         fuses_weight_gradients: Let linears write weight gradients straight into buckets.
+        delays_weight_gradients: Let them compute weight gradients at the end of backward, where all units are reduced.
     """
 
     strategy: ShardingStrategy
@@ -93,6 +94,7 @@ class Switches:
     check_large: bool = False
     own_groups: bool = False
     fuses_weight_gradients: bool = False
+    delays_weight_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def assemble(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
     reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
+    reduces_early = reduces_early and not switches.delays_weight_gradients
     memory = plan_memory(switches.memory, reduces_early, [unit.group_plans for unit in units])
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
     engine.own_groups = own_groups

@@ -200,7 +200,7 @@ def _facts_of_schedule(subject: Subject) -> dict[str, Any]:
         "gathers_at_once": subject.gathers_at_once,
         "gather_mode": subject.gather_mode,
         "numel_multiple": switches.numel_multiple,
-        "delays_weights": getattr(engine, "delayed", None) is not None,
+        "delays_weights": engine.delayed is not None,
         "fuses": switches.fuses_weight_gradients,
         "fused_linears": subject.assembly.fused_linears,
     }

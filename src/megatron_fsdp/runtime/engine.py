@@ -30,6 +30,7 @@ from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.unseen_gradients import UnseenGradients
 from megatron_fsdp.runtime.usage import UsageAgreement
+from megatron_fsdp.runtime.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.param_group import ParameterGroup
 
@@ -52,6 +53,10 @@ class Engine(OnRequest):
 
     Args:
         parts: What it is put together from.
+
+    Attributes:
+        delayed: Weight gradients that wait for the end of backward; None where none do. Where there are, all gradients
+            stay where autograd puts them until then: units are filled and reduced there, one after another.
     """
 
     hears_of_each_gradient = False  # whether `take_gradient` has to be called for each
@@ -68,6 +73,7 @@ class Engine(OnRequest):
         self.finite_check: FiniteCheck | None = None
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
+        self.delayed: WeightGradientQueue | None = None
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
@@ -193,7 +199,10 @@ class Engine(OnRequest):
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
-        """Autograd has the whole gradient of a parameter: move it into its bucket."""
+        """Autograd has the whole gradient of a parameter: move it into its bucket, or wait for those that are late."""
+        if self.delayed is not None and not self._ending:
+            self._hear_of_gradient(index)
+            return
         grad, param.grad = param.grad, None
         if grad is None:
             return
@@ -216,20 +225,29 @@ class Engine(OnRequest):
 
     def filling(self, index: int, position: int) -> GradientBuffers:
         """The gradients of group `position` of a unit, with memory for what this backward brings."""
-        if not self._callback_queued:
-            self._begin_backward()
-        unit = self.units[index]
-        gradients = unit.groups[position].gradients
+        gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:
-            try:
-                self.scheduler.gradient_arrives(index)
-            except ScheduleError as error:
-                raise ScheduleError(f"unit {unit.label}: {error}") from None
-            self.executor.begin_filling(unit, position, self.reach)
-            if self.observers.are_there or self._checks:
-                gradients.hear_of_each()
+            self._hear_of_gradient(index)
+            self._begin_filling(index, position)
         return gradients
+
+    def _hear_of_gradient(self, index: int) -> None:
+        """A unit has got a gradient, and had none in this backward as far as anybody knows."""
+        if not self._callback_queued:
+            self._begin_backward()
+        try:
+            self.scheduler.gradient_arrives(index)
+        except ScheduleError as error:
+            raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
+
+    def _begin_filling(self, index: int, position: int) -> None:
+        """Give group `position` of a unit memory for what this backward brings."""
+        gradients = self.units[index].groups[position].gradients
+        assert gradients is not None
+        self.executor.begin_filling(self.units[index], position, self.reach)
+        if self.observers.are_there or self._checks:
+            gradients.hear_of_each()
 
     @property
     def traffic(self) -> Traffic:
@@ -264,19 +282,37 @@ class Engine(OnRequest):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._callback_queued = False
         self.observers.backward_pauses()
         for index in self._installed:
             self.units[index].install_sharded()
         self._installed.clear()
+        late = self.delayed.params if self.delayed is not None else set()
+        for unit in self.units if late else ():
+            if not late.isdisjoint(id(param) for group in unit.groups for param in group.full):
+                self._hear_of_gradient(unit.index)
+        self._callback_queued = False
         self._ending = True
         try:
-            self._run_backward(self.scheduler.backward_ends())
+            for operation in self.scheduler.backward_ends():
+                if self.delayed is not None and operation.action is Action.REDUCE:
+                    self._fill_late(operation.unit, self.delayed)
+                self._run_backward((operation,))
         finally:
             self._ending = False
         for check in self._checks:
             with self.observers.during(Phase.AGREE, ROOT):
                 check.conclude()
+
+    def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
+        """Bring everything that a backward left for a unit into its buckets, delayed weight gradients last."""
+        for position, group in enumerate(self.units[index].groups):
+            if group.gradients is None:
+                continue
+            if not group.gradients.is_filling:
+                self._begin_filling(index, position)
+            for parameter, param in enumerate(group.full):
+                self.take_gradient(index, position, parameter, param)
+            delayed.run(group.full)
 
     @property
     def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
@@ -379,6 +415,8 @@ class Engine(OnRequest):
         sums, stay there with those of earlier backwards, as on one process; clear gradients to be rid of them.
         """
         self._callback_queued = False
+        if self.delayed is not None:
+            self.delayed.clear()
         self._installed.clear()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -88,14 +88,26 @@ class WeightGradientQueue:
         self._waiting.append(_Deferred(param, compute, self._know_task()))
         self._tell("deferred", param)
 
-    def run(self) -> None:
-        """Compute everything that waits, oldest first, and accumulate it as autograd would.
+    @property
+    def params(self) -> set[int]:
+        """Ids of the parameters whose gradients wait."""
+        return {id(deferred.param) for deferred in self._waiting}
+
+    def run(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Compute what waits, oldest first, and accumulate it as autograd would.
+
+        Args:
+            params: Only the gradients of these; None: all.
 
         A parameter's gradients of one backward are added up first. With the last of them its `register_hook` hooks are
         called with the sum, its `.grad` is set or added to in place, and its post-accumulate-grad hooks are called, all
         once. After an exception nothing waits any more.
         """
         waiting, self._waiting = self._waiting, deque()
+        if params is not None:
+            wanted = set(map(id, params))
+            self._waiting = deque(deferred for deferred in waiting if id(deferred.param) not in wanted)
+            waiting = deque(deferred for deferred in waiting if id(deferred.param) in wanted)
         to_come = Counter(id(deferred.param) for deferred in waiting)
         sums: dict[int, torch.Tensor] = {}
         with torch.no_grad():

@@ -20,8 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from megatron_fsdp.ddp.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.runtime.weight_gradient_queue import WeightGradientQueue
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types whose arithmetic is that of plain tensors; DTensors and other subclasses do theirs themselves."""
@@ -227,6 +227,21 @@ def delay_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> lis
         linear._delayed_queue = queue  # type: ignore[assignment]
         linear._delayed_function = function
     return list(chosen)
+
+
+def delay_all(module: nn.Module) -> WeightGradientQueue:
+    """Delay what can be delayed, for `delay_wgrad_compute`; returns the queue.
+
+    Raises:
+        ConfigurationError: There is nothing to delay.
+    """
+    queue = WeightGradientQueue()
+    if not delay_weight_gradients(module, queue):
+        raise ConfigurationError(
+            f"delay_wgrad_compute=True has no effect on this {type(module).__name__}, which has no plain nn.Linear "
+            "whose parameters are its own; leave it out"
+        )
+    return queue
 
 
 def undelay_weight_gradients(module: nn.Module) -> list[str]:
