@@ -354,6 +354,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     from megatron_fsdp.runtime.agreement import agree
     from megatron_fsdp.runtime.compiled import compiled_in_place
     from megatron_fsdp.runtime.optimizer import check_parameters, move_to_sharded
+    from megatron_fsdp.runtime.unseen_gradients import check_keeps_no_copies
 
     _check_order(module, optimizer)
     _check_arguments(arguments)
@@ -365,6 +366,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     problem = None
     try:
         check_parameters(optimizer, names)
+        check_keeps_no_copies(optimizer, names)
     except ConfigurationError as error:
         problem = error
     agree(index.get_dp_group(), problem)

@@ -32,6 +32,7 @@ from megatron_fsdp.runtime.grad_norm import clip_gradients
 from megatron_fsdp.runtime.optimizer import watch_optimizers
 from megatron_fsdp.runtime.sync import SyncMode
 from megatron_fsdp.runtime.unit_grouping import Grouping, UnitGrouping
+from megatron_fsdp.runtime.unseen_gradients import ReplacedParameters
 from megatron_fsdp.runtime.verify_ranks import compares_steps, resolve_verify_ranks
 
 logger = logging.getLogger("megatron_fsdp")
@@ -186,6 +187,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
                 "mesh for that device type"
             )
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
+        replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
         delayed = delay_all(module) if switches.delays_weight_gradients else None
         try:
@@ -198,6 +200,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             raise
         self._engine = self._assembly.engine
         self._engine.delayed = delayed
+        self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
@@ -374,7 +377,13 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             unit.install_full()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note that an optimizer is connected; False where it was already."""
+        """Note that an optimizer is connected; False where it was already.
+
+        Raises:
+            ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded.
+        """
+        if self._engine.replaced is not None:
+            self._engine.replaced.check(optimizer)
         known = optimizer in self._engine.connected
         self._engine.connected.add(optimizer)
         return not known

@@ -1,5 +1,6 @@
 """Optimizers on sharded parameters: groups, state, custom classes and foreign loops, each against one process."""
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, names_in, train, weights
 
@@ -368,3 +370,107 @@ def test_moments_that_begin_at_zero_are_warned_of(
     for told in run_ranks(2, _loads_nothing, optimizer_of, loads_weights, str(tmp_path)):
         assert len(told) == warned
         assert all("moments start from zero; load with megatron_fsdp.checkpoint.load" in text for text in told)
+
+
+# ---- optimizers that would train nothing -----------------------------------------------------------------------------
+
+
+class KeepsCopies(torch.optim.SGD):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.mine = [param for group in self.param_groups for param in group["params"]]
+
+
+def forget(strategy: int) -> tuple[str, str, bool]:
+    """What is said at the first step, and of one with copies; whether a model that was not sharded is as it was."""
+    module = build()
+    forgotten = torch.optim.AdamW(module.parameters())
+    model = fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    backward(model, next(batches(1)))
+    with pytest.raises(ConfigurationError) as raised:
+        forgotten.step()
+    right = torch.optim.AdamW(model.parameters())
+    right.step()  # not connected, which trains all the same
+    module = build()
+    before = list(module.parameters())
+    with pytest.raises(ConfigurationError) as refused:
+        fully_shard(module, KeepsCopies(module.parameters()), mesh(), fsdp_unit_modules=[Layer])
+    intact = all(found is param for found, param in zip(module.parameters(), before, strict=True))
+    return str(raised.value), str(refused.value), intact
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_an_optimizer_that_would_train_nothing_says_so(strategy: int, run_ranks: RunRanks) -> None:
+    name = next(iter(dict(build().named_parameters())))
+    for forgotten, with_copies, intact in run_ranks(2, forget, strategy):
+        assert forgotten == (
+            f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
+            "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
+            "model.parameters() after fully_shard_model"
+        )
+        assert with_copies == (
+            f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
+            "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
+            "to fully_shard_optimizer"
+        )
+        assert intact
+
+
+def step_others() -> None:
+    """Optimizers that hold nothing of a sharded model, or something that somebody else trains."""
+    module = build()
+    average = torch.optim.swa_utils.AveragedModel(module)
+    of_average = torch.optim.SGD(average.parameters(), lr=0.1)
+    tied = next(module.parameters())
+    of_tied = torch.optim.SGD([tied], lr=0.1)
+    of_deleted = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = wrap_module(module)
+    of_average.step()
+    tied.grad = torch.ones_like(tied)
+    before = tied.detach().clone()
+    of_tied.step()
+    assert torch.equal(tied, before - 0.1)
+    del model, module
+    gc.collect()
+    of_deleted.step()
+
+
+def wrap_module(module: nn.Module) -> MegatronFSDP:
+    return fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer])
+
+
+def test_optimizers_of_others_step_as_ever(run_ranks: RunRanks) -> None:
+    run_ranks(2, step_others)
+
+
+def step_lbfgs() -> float:
+    """The largest difference of weights after three steps with closures, from those of one process."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    def lbfgs(params: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(params, lr=0.5, max_iter=4)
+
+    module, reference = build(), build()
+    batch = next(batches(1))
+    batch = (batch[0], torch.zeros_like(reference(batch[0])))  # the same on every rank, so that sums are, too
+    steps(reference, lbfgs(reference.parameters()), batch)
+    model, optimizer = fully_shard(
+        module, lbfgs(module.parameters()), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=0
+    )
+    before = weights(model)
+    steps(model, optimizer, batch)
+    assert largest_difference(weights(model), before) > 1e-3
+    return largest_difference(weights(model), dict(reference.named_parameters()))
+
+
+def test_lbfgs_trains_where_nothing_is_sharded(run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, step_lbfgs)) < 1e-5

@@ -28,7 +28,7 @@ from megatron_fsdp.runtime.recovery import match_deferred_sums
 from megatron_fsdp.runtime.schedule import ROOT, Action, Operation, Scheduler
 from megatron_fsdp.runtime.structure import StructureCheck
 from megatron_fsdp.runtime.sync import Reach
-from megatron_fsdp.runtime.unseen_gradients import UnseenGradients
+from megatron_fsdp.runtime.unseen_gradients import ReplacedParameters, UnseenGradients
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.runtime.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.unit.gradients import GradientBuffers
@@ -86,6 +86,7 @@ class Engine(OnRequest):
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self._unseen = UnseenGradients()
+        self.replaced: ReplacedParameters | None = None
         self.handed_out = HandedOut()
         self.expert_names = ExpertNames()
         self.own_groups: OwnGroups | None = None  # they go with the engine
@@ -165,6 +166,8 @@ class Engine(OnRequest):
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
             return  # its own hooks install
+        if self.replaced is not None:
+            self.replaced.check(optimizer)
         self._unseen.look_at(optimizer, self.places)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         self.stepped = self.stepped or any(id(param) in self.places for param in firsts)

@@ -317,6 +317,8 @@ def move_to_sharded(
 ) -> None:
     """Let an optimizer that was built on the original parameters hold the sharded ones; groups, order and options stay.
 
+    So do the lists of parameters themselves, which an optimizer may keep under other names as well (LBFGS does).
+
     Args:
         optimizer: Changed in place.
         replacements: Sharded parameter for the id of each original.
@@ -325,8 +327,8 @@ def move_to_sharded(
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        originals = group["params"]
-        group["params"] = [replacements[id(param)] for param in originals]
+        originals = list(group["params"])
+        group["params"][:] = [replacements[id(param)] for param in originals]
         for original, param in zip(originals, group["params"], strict=True):
             if original in state:
                 optimizer.state[param] = {
