@@ -118,6 +118,11 @@ class CheckpointAccess(nn.Module):
             return state_dict
         return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
 
+    @property
+    def has_other_experts_elsewhere(self) -> bool:
+        """Whether ranks hold different experts, so that checkpoints number the parameters of all ranks."""
+        return not self._engine.expert_names.is_trivial
+
     def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
         """Names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
 

@@ -244,16 +244,22 @@ def fully_shard_optimizer(
     groups, their order and options stay as they are.
 
     Args:
-        optimizer: Built on `model.parameters()` after `fully_shard_model`.
+        optimizer: Built on `model.parameters()` after `fully_shard_model`; on those of several models if need be.
         preproc_state_dict_for_dcp_ckpt: The same for the optimizer's state as for the model in `fully_shard_model`.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ConfigurationError: It has no parameters, or holds one that is not a sharded parameter of one model.
+        ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
-    from megatron_fsdp.runtime.optimizer import check_kind, check_parameters, check_reads_decoupled, integrate
+    from megatron_fsdp.runtime.optimizer import (
+        SeveralModels,
+        check_kind,
+        check_parameters,
+        check_reads_decoupled,
+        integrate,
+    )
 
     _check_optimizer(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -261,24 +267,54 @@ def fully_shard_optimizer(
         raise ConfigurationError(
             "the optimizer has no parameters; build it on model.parameters() after fully_shard_model"
         )
-    model = getattr(params[0], "_megatron_fsdp_model", None)
-    if model is None:
+    if not hasattr(params[0], _OWNER):
         raise ConfigurationError(
             "the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after "
             "fully_shard_model, or hand model and optimizer to fully_shard together"
         )
     try:
-        names = model.sharded_names()
+        owners = [_owner(param) for param in params if hasattr(param, _OWNER)]
     except ReferenceError:
         raise ConfigurationError(
             "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
         ) from None
-    check_parameters(optimizer, names)
+    models = list({id(owner): owner for owner in owners}.values())
+    check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
     check_kind(optimizer)
-    check_reads_decoupled(optimizer, model.decouples_gradients)
-    if model.adopt(optimizer):
-        integrate(optimizer, model.self_reference(), describes_state=preproc_state_dict_for_dcp_ckpt)
+    check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
+    _check_several(optimizer, models)
+    was_connected = models[0].is_connected(optimizer)
+    for model in models:
+        model.adopt(optimizer)
+    if not was_connected:
+        whole = models[0] if len(models) == 1 else SeveralModels(models, _owner)
+        integrate(optimizer, whole, describes_state=preproc_state_dict_for_dcp_ckpt)
     return optimizer
+
+
+def _check_several(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFSDP]) -> None:
+    """Refuse what one optimizer over several models cannot do."""
+    if len(models) == 1:
+        return
+    if any(model.has_other_experts_elsewhere for model in models):
+        raise ConfigurationError(
+            f"the optimizer holds parameters of {len(models)} sharded models, and ranks hold different experts of one, "
+            "whose state has numbers of its own in checkpoints; build one optimizer for each model"
+        )
+    if len({model.is_connected(optimizer) for model in models}) > 1:
+        raise ConfigurationError(
+            "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
+            "parameters of all models"
+        )
+
+
+_OWNER = "_megatron_fsdp_model"
+
+
+def _owner(param: torch.Tensor) -> MegatronFSDP:
+    """The model of a sharded parameter."""
+    model: MegatronFSDP = getattr(param, _OWNER).self_reference()
+    return model
 
 
 @explains_arguments(

@@ -376,17 +376,19 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
         for unit in self._engine.units:
             unit.install_full()
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note that an optimizer is connected; False where it was already.
+    def is_connected(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer was connected to this model."""
+        return optimizer in self._engine.connected
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer is connected.
 
         Raises:
             ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded.
         """
         if self._engine.replaced is not None:
             self._engine.replaced.check(optimizer)
-        known = optimizer in self._engine.connected
         self._engine.connected.add(optimizer)
-        return not known
 
     def self_reference(self) -> MegatronFSDP:
         """This object itself, also when called through a weak proxy."""

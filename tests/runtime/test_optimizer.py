@@ -1,5 +1,6 @@
 """Optimizers on sharded parameters: groups, state, custom classes and foreign loops, each against one process."""
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,7 +16,18 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, names_in, train, weights
+from tests.support.api_net import (
+    Layer,
+    backward,
+    batches,
+    build,
+    largest_difference,
+    mesh,
+    names_in,
+    own_part,
+    train,
+    weights,
+)
 
 TOLERANCE = 2e-6
 """For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
@@ -474,3 +486,79 @@ def step_lbfgs() -> float:
 
 def test_lbfgs_trains_where_nothing_is_sharded(run_ranks: RunRanks) -> None:
     assert max(run_ranks(2, step_lbfgs)) < 1e-5
+
+
+# ---- several models --------------------------------------------------------------------------------------------------
+
+
+def train_two(strategies: tuple[int, int], defers: bool) -> float:
+    """The largest difference of weights of two models that one optimizer trains, and of norms, from one process."""
+    references = (build(0), build(1))
+    models = [
+        fully_shard_model(build(seed), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        for seed, strategy in enumerate(strategies)
+    ]
+
+    def adamw(both: Iterable[nn.Module]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([param for model in both for param in model.parameters()], lr=1e-2)
+
+    other, optimizer = adamw(references), fully_shard_optimizer(adamw(models))
+    worst = 0.0
+    for step in range(4):
+        for microbatch in range(2):
+            inputs, _ = next(batches(1, 2 * step + microbatch))
+            adversarial_loss(references, inputs).backward()
+            with contextlib.ExitStack() as stack:
+                if defers:
+                    for model in models:
+                        stack.enter_context(model.no_sync())
+                adversarial_loss(models, own_part(inputs)).backward()
+        if not defers:
+            wanted, found = (
+                clip([param for model in both for param in model.parameters()]) for both in (references, models)
+            )
+            worst = max(worst, abs(wanted - found))
+        for each in (other, optimizer):
+            each.step()
+            each.zero_grad()
+        if step == 1:
+            saved = optimizer.state_dict()
+            optimizer = fully_shard_optimizer(adamw(models))
+            optimizer.load_state_dict(saved)
+    differences = [
+        largest_difference(weights(model), dict(reference.named_parameters()))
+        for model, reference in zip(models, references, strict=True)
+    ]
+    return max(worst, *differences)
+
+
+def adversarial_loss(models: Iterable[nn.Module], inputs: Tensor) -> Tensor:
+    generator, discriminator = models
+    made = generator(inputs)
+    return discriminator(torch.cat([made, inputs[:, :2]], dim=1)).square().mean() + made.abs().mean()
+
+
+def clip(params: list[nn.Parameter]) -> float:
+    return float(nn.utils.clip_grad_norm_(params, 0.1))
+
+
+@pytest.mark.parametrize(("strategies", "defers"), [((3, 3), False), ((3, 0), False), ((1, 3), True)])
+def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bool, run_ranks: RunRanks) -> None:
+    assert max(run_ranks(2, train_two, strategies, defers)) < TOLERANCE
+
+
+def connect_late() -> str:
+    models = [wrap(3, seed) for seed in range(2)]
+    optimizer = fully_shard_optimizer(torch.optim.SGD(models[0].parameters(), lr=0.1))
+    optimizer.add_param_group({"params": list(models[1].parameters())})
+    with pytest.raises(ConfigurationError) as raised:
+        fully_shard_optimizer(optimizer)
+    return str(raised.value)
+
+
+def test_an_optimizer_takes_no_second_model_later(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, connect_late):
+        assert message == (
+            "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
+            "parameters of all models"
+        )

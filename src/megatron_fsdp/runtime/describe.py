@@ -142,15 +142,16 @@ def memory_description(engine: Engine) -> MemoryDescription:
         forward_prefetch=schedule.prefetch_forward,
         backward_prefetch=schedule.prefetch_backward,
         persistent_bytes=held.persistent_bytes,
-        optimizer_bytes=sum(_state_bytes(optimizer) for optimizer in engine.connected),
+        optimizer_bytes=sum(_state_bytes(engine, optimizer) for optimizer in engine.connected),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
         shared_bytes=held.shared_bytes,
     )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    tensors = (value for state in optimizer.state.values() for value in state.values())
+def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
+    own = (state for param, state in optimizer.state.items() if id(param) in engine.places)
+    tensors = (value for state in own for value in state.values())
     return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 

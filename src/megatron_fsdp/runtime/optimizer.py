@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,10 @@ StateDict = dict[str, Any]
 class ShardedModel(Protocol):
     """What the hooks need of the wrapped model."""
 
-    model_auto_sync: bool
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward ends with a gradient sync."""
+        ...
 
     @property
     def has_deferred_gradients(self) -> bool:
@@ -77,6 +80,7 @@ class _StepHooks:
         self._model = model
         self._installs = True
         self._local = LocalStep()
+        self.several: SeveralModels | None = None  # nobody else keeps it
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,11 +135,12 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
 
     Args:
         optimizer: Changed in place.
-        model: Held weakly.
+        model: Held weakly, unless it stands for several.
         describes_state: Let the tensors of its state dict say which part of a global tensor they hold.
     """
     reference = weakref.ref(model)
     hooks = _StepHooks(reference)
+    hooks.several = model if isinstance(model, SeveralModels) else None
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -244,6 +249,82 @@ def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
             "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new model"
         )
     return model
+
+
+class SeveralModels:
+    """Several models that one optimizer updates, as one: what concerns a parameter goes to its own model.
+
+    Args:
+        models: Held weakly; in an order that all ranks share.
+        owner: The model of a sharded parameter.
+    """
+
+    def __init__(self, models: Sequence[ShardedModel], owner: Callable[[torch.Tensor], ShardedModel]) -> None:
+        self._references = [weakref.ref(model) for model in models]
+        self._owner = owner
+
+    @property
+    def _models(self) -> list[ShardedModel]:
+        return [_alive(reference) for reference in self._references]
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward of each ends with a gradient sync."""
+        return all(model.model_auto_sync for model in self._models)
+
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums of any wait to be reduced."""
+        return any(model.has_deferred_gradients for model in self._models)
+
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether weights were just loaded into a state dict of any."""
+        return any(model.state_dict_was_filled for model in self._models)
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left and show gradients, where that is not done yet."""
+        for model in self._models:
+            if not model.model_auto_sync or model.has_deferred_gradients:
+                model.finish_grad_sync()
+
+    def install_optimized_model_weights(self) -> None:
+        """Copy main weights into compute weights."""
+        for model in self._models:
+            model.install_optimized_model_weights()
+
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+        self._owner(param).describe_optimizer_state(param, value)
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, cut as a sharded parameter."""
+        return self._owner(param).shard_like(param, full)
+
+    def optimizer_state_as_saved(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The state dict itself: no rank has parameters that others have not."""
+        return state_dict
+
+    def optimizer_state_as_held(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The state dict itself."""
+        return state_dict
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+        for model, own in self._by_model(params):
+            model.forget_pending_gradients(own)
+
+    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
+        for model, own in self._by_model(params):
+            model.clear_decoupled_gradients(own, set_to_none)
+
+    def _by_model(self, params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
+        models = self._models
+        found: dict[int, list[nn.Parameter]] = {id(model): [] for model in models}
+        for param in params:
+            found[id(self._owner(param))].append(param)
+        return [(model, found[id(model)]) for model in models]
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
