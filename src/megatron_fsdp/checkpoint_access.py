@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.runtime.assemble import Assembly
 from megatron_fsdp.runtime.engine import Engine
@@ -18,6 +20,8 @@ from megatron_fsdp.runtime.state_dicts import own_shard
 
 StateDict = dict[str, Any]
 
+_PREFIX = "module."
+
 
 class CheckpointAccess(nn.Module):
     """State dicts of a sharded model and of its optimizers."""
@@ -26,10 +30,11 @@ class CheckpointAccess(nn.Module):
     _assembly: Assembly
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as `torch.nn.Module.load_state_dict` does, then install the weights. No communication.
+        """Load as `torch.nn.Module.load_state_dict` does, then install the weights.
 
         Takes this rank's shards, as `state_dict()` gives them, and whole tensors that are the same on every rank, in
-        any mixture; whole tensors of experts may be those of all ranks.
+        any mixture; whole tensors of experts may be those of all ranks. No communication, but for DTensors that torch
+        has cut, as those of FSDP2: they are gathered one after another, so that all ranks have to load them.
 
         Args:
             state_dict: By the names of `state_dict()`.
@@ -50,6 +55,10 @@ class CheckpointAccess(nn.Module):
                 "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces of "
                 "flat buffers; load with assign=False, which copies"
             )
+        given: object = state_dict
+        if not isinstance(given, Mapping):
+            return super().load_state_dict(state_dict, strict)  # which torch refuses
+        state_dict = self._recut(state_dict)
         problem = check_load(self, lambda: super(CheckpointAccess, self).load_state_dict(state_dict, strict))
         if problem is not None:
             raise CheckpointError(
@@ -59,6 +68,24 @@ class CheckpointAccess(nn.Module):
         result = super().load_state_dict(state_dict, strict)
         self._engine.install_main_weights()
         return result
+
+    def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Cut as parameters what torch has cut into equal shards."""
+        recut, names = {}, {name for group in self._engine.groups() for name in group.names}
+        for key, value in state_dict.items():
+            name = self.held_name(key.removeprefix(_PREFIX))
+            is_cut_by_torch = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+            if not is_cut_by_torch or (name is not None and name not in names):
+                continue  # as buffers may be, which are held as they are
+            if not all(placement.is_replicate() for placement in value.placements):
+                whole = value.full_tensor()
+                recut[key] = whole if name is None else self.held_tensor(name, whole).clone()
+        if not recut:
+            return state_dict
+        found = OrderedDict({**state_dict, **recut})
+        if hasattr(state_dict, "_metadata"):
+            found._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return found
 
     def checkpoint_name(self, name: str) -> str:
         """What a checkpoint of all ranks calls a parameter or buffer of this rank.

@@ -1,5 +1,6 @@
 """`load_state_dict` of shards and of whole tensors, and all that it refuses; `torch.save` of state dicts."""
 
+import copy
 import io
 from typing import Any
 
@@ -7,6 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -150,6 +157,53 @@ def test_a_problem_of_one_rank_is_raised_there_without_a_hang(run_ranks: RunRank
     assert "module.a.bias" in second
 
 
+# ---- torch's own functions -------------------------------------------------------------------------------------------
+
+FULL: Places = {
+    **{f"strategy {strategy}": (2, Setting(strategy)) for strategy in (0, 1, 2, 3)},
+    "HSDP": HYBRID["HSDP"],
+}
+
+
+def set_full_state(place: str) -> None:
+    """Whole tensors of every rank, or of the first alone, into a model and an optimizer, stepped or new."""
+    _, setting = FULL[place]
+    source = trained(ODD, setting, 0, 1)
+    whole = StateDictOptions(full_state_dict=True)
+    model, optimizer = get_state_dict(source.model, source.optimizer, options=whole)
+    expected = whole_state(source)
+    for broadcast, batches in ((False, (2,)), (True, (2,)), (True, ())):
+        target = trained(ODD, setting, *batches)
+        has_it = not broadcast or dist.get_rank() == 0
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(target.model, copy.deepcopy(model) if has_it else {}, options=options)
+        set_optimizer_state_dict(
+            target.model, target.optimizer, copy.deepcopy(optimizer) if has_it else {}, options=options
+        )
+        assert_equal_tensors(whole_state(target), expected)
+        for ours, theirs in zip(target.optimizer.state.values(), source.optimizer.state.values(), strict=True):
+            assert torch.equal(ours["step"], theirs["step"])
+
+
+@pytest.mark.parametrize("place", FULL)
+def test_torch_sets_whole_state_dicts(run_ranks: RunRanks, place: str) -> None:
+    run_ranks(FULL[place][0], set_full_state, place)
+
+
+def refuse_whole_of_another_shape() -> list[str]:
+    model = wrap()
+    bad = {**whole_state_of(model), "module.a.bias": torch.zeros(9)}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(CheckpointError, match=r"size mismatch for module\.a\.bias") as raised:
+        set_model_state_dict(model, bad if dist.get_rank() == 0 else {}, options=options)
+    return [str(raised.value)]
+
+
+def test_a_whole_tensor_of_another_shape_is_refused(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, refuse_whole_of_another_shape)
+    assert first == second
+
+
 # ---- torch.save ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +219,9 @@ def save_and_load(place: str) -> None:
     run = trained(case, setting, 0, 1)
     expected = whole_state(run)
     model, optimizer = through_a_file(run.model.state_dict()), through_a_file(run.optimizer.state_dict())
+    new = trained(case, setting)
+    blank = through_a_file(new.optimizer.state_dict())
+    assert blank["state"].keys() == optimizer["state"].keys()
     for key, value in run.model.state_dict().items():
         assert type(model[key]) is UnevenDTensor
         assert model[key].shard_frame == value.shard_frame

@@ -6,11 +6,12 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -264,7 +265,8 @@ class _FullTensor(torch.autograd.Function):
 def introduce_to_torch() -> None:
     """Let torch use its list kernels on these tensors and load them with `weights_only`, as it does for DTensors.
 
-    torch keeps both as lists of exact classes, which it extends in the same way for DTensor.
+    torch keeps both as lists of exact classes, which it extends in the same way for DTensor. Whole tensors that it has
+    broadcast it cuts by a function of its own, into equal shards, without asking the DTensor; ours are cut before that.
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -272,9 +274,39 @@ def introduce_to_torch() -> None:
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if UnevenDTensor not in supported:
             supported.append(UnevenDTensor)
+    distribute = getattr(_state_dict_utils, "_distribute_tensors", None)
+    if distribute is not None:
+        _state_dict_utils._distribute_tensors = functools.partial(_cut_as_ours, distribute)
     torch.serialization.add_safe_globals(
         [UnevenDTensor, _unpickle, no_write_items, ShardDescription, MeshUse, BufferCut, ListedCut, TensorParallelCut]
     )
+
+
+def _cut_as_ours(
+    distribute: Callable[..., None],
+    local_state_dict: dict[str, Any],
+    keys: Sequence[str],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Write whole tensors into shards, as `distribute` does for tensors that torch itself has cut.
+
+    Args:
+        distribute: torch's function; it leaves entries alone that are tensors already.
+        local_state_dict: Pairs of a DTensor and the whole tensor, to be replaced by the DTensor.
+        keys: Of the pairs.
+        args: For `distribute`.
+        kwargs: For `distribute`.
+    """
+    for key in keys:
+        found = local_state_dict.get(key)
+        if isinstance(found, tuple) and isinstance(found[0], UnevenDTensor):
+            shard, full = found
+            fits = full.shape == shard.shape
+            if fits:
+                shard._local_tensor.copy_(shard.shard_frame.take(full))
+            local_state_dict[key] = shard if fits else full  # which `load_state_dict` refuses, or knows what to do with
+    distribute(local_state_dict, keys, *args, **kwargs)
 
 
 def as_sharded(grad: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
