@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.runtime.assemble import Assembly
 from megatron_fsdp.runtime.engine import Engine
 from megatron_fsdp.runtime.expert_state import names_as_saved, state_as_held, state_as_saved
-from megatron_fsdp.runtime.load_check import check_load
+from megatron_fsdp.runtime.load_check import are_from_file, check_load, other_shards, raise_everywhere
 from megatron_fsdp.runtime.state_dicts import own_shard
 
 StateDict = dict[str, Any]
@@ -47,7 +47,7 @@ class CheckpointAccess(nn.Module):
         Raises:
             CheckpointError: Something does not fit; lists everything. Nothing was loaded. Each rank judges what it was
                 given and only ranks that were given what does not fit raise, as a state dict may be loaded by one rank
-                alone.
+                alone; where shards come out of a file (`torch.load`) all ranks have to load them, and all raise.
             ConfigurationError: `assign` is True.
         """
         if assign:
@@ -59,15 +59,19 @@ class CheckpointAccess(nn.Module):
         if not isinstance(given, Mapping):
             return super().load_state_dict(state_dict, strict)  # which torch refuses
         state_dict = self._recut(state_dict)
-        problem = check_load(self, lambda: super(CheckpointAccess, self).load_state_dict(state_dict, strict))
-        if problem is not None:
-            raise CheckpointError(
-                f"the state dict does not fit, and nothing was loaded: {problem}\nload what state_dict() of the same "
-                "model gave, or pass strict=False to load what fits in spite of missing and unexpected keys"
-            )
+        problem = self._problem_of_load(state_dict, strict)
+        self.refuse_load(problem, are_from_file(state_dict.values()))
         result = super().load_state_dict(state_dict, strict)
         self._engine.install_main_weights()
         return result
+
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file.
+
+        Raises:
+            CheckpointError: Something is wrong here, or, with `is_from_file`, on any rank.
+        """
+        raise_everywhere(problem, self._engine.reaching_all if is_from_file else ())
 
     def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Cut as parameters what torch has cut into equal shards."""
@@ -86,6 +90,23 @@ class CheckpointAccess(nn.Module):
         if hasattr(state_dict, "_metadata"):
             found._metadata = state_dict._metadata  # type: ignore[attr-defined]
         return found
+
+    def _problem_of_load(self, state_dict: Mapping[str, Any], strict: bool) -> str | None:
+        """Say what does not fit, and what to do; None where nothing is wrong."""
+        groups = self._engine.groups()
+        frames = {name: frame for group in groups for name, frame in zip(group.names, group.frames, strict=True)}
+        keys = {self.checkpoint_name(name): name for name in frames}
+        fit = [key for key in keys if _PREFIX + key in state_dict]
+        for key in fit:
+            held = self._engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
+            problem = other_shards(held, frames[keys[key]])
+            if problem is not None:
+                return problem
+        problem = check_load(self, lambda: super(CheckpointAccess, self).load_state_dict(state_dict, strict))
+        return problem and (
+            f"the state dict does not fit, and nothing was loaded: {problem}\nload what state_dict() of the same "
+            "model gave, or pass strict=False to load what fits in spite of missing and unexpected keys"
+        )
 
     def checkpoint_name(self, name: str) -> str:
         """What a checkpoint of all ranks calls a parameter or buffer of this rank.

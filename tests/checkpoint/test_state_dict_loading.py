@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +246,41 @@ def _bytes(value: Any) -> bytes:
 @pytest.mark.parametrize("place", PLACES)
 def test_torch_save_keeps_each_ranks_shards(run_ranks: RunRanks, place: str) -> None:
     run_ranks(PLACES[place][0], save_and_load, place)
+
+
+def save_files(folder: str) -> None:
+    run = trained(ODD, Setting(3), 0)
+    torch.save(run.model.state_dict(), f"{folder}/model-{dist.get_rank()}")
+    torch.save(run.optimizer.state_dict(), f"{folder}/optimizer-{dist.get_rank()}")
+
+
+def load_first_file(strategy: int, folder: str) -> list[str]:
+    """What the first rank has saved, on every rank, as after accelerate's `save_state`."""
+    run = trained(ODD, Setting(strategy), 1)
+    before, told = whole_state(run), []
+    for part, target in (("model", run.model), ("optimizer", run.optimizer)):
+        with pytest.raises(CheckpointError) as raised:
+            target.load_state_dict(torch.load(f"{folder}/{part}-0", weights_only=True))
+        told.append(str(raised.value))
+    assert_equal_tensors(whole_state(run), before)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "strategy", "why"),
+    [
+        (2, 2, 3, "rank 1 was given shards that it does not hold (those of the rank at (0,) on a mesh of shape (2,))"),
+        (2, 1, 3, "rank 0 was given shards that it does not hold (those of the rank at (0,) on a mesh of shape (2,))"),
+        (2, 2, 0, "rank 0 was given shards that it does not hold (its own under another strategy or other units)"),
+    ],
+    ids=["another rank's", "of more ranks", "of another strategy"],
+)
+def test_shards_of_others_are_refused_on_all_ranks(
+    run_ranks: RunRanks, tmp_path: Path, saved: int, loaded: int, strategy: int, why: str
+) -> None:
+    run_ranks(saved, save_files, str(tmp_path))
+    found = run_ranks(loaded, load_first_file, strategy, str(tmp_path))
+    assert all(told == found[0] for told in found)
+    for told in found[0]:
+        assert told.startswith(why + ", and nothing was loaded: torch.save writes the shards of the rank that calls it")
+        assert "torch.distributed.checkpoint, or with save_checkpoint and load_checkpoint" in told

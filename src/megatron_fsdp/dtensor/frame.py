@@ -40,6 +40,7 @@ class ShardFrame:
         adds_up: Whether gradients of the model are the sum over data-parallel ranks, else their mean.
         belongs: The parameter that it is the frame of, and to whom that belongs; None where nobody has said.
         problem: Why such tensors can be neither saved nor loaded by torch.distributed.checkpoint; None where they can.
+        is_from_file: Whether such tensors were unpickled, so that other ranks may have been given the same ones.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ShardFrame:
         self.foreign_groups = foreign_groups
         self.adds_up = adds_up
         self.problem: str | None = None
+        self.is_from_file = False
         self.belongs: tuple[str, OwningUnit] | None = None
         self.mesh = mesh
         self.description = description

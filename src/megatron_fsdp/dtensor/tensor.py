@@ -231,7 +231,9 @@ def _unpickle(
     local: torch.Tensor, mesh: DeviceMesh, description: ShardDescription, requires_grad: bool, is_parameter: bool
 ) -> UnevenDTensor:
     """A tensor as it was pickled, on this rank, whatever this rank is now."""
-    return _rebuild(local, ShardFrame(mesh, description), requires_grad, is_parameter)
+    frame = ShardFrame(mesh, description)
+    frame.is_from_file = True
+    return _rebuild(local, frame, requires_grad, is_parameter)
 
 
 class _ToLocal(torch.autograd.Function):

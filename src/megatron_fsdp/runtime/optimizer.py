@@ -16,6 +16,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.notices import warn_caller
 from megatron_fsdp.runtime.blank_state import is_known_without_a_step, with_blank_state, without_blank_momentum
+from megatron_fsdp.runtime.load_check import are_from_file, other_shards
 from megatron_fsdp.runtime.local_step import LocalStep
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
@@ -61,6 +62,9 @@ class ShardedModel(Protocol):
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor, cut as a sharded parameter."""
         ...
+
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file."""
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """The reverse."""
@@ -178,11 +182,14 @@ def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer
     return alive.optimizer_state_as_saved(optimizer, state_dict)
 
 
-def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> list[tuple[nn.Parameter, Any]]:
-    """Pair each parameter with its number in a state dict; the fewer are paired where counts differ."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> list[tuple[Any, Any]]:
+    """Pair each parameter with its number in a state dict."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    return list(zip(params, numbers, strict=False))
+    return list(zip(_params_of(optimizer), numbers, strict=True))
 
 
 def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
@@ -195,31 +202,39 @@ def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer,
             "torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
             "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
         )
+    slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
+    is_from_file = are_from_file(value for each in slots for value in each.values())
     held = alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+    if len(_params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
+        return held  # which torch refuses
+    found = (
+        other_shards(value, param.shard_frame)
+        for param, number in _numbered(optimizer, held)
+        for value in held["state"].get(number, {}).values()
+        if isinstance(param, UnevenDTensor)
+    )
+    alive.refuse_load(next(filter(None, found), None), is_from_file)
     return without_blank_momentum(optimizer, _with_shards(optimizer, held, alive))
 
 
 def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
     """Cut state as its parameters are, where it is whole or cut otherwise; the rest is handed on."""
-    listed = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    if len(listed) != len(numbers):
-        return state_dict  # which torch refuses
     state = dict(state_dict["state"])
-    for param, number in zip(listed, numbers, strict=True):
+    for param, number in _numbered(optimizer, state_dict):
         if number in state and isinstance(param, DTensor):
-            state[number] = {
-                key: model.shard_like(param, _whole(value)) if _is_cut_otherwise(key, value, param) else value
-                for key, value in state[number].items()
-            }
+            state[number] = {key: _cut_as(param, key, value, model) for key, value in state[number].items()}
     return {**state_dict, "state": state}
 
 
-def _is_cut_otherwise(key: str, value: object, param: DTensor) -> bool:
-    """Whether state is whole, as one process saves it, or cut as torch cuts it, where its parameter is not."""
+def _cut_as(param: DTensor, key: str, value: Any, model: ShardedModel) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
-        return False
-    return not isinstance(value, DTensor) or (isinstance(param, UnevenDTensor) and not isinstance(value, UnevenDTensor))
+        return value
+    if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
+        is_same = value.shard_frame is param.shard_frame  # and no copy, as of what was unpickled
+        return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
+    if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
+        return value
+    return model.shard_like(param, _whole(value))
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
