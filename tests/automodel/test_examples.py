@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -41,9 +40,14 @@ def assert_trained(shown: str, folder: Path) -> None:
 
 
 def run_as_a_rank(settings: str) -> str:
-    """The example in ranks that are joined already and are needed afterwards; what it shows."""
+    """The example in ranks that are joined already; what it shows."""
+    with groups_destroyed():
+        return run_example(settings)
+
+
+def run_example(settings: str) -> str:
+    """The example in a process whose group is needed afterwards; what it shows."""
     with (
-        groups_destroyed(),
         mock.patch.object(sys, "argv", [str(EXAMPLE), settings]),
         mock.patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(io.StringIO()) as shown,
@@ -52,21 +56,7 @@ def run_as_a_rank(settings: str) -> str:
     return shown.getvalue()
 
 
-@pytest.mark.full
-def test_the_example_runs_under_torchrun_as_it_is_shipped(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLE), str(write_settings(tmp_path, "fsdp2"))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_trained(done.stdout, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["megatron_fsdp", "ddp"])
+@pytest.mark.parametrize("name", ["megatron_fsdp", "ddp"])  # tests/test_torchrun.py runs it as it is shipped
 def test_one_line_of_yaml_is_another_strategy(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     # In ranks that are joined already only the first would save the small model.
     model = runpy.run_path(str(EXAMPLE))["make_small_model"](tmp_path / "small")

@@ -72,10 +72,10 @@ def other_arguments(folder: str, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("strategy", "distributed_config is FSDP2Config("),
+        ("strategy", "distributed_config is FSDP2Config on rank 0, MegatronFSDPConfig on rank 1; give"),
         ("tp_size", "tp_size is 1 on rank 0, 2 on rank 1"),
         ("dtype", "dtype is torch.float32 on rank 0, torch.bfloat16 on rank 1"),
-        ("field", "config is"),
+        ("field", "config.rms_norm_eps is 1e-06 on rank 0, 1e-05 on rank 1; give"),
         ("folder", "neither a local folder nor in the local cache"),
     ],
 )

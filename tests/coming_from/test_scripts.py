@@ -2,8 +2,6 @@
 
 import py_compile
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from megatron_fsdp.checkpoint import load_checkpoint
 from megatron_fsdp.cli.main import main as mfsdp
 from tests.coming_from.scripts import FOLDER, HELD_OUT, LOSS, run_script, script, told
 from tests.conftest import RunRanks
+from tests.support.real_torchrun import real_torchrun
 
 FIRST, LAST = 3, 5
 BEFORE = ("ddp_before", "fsdp2_before", "megatron_fsdp_before")
@@ -124,16 +123,8 @@ def test_the_script_for_deepspeed_compiles(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_torchrun_runs_a_script(tmp_path: Path, expected: dict[str, float]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(script("ddp_after")), str(tmp_path / "runs"), "1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    what, _, number = done.stdout.splitlines()[0].rpartition(" ")
+    shown = real_torchrun([str(script("ddp_after")), str(tmp_path / "runs"), "1"])
+    what, _, number = shown.splitlines()[0].rpartition(" ")
     assert (what, float(number)) == (LOSS.format(1), pytest.approx(expected[LOSS.format(1)], rel=1e-6))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from megatron_fsdp.automodel.config import DistributedConfig, FSDP2Config, check_config
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
 from megatron_fsdp.automodel.sizes import resolve_sizes
+from megatron_fsdp.canonical import canonical_facts
 from megatron_fsdp.checkpoint.ranks import together
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def agree_on(
@@ -46,7 +44,7 @@ def agree_on(
         return find()
 
     given = {"distributed_config": strategy, **sizes, **options}
-    facts = {name: _ADDRESS.sub("", repr(value)) for name, value in given.items()}
-    folder, config = together("finding the model", check, facts=facts)
-    together("comparing configs", lambda: None, facts={"config": config.to_json_string()})
+    folder, config = together("finding the model", check, facts=canonical_facts(given))
+    of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
+    together("comparing configs", lambda: None, facts=canonical_facts(of_config))
     return strategy, build_mesh_context(strategy, **sizes), folder, config

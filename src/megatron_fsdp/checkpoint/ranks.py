@@ -108,7 +108,10 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
     """What differs, without what was being done: that may name what differs, and so be another text on every rank."""
     names = dict.fromkeys(name for of_rank in facts for name in of_rank)
     values = {name: [of_rank.get(name, "nothing") for of_rank in facts] for name in names}
-    told = "; ".join(f"{name} is {by_value(each)}" for name, each in values.items() if len(set(each)) > 1)
+    differing = [name for name in values if len(set(values[name])) > 1]
+    # Of "config" and "config.size", which other classes may not have at all, the first tells more.
+    first = [name for name in differing if name.rpartition(".")[0] not in differing]
+    told = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
     raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause
 
 

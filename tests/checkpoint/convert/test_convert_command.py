@@ -1,9 +1,6 @@
 """The convert command: the words of the user guide, exit statuses, what is printed, and what is written."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save_alone import save_alone
 from megatron_fsdp.cli import checkpoint_convert
 from tests.support.convert_main import main
-from tests.support.source_tree import ROOT
+from tests.support.real_torchrun import real_torchrun
 from tests.support.torch_dist.common import group_map
 from tests.support.torch_dist.gpt import GptSpec, make_truth
 from tests.support.torch_dist.write import WriteOptions, write_torch_dist
@@ -175,13 +172,6 @@ def test_weights_only_converts_what_is_refused_otherwise(tmp_path: Path, capsys:
 
 @pytest.mark.full
 def test_defect_16_the_program_itself_runs_under_torchrun(source: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     words = ["-m", "tests.support.convert_main", "convert-torch-dist-to-fsdp-dtensor", "--swiglu"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, *words, str(source), str(tmp_path / "out"), "--json"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ranks"] == 2
+    assert json.loads(real_torchrun([*words, str(source), str(tmp_path / "out"), "--json"]))["ranks"] == 2
     assert len(CheckpointFolder(tmp_path / "out").files) == 2
