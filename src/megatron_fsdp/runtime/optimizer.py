@@ -316,6 +316,11 @@ class SeveralModels:
         """This rank's piece of a full tensor, cut as a sharded parameter."""
         return self._owner(param).shard_like(param, full)
 
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise what is wrong with a state dict, with the ranks of every model where it comes out of a file."""
+        for model in self._models:
+            model.refuse_load(problem, is_from_file)
+
     def optimizer_state_as_saved(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """The state dict itself: no rank has parameters that others have not."""
         return state_dict
