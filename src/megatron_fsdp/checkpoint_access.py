@@ -97,15 +97,26 @@ class CheckpointAccess(nn.Module):
         frames = {name: frame for group in groups for name, frame in zip(group.names, group.frames, strict=True)}
         keys = {self.checkpoint_name(name): name for name in frames}
         fit = [key for key in keys if _PREFIX + key in state_dict]
+        bare = [key for key in keys if key in state_dict]
+        if bare and not fit:
+            return (
+                f"the keys of the state dict lack the prefix {_PREFIX!r} (such as {bare[0]!r}), as those of an "
+                "unsharded model do, and nothing was loaded; load it with model.module.load_state_dict(state_dict)"
+            )
         for key in fit:
             held = self._engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
             problem = other_shards(held, frames[keys[key]])
             if problem is not None:
                 return problem
-        problem = check_load(self, lambda: super(CheckpointAccess, self).load_state_dict(state_dict, strict))
-        return problem and (
-            f"the state dict does not fit, and nothing was loaded: {problem}\nload what state_dict() of the same "
-            "model gave, or pass strict=False to load what fits in spite of missing and unexpected keys"
+        load = super().load_state_dict
+        problem = check_load(self, lambda: load(state_dict, strict))
+        if problem is None:
+            return None
+        may_leave_out = fit and check_load(self, lambda: load(state_dict, strict=False)) is None
+        advice = ", or pass strict=False to load what fits and leave out the rest" if may_leave_out else ""
+        return (
+            f"the state dict does not fit, and nothing was loaded: {problem}\n"
+            f"load what state_dict() of the same model gave{advice}"
         )
 
     def checkpoint_name(self, name: str) -> str:

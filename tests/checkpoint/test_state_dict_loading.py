@@ -158,6 +158,38 @@ def test_a_problem_of_one_rank_is_raised_there_without_a_hang(run_ranks: RunRank
     assert "module.a.bias" in second
 
 
+def without_prefix() -> list[str]:
+    """The state dict of an unsharded model, as it is and as the error says; and one that has nothing in common."""
+    model = wrap()
+    torch.manual_seed(5)
+    source = WithState()
+    told = []
+    for state, strict in ((source.state_dict(), True), (source.state_dict(), False), ({"other": torch.ones(1)}, True)):
+        with pytest.raises(CheckpointError) as raised:
+            model.load_state_dict(state, strict=strict)
+        told.append(str(raised.value))
+    more = {**model.state_dict(), "module.more": torch.ones(1), "module._extra_state": "after"}
+    with pytest.raises(CheckpointError, match="or pass strict=False to load what fits and leave out the rest"):
+        model.load_state_dict(more)
+    assert model.module.extra == "before"
+    model.module.load_state_dict(source.state_dict())
+    assert_equal_tensors(model.full_parameters(), dict(source.named_parameters()))
+    x = torch.ones(1, 4)
+    torch.testing.assert_close(model(x), source(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="dict-like"):
+        model.load_state_dict(None)  # type: ignore[arg-type]
+    return told
+
+
+def test_the_missing_prefix_is_named_and_strict_false_only_where_it_helps(run_ranks: RunRanks) -> None:
+    for strict, loose, nothing in run_ranks(2, without_prefix):
+        assert strict == loose
+        assert "lack the prefix 'module.' (such as 'a.weight')" in strict
+        assert strict.endswith("load it with model.module.load_state_dict(state_dict)")
+        assert "strict=False" not in strict + nothing
+        assert nothing.endswith("load what state_dict() of the same model gave")
+
+
 # ---- torch's own functions -------------------------------------------------------------------------------------------
 
 FULL: Places = {

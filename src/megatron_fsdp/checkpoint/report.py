@@ -55,10 +55,10 @@ class LoadReport:
             CheckpointError: Something is missing, unexpected or of another shape; says what.
         """
         if not self.is_complete:
-            raise CheckpointError(
-                f"{source} does not fit, and nothing was loaded: {self}\nload it into the model it was saved from, or "
-                "pass strict=False to load what fits"
-            )
+            fits = any(key != "iteration" and not key.startswith("optimizer.") for key in self.loaded)
+            advice = ", or pass strict=False to load what fits" if fits else ""
+            told = f"{source} does not fit, and nothing was loaded: {self}"
+            raise CheckpointError(f"{told}\nload it into the model it was saved from{advice}")
 
 
 def _listed(title: str, keys: Sequence[str]) -> list[str]:

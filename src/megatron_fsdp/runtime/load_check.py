@@ -46,9 +46,10 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
         with _CopiesNothing():
             load()
     except RuntimeError as error:
+        return str(error)
+    finally:
         for each, state in before:
             each.set_extra_state(state)
-        return str(error)
     return None
 
 
