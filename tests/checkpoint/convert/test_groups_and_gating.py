@@ -74,6 +74,14 @@ def test_decoupled_learning_rates_are_told_apart() -> None:
     assert found == group_map(GptSpec()) | dict.fromkeys(decoupled, 2)
 
 
+def test_a_single_group_has_all_that_is_optimised() -> None:
+    spec = GptSpec(experts=2)
+    frozen = Parameter("frozen.weight", 2, has_state=False)
+    for group in param_groups(spec):  # whatever its options say
+        found = assign([*parameters(spec), frozen], [group], "infer").group_of
+        assert found == dict.fromkeys(group_map(spec), 0)
+
+
 def test_inference_refuses_groups_that_do_not_fit_one_to_one() -> None:
     twice = [*param_groups(GptSpec()), make_group(0.2)]
     with pytest.raises(CheckpointError, match=r"groups \[\d, 2\] all fit embedding.*--param-to-param-group-map-json"):

@@ -1,7 +1,8 @@
 """Which parameter group a parameter belongs to: from a map, or by Megatron's default rule. Pure.
 
 A `torch_dist` checkpoint keeps the groups without their members. The map is what a training run dumped; the rule
-is what Megatron groups by unless told otherwise, and it is only used where exactly one group fits each parameter.
+is what Megatron groups by unless told otherwise, and it is only used where exactly one group fits each parameter. Of a
+single group, everything that is optimised is a member.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def _renamed(name: str) -> str:
 
 
 def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
+    if len(groups) == 1:
+        return 0
     is_expert = ".experts." in parameter.name
     decays = parameter.ndim != 1 and not parameter.name.endswith(".bias")
     fitting = [
