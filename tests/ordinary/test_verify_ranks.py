@@ -134,6 +134,33 @@ def test_a_rank_that_fails_alone_stops_the_others(run_ranks: RunRanks) -> None:
     assert " while rank 1 breaks off its forward with an exception; " in first
 
 
+def skip_a_step(verify: float | str, strategy: int) -> str:
+    """Rank 1 leaves the second step out; what its next forward or backward says. Training goes on after `reset`."""
+    torch.manual_seed(0)
+    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=verify)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for skips in (False, dist.get_rank() == 1):
+        model(_x()).sum().backward()
+        if not skips:
+            optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ScheduleError) as raised:
+        model(_x()).sum().backward()
+    model.reset()
+    for _ in range(2):
+        model(_x()).sum().backward()
+        optimizer.step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("verify", "strategy"), [(_WAIT_S, 0), (_WAIT_S, 1), (_WAIT_S, 3), (f"step:{_WAIT_S:g}", 0)])
+def test_a_skipped_optimizer_step_stops_every_rank(run_ranks: RunRanks, verify: float | str, strategy: int) -> None:
+    (message,) = set(run_ranks(2, skip_a_step, verify, strategy, timeout_s=_TIMEOUT_S))
+    assert message.startswith(
+        "ranks differ in the number of optimizer steps: 1 on rank 1, 2 on rank 0, so their weights "
+    )
+
+
 def stay_away() -> str:
     """Rank 1 has nothing to do and says nothing."""
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=0.5)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.buffer.pools import pack_bytes
 from tests.conftest import RunRanks
@@ -156,3 +156,24 @@ def _one_memory() -> list[bool]:
 
 def test_the_weights_of_all_ranks_are_one_memory(run_ranks: RunRanks) -> None:
     assert run_ranks(2, _one_memory) == [[True] * (BLOCKS + 1)] * 2
+
+
+def _skip_a_step() -> str:
+    """Rank 1 leaves the second step out; what the next forward says."""
+    model = wrap(-1)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for skips in (False, dist.get_rank() == 1):
+        model(data(dist.get_rank())).square().sum().backward()
+        if not skips:
+            optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(dist.DistBackendError) as raised:
+        model(data(dist.get_rank()))
+    return str(raised.value)
+
+
+def test_a_step_that_one_rank_skips_is_seen_in_the_next_forward(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, _skip_a_step):
+        assert "takes part with the beginning of a pass (optimizer steps so far: " in message
+        assert message.count("optimizer steps so far: 1") == message.count("optimizer steps so far: 2") == 1
+        assert "and to step its optimizer as often" in message

@@ -259,10 +259,12 @@ class Mailboxes:
 def _told(kind: int, num_bytes: int) -> str:
     """A message in words."""
     what = Kind(kind).name.lower().replace("_", " ") if kind in list(Kind) else f"kind {kind}"
+    if kind == Kind.BEGINNING_OF_A_PASS:
+        return f"the {what} (optimizer steps so far: {num_bytes})"
     return f"{num_bytes} bytes ({what})" if num_bytes else f"the {what}"
 
 
-_SAME = "every rank has to run the same units in the same order"
+_SAME = "every rank has to run the same units in the same order, and to step its optimizer as often"
 
 
 def _base(channel: int) -> int:

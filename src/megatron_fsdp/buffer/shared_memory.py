@@ -96,18 +96,22 @@ class SharedMemory:
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> SharedWork:
-        """Start agreeing that each rank's own weights are up to date; when it is done, all may be read."""
-        return self._agree(Kind.BEGINNING_OF_A_PASS, 0)
+    def begin_pass(self, steps: int) -> SharedWork:
+        """Start agreeing that each rank's own weights are up to date; when it is done, all may be read.
+
+        Args:
+            steps: How often the weights were updated; ranks that differ in that fail.
+        """
+        return self._agree(Kind.BEGINNING_OF_A_PASS, steps)
 
     def end_pass(self) -> SharedWork:
         """Start agreeing that nobody reads weights any more; when it is done, each rank may change its own."""
         return self._agree(Kind.END_OF_A_PASS, 0)
 
-    def _agree(self, kind: Kind, num_bytes: int) -> SharedWork:
-        """Post a message without content, to be waited for."""
+    def _agree(self, kind: Kind, count: int) -> SharedWork:
+        """Post a message without content but a number of bytes or steps, to be waited for."""
         number = self._boxes.next_number(_GATHERS)
-        expected = kind, num_bytes
+        expected = kind, count
         self._boxes.post(_GATHERS, *expected, 0)
 
         def read(timeout: timedelta | None) -> None:

@@ -57,7 +57,7 @@ class PlannedSharing:
         """As of the engine's shared memory: it keeps the most that it was asked for."""
         return _GrowingBlock(num_bytes, torch.device("meta"))
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, steps: int) -> None:
         """Takes no memory."""
 
     def end_pass(self) -> None:

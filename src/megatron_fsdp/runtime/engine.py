@@ -165,12 +165,15 @@ class Engine(OnRequest):
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
+            self.executor.note_step(is_connected=True)
             return  # its own hooks install
         if self.replaced is not None:
             self.replaced.check(optimizer)
         self._unseen.look_at(optimizer, self.places)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        self.stepped = self.stepped or any(id(param) in self.places for param in firsts)
+        if any(id(param) in self.places for param in firsts):
+            self.stepped = True
+            self.executor.note_step(is_connected=False)
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; what was gathered is out of date."""

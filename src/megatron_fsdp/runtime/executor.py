@@ -82,6 +82,7 @@ class Executor:
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._passes = Passes(units, self._gather_lane)
         self.was_asked = False
+        self._steps = 0  # of connected optimizers
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
@@ -187,7 +188,17 @@ class Executor:
 
     def begin_pass(self) -> None:
         """Agree that all weights are up to date, where those of other ranks are read where they lie."""
-        self._agree(self._passes.begin)
+        self._agree(partial(self._passes.begin, self._steps))
+
+    def note_step(self, is_connected: bool) -> None:
+        """Count a step of an optimizer of the model.
+
+        Ranks always compare those of connected optimizers where they agree on passes. Others may belong to this rank
+        alone, as one that holds whole matrices.
+        """
+        self._steps += is_connected
+        if self.verifier is not None:
+            self.verifier.note_step()
 
     def end_pass(self) -> None:
         """Agree that no rank reads those of others any more; until then nobody may change its own."""
@@ -356,7 +367,7 @@ class Executor:
         """Drop gradients on their way and take all borrowed memory back."""
         self.observers.forget()
         self.is_broken = False
-        self.fingerprint = 0  # ranks may have been stopped at different points
+        self.fingerprint = self._steps = 0  # ranks may have been stopped at different points
         if self.verifier is not None:
             self.verifier.forget()
         self.retire_all()

@@ -50,9 +50,13 @@ class Passes:
     def __bool__(self) -> bool:
         return bool(self._shared)
 
-    def begin(self) -> None:
-        """Wait until the weights of all are up to date."""
-        self._wait([self._lane.submit(shared.begin_pass) for shared in self._shared])
+    def begin(self, steps: int) -> None:
+        """Wait until the weights of all are up to date.
+
+        Args:
+            steps: Of optimizers so far; has to be the same on all ranks.
+        """
+        self._wait([self._lane.submit(partial(shared.begin_pass, steps)) for shared in self._shared])
 
     def end(self) -> None:
         """Wait until nobody reads them."""

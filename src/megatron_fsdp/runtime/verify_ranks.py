@@ -3,6 +3,7 @@
 Ranks that gather or reduce different things mix their data or wait for each other for good. With the switch on, every
 gather and reduction, the end of every forward that gathered and of every backward that reduces are announced to the
 other ranks first, over a process group of their own, and where announcements differ every rank raises the same error.
+Numbers of optimizer steps travel with them: a step that one rank skips leaves its weights behind those of the others.
 """
 
 from __future__ import annotations
@@ -46,16 +47,23 @@ class Announcement:
         unit: To which unit; the root where a pass ends.
         num_bytes: Size of the gathered weights or of the bucket on this rank.
         in_backward: Whether a backward is under way; told, not compared.
+        steps: Of optimizers of the model, until now.
     """
 
     deed: Deed
     unit: int
     num_bytes: int
     in_backward: bool
+    steps: int = 0
 
     def agrees_with(self, other: Announcement) -> bool:
         """Whether both may go on together."""
-        return (self.deed, self.unit, self.num_bytes) == (other.deed, other.unit, other.num_bytes)
+        return (self.deed, self.unit, self.num_bytes, self.steps) == (
+            other.deed,
+            other.unit,
+            other.num_bytes,
+            other.steps,
+        )
 
     def told(self, labels: Sequence[str]) -> str:
         """In words, as the predicate of a sentence about one rank."""
@@ -138,6 +146,9 @@ class Verifier(Protocol):
     def end_backward(self) -> None:
         """A backward that reduces is over."""
 
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+
     def communication_failed(self, error: RuntimeError) -> None:
         """A collective failed, or took too long; may raise an error that says more."""
 
@@ -163,6 +174,7 @@ class RankVerifier:
         self._last: Announcement | None = None
         self._lost: str | None = None
         self._gathered_in_forward = False
+        self._steps = 0
 
     def gather(self, unit: int, num_bytes: int) -> None:
         """This rank is about to gather a unit's weights."""
@@ -191,11 +203,16 @@ class RankVerifier:
         """A backward that reduces is over."""
         self._compare(Announcement(Deed.END_BACKWARD, 0, 0, in_backward=True))
 
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+        self._steps += 1
+
     def communication_failed(self, error: RuntimeError) -> None:
         """Nothing to add: ranks agreed before it began."""
 
     def forget(self) -> None:
         """The model was brought to rest. What was lost stays lost: a message may still be under way."""
+        self._steps = 0
 
     def _compare(self, mine: Announcement) -> None:
         """Exchange announcements and go on only if all are the same.
@@ -214,13 +231,14 @@ class RankVerifier:
         raise ScheduleError(self._mismatch(everyone))
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        row = torch.tensor([mine.deed, mine.unit, mine.num_bytes, mine.in_backward], dtype=torch.int64)
+        row = torch.tensor([mine.deed, mine.unit, mine.num_bytes, mine.in_backward, self._steps], dtype=torch.int64)
         try:
             rows = self._rows(row)
         except AbsentError as error:
             self._lose(error.positions, mine, error.__cause__)
         return [
-            Announcement(Deed(deed), unit, num_bytes, bool(back)) for deed, unit, num_bytes, back in map(_ints, rows)
+            Announcement(Deed(deed), unit, num_bytes, bool(back), steps)
+            for deed, unit, num_bytes, back, steps in map(torch.Tensor.tolist, rows)
         ]
 
     def _lose(self, absent: Sequence[int], mine: Announcement, cause: BaseException | None) -> NoReturn:
@@ -235,6 +253,8 @@ class RankVerifier:
         raise ScheduleError(self._lost) from cause
 
     def _mismatch(self, everyone: Sequence[Announcement]) -> str:
+        if told := tell_steps(self._ranks, [announcement.steps for announcement in everyone]):
+            return told
         doing: dict[str, list[int]] = {}
         for rank, announcement in zip(self._ranks, everyone, strict=True):
             doing.setdefault(announcement.told(self._labels), []).append(rank)
@@ -246,9 +266,18 @@ class RankVerifier:
         )
 
 
-def _ints(row: torch.Tensor) -> tuple[int, int, int, int]:
-    deed, unit, num_bytes, back = row.tolist()
-    return deed, unit, num_bytes, back
+def tell_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
+    """What to say of ranks whose optimizers have stepped a different number of times; empty where they have not."""
+    if len(set(steps)) == 1:
+        return ""
+    counts = {
+        number: _listed(rank for rank, own in zip(ranks, steps, strict=True) if own == number) for number in steps
+    }
+    told = ", ".join(f"{number} on rank {those}" for number, those in sorted(counts.items()))
+    return (
+        f"ranks differ in the number of optimizer steps: {told}, so their weights do not belong together; every rank "
+        "has to step its optimizer as often (docs/ranks.md)"
+    )
 
 
 def _listed(ranks: Iterable[int]) -> str:

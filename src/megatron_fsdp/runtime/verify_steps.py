@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.runtime.rolling_hash import fold
 from megatron_fsdp.runtime.row_exchange import AbsentError, RowExchange
-from megatron_fsdp.runtime.verify_ranks import Announcement, Deed
+from megatron_fsdp.runtime.verify_ranks import Announcement, Deed, tell_steps
 
 _REMEMBERED = 1 << 14
 _FIELDS = 4
@@ -44,6 +44,7 @@ class StepVerifier:
         self._count = 0
         self._hash = 0
         self._agreed = 0  # operations until then
+        self._steps = 0  # of optimizers
         self._lost: str | None = None
         self.wait_limit: timedelta | None = timedelta(seconds=timeout_s / 2)  # those at the end wait for the whole
 
@@ -57,6 +58,10 @@ class StepVerifier:
 
     def end_forward(self, failed: bool) -> None:
         """Nothing is compared here."""
+
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+        self._steps += 1
 
     def communication_failed(self, error: RuntimeError) -> None:
         """Compare: it may have failed because ranks did different things.
@@ -74,7 +79,7 @@ class StepVerifier:
     def forget(self) -> None:
         """The model was brought to rest; ranks may have been stopped at different points."""
         self._since.clear()
-        self._count = self._hash = self._agreed = 0
+        self._count = self._hash = self._agreed = self._steps = 0
 
     def end_backward(self) -> None:
         """A backward that reduces is over: compare.
@@ -85,11 +90,14 @@ class StepVerifier:
         if self._lost is not None:
             raise ScheduleError(self._lost)
         try:
-            rows = [row.tolist() for row in self._exchange(torch.tensor([self._count, self._hash, self._agreed]))]
+            mine = torch.tensor([self._count, self._hash, self._agreed, self._steps])
+            rows = [row.tolist() for row in self._exchange(mine)]
             if all(row == rows[0] for row in rows):
                 self._since.clear()
                 self._agreed = self._count
                 return
+            if told := tell_steps(self._exchange.ranks, [row[3] for row in rows]):
+                raise ScheduleError(told)
             told = self._first_difference(max(len(self._since), max(row[0] - row[2] for row in rows)))
         except AbsentError as error:
             self._lose(error.positions)
