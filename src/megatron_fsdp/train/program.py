@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -51,6 +53,11 @@ def run_rank(argv: Sequence[str]) -> int:
     """Train as one rank."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # end at once and quietly, even inside a collective
+    with suppress(RuntimeError, OSError, ValueError):  # standard error may be closed
+        faulthandler.enable()  # a rank that ends by SIGSEGV or SIGBUS shows its stacks
+        signal.signal(
+            signal.SIGABRT, signal.SIG_DFL
+        )  # which back ends raise, with words of their own, when a peer ends
     index = int(os.environ["RANK"])
     try:
         from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need

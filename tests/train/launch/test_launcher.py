@@ -152,7 +152,7 @@ def test_exit_code_survives_where_the_error_cannot_be_written(
     path = tmp_path / "gone" / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
-    assert "HungError: rank 2 is away" in capsys.readouterr().err
+    assert capsys.readouterr().err == "rank 1: rank 2 is away\n"
     cause = find_cause({0: failed(0, path, exitcode=1), 1: failed(1, path, exitcode=5)})
     assert (cause.rank, cause.code, cause.text) == (1, 5, "it ended with exit code 5 and without a word")
 
@@ -175,7 +175,24 @@ def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
     report_failure(raised(ConfigurationError("no text")), rank=1)
     assert capsys.readouterr().err == ""
     report_failure(raised(ConfigurationError("no text")), rank=0)
-    assert capsys.readouterr().err.endswith("ConfigurationError: no text\n")
+    assert capsys.readouterr().err == "error: no text\n"
+
+
+def test_torchrun_is_told_a_sentence_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv("MEGATRON_FSDP_INTERRUPTED_FILE", raising=False)
+    for error, shown in ((ConfigurationError("no text"), "error: no text\n"), (HungError("hung"), "rank 0: hung\n")):
+        report_failure(raised(error), rank=0)
+        assert capsys.readouterr().err == shown
+        assert failed(0, tmp_path / "error.json").message["extraInfo"]["py_callstack"] == f"error: {error}"  # type: ignore[index]
+    report_failure(raised(OSError("disk")), rank=0)
+    assert capsys.readouterr().err == ""
+    assert failed(0, tmp_path / "error.json").message["extraInfo"]["py_callstack"].startswith("Traceback")  # type: ignore[index]
+    monkeypatch.setenv("MEGATRON_FSDP_INTERRUPTED_FILE", str(tmp_path / "interrupted"))  # our own launcher says it
+    report_failure(raised(ConfigurationError("no text")), rank=0)
+    assert capsys.readouterr().err == ""
 
 
 def test_signals_that_are_ignored_at_the_start_stay_ignored() -> None:

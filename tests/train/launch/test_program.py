@@ -122,6 +122,17 @@ def test_a_killed_rank_ends_the_run_with_its_own_code(text: str, tmp_path: Path)
     assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
 
 
+@only_linux
+def test_a_rank_that_crashes_leaves_its_stacks(text: str, tmp_path: Path) -> None:
+    process = started_forever(text, tmp_path)
+    os.kill(children_of(process.pid)[1], signal.SIGSEGV)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 7
+    assert errors.startswith("Fatal Python error: Segmentation fault\n")
+    assert " in run_rank\n" in errors
+    assert errors.endswith("rank 1: it was ended by SIGSEGV\n")
+
+
 def test_wrong_data_is_said_once(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("too short")

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.interruption import EXIT_INTERRUPTED
+from megatron_fsdp.train.launch.streams import tell
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -129,20 +130,24 @@ def write_failure(error: BaseException, path: Path) -> None:
     """Write an error in the format of torchrun's error files, with a finer time than torchrun's whole seconds.
 
     When one rank fails, its peers fail within milliseconds because the connection is gone; the finer time tells
-    cause from consequence.
+    cause from consequence. An error that has a code of its own leaves its sentence in the place of the traceback, which
+    torchrun shows.
     """
-    now_ns = time.time_ns()
+    now_ns, code = time.time_ns(), exit_code_of(error)
     extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
+        "py_callstack": "".join(traceback.format_exception(error)) if code == EXIT_FAILED else f"error: {error}",
         "timestamp": str(now_ns // 10**9),
         "time_ns": now_ns,
-        "exit_code": exit_code_of(error),
+        "exit_code": code,
     }
     path.write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
 
 
 def report_failure(error: BaseException, rank: int) -> int:
-    """Hand an error to torchrun, or show it where there is no torchrun or its file cannot be written.
+    """Hand an error to whoever started this rank, and show it where that does not: its sentence, or its traceback.
+
+    torchrun shows tracebacks only, at the end of a long report; a sentence is shown here, too. What every rank finds
+    wrong is shown by the first one.
 
     Returns:
         The exit code, whatever goes wrong with the report.
@@ -151,9 +156,17 @@ def report_failure(error: BaseException, rank: int) -> int:
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     with suppress(OSError, ValueError):  # standard error may be closed, too
         is_told = error_file is not None and _hand_over(error, Path(error_file))
-        if not is_told and (error_file is not None or rank == 0 or code != EXIT_USAGE):
+        if code == EXIT_FAILED and not is_told:
             traceback.print_exception(error)
+        elif code == EXIT_USAGE and rank == 0 and not (is_told and _has_our_launcher()):
+            tell(f"error: {error}")
+        elif code not in (EXIT_FAILED, EXIT_USAGE) and not (is_told and _has_our_launcher()):
+            tell(f"rank {rank}: {error}")
     return code
+
+
+def _has_our_launcher() -> bool:
+    return INTERRUPTED_FILE_VARIABLE in os.environ
 
 
 def _hand_over(error: BaseException, path: Path) -> bool:
