@@ -1,6 +1,7 @@
 """Ways to shard, right ones and ones with a planted fault; the doctor has to tell which."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,32 @@ def counter_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
     return model, optimizer
 
 
+def rate_of_rank_one(model: nn.Module, _optimizer: Optimizer) -> Pair:
+    """Rank 1 takes steps of twice the length."""
+    return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + (dist.get_rank() == 1))))
+
+
+def seeded_by_rank(model: nn.Module, optimizer: Optimizer, shard: Callable[..., Pair], right: int) -> Pair:
+    """Each rank draws weights of its own; those of one rank are right."""
+    if dist.get_rank() != right:
+        for param in model.parameters():
+            nn.init.normal_(param)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # fully_shard gives all those of rank 0, and says so
+        return shard(model, optimizer)
+
+
+class LouderOnRankOne(nn.Module):
+    """Doubles what rank 1 is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x * (1 + (dist.get_rank() == 1)))
+
+
 # ---- small faults --------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +376,20 @@ def adamw_with_decay(model: nn.Module, rate: float, decay: float) -> Optimizer:
 def decays(model: nn.Module, _optimizer: Optimizer, rate: float, decay: float) -> Pair:
     """An optimizer with another weight decay."""
     return sharded(model, adamw_with_decay(model, rate, decay))
+
+
+def reduced_in_bfloat16(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Every gradient travels as bfloat16."""
+
+    def reduce(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        coarse = param.grad.to(torch.bfloat16)
+        dist.all_reduce(coarse)
+        param.grad = (coarse / dist.get_world_size()).to(param.dtype)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(reduce)
+    return model, optimizer
 
 
 def through_bfloat16(grad: Tensor) -> Tensor:

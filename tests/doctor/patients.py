@@ -75,6 +75,24 @@ def build_linear() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def build_one_output() -> nn.Module:
+    """The first gradient of backward is of one element."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def build_detached() -> nn.Module:
+    """Nothing reaches the first layer."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[1].register_forward_hook(lambda _module, _inputs, out: out.detach())
+    return model
+
+
+def build_noisy() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 3))
+    model[0].register_forward_hook(lambda _module, _inputs, out: out + torch.randn_like(out))
+    return model
+
+
 def build_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 

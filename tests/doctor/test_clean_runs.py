@@ -36,7 +36,22 @@ def test_every_strategy_passes(run_ranks: RunRanks, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("model_fn", [patients.build_tied, patients.build_frozen, patients.build_unused])
 def test_tied_frozen_and_unused_parameters_pass(run_ranks: RunRanks, model_fn: Any) -> None:
-    passed(run_ranks, 2, model_fn=model_fn, strategies=(0, 3), microbatches=2)
+    report = passed(run_ranks, 2, model_fn=model_fn, strategies=(0, 3), microbatches=2)
+    hints = [note for note in report.notes if "got no gradient in one process: `spare.weight`, `spare.bias`; " in note]
+    assert len(hints) == (model_fn is patients.build_unused)
+
+
+def test_a_report_that_passed_says_what_it_cannot_see(run_ranks: RunRanks) -> None:
+    options = {"batch": patients.vectors, "loss_fn": patients.square_loss, "strategies": (3,), "steps": 1}
+    report = passed(run_ranks, 2, model_fn=patients.build_detached, **options)
+    hint, limits = report.diagnosis()
+    assert hint == (
+        "note: 2 trainable parameter(s) got no gradient in one process: `0.weight`, `0.bias`; they are unused, or cut "
+        "off from the loss (by detach or no_grad)"
+    )
+    assert (
+        limits == "note: sharding changes nothing; a fault of the model itself, which one process has too, is not seen"
+    )
 
 
 @pytest.mark.parametrize("shard_fn", [faults.in_buckets, faults.by_torch_fsdp, faults.by_torch_ddp])

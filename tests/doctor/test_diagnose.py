@@ -71,6 +71,15 @@ def test_any_factor_is_measured(seed: int, ratio: float) -> None:
     assert found.ratio == pytest.approx(ratio, rel=1e-5)
 
 
+def test_a_few_elements_may_be_rounded_or_a_multiple() -> None:
+    right = torch.tensor([0.3])
+    found = told(right, right.to(torch.bfloat16).float())
+    assert found.kind == "factor"
+    assert " times what it should be, or is right, but rounded as bfloat16 would (" in found.words
+    assert found.words.endswith("): 1 element(s) cannot tell")
+    assert "rounded" not in told(right, right * 2).words
+
+
 @settings(max_examples=40)
 @given(seeds, st.integers(2, 6), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_two_swapped_shards_are_placed(seed: int, n: int, rows: int, columns: int, data: st.DataObject) -> None:
@@ -144,7 +153,8 @@ def test_a_fault_in_a_part_is_placed(seed: int, start: int, length: int) -> None
     assert found.kind == "factor"
     assert found.words == (
         f"is right but for elements {start}..{start + length - 1} of {len(right)}; that piece is 2 times what it "
-        "should be (the number of ranks, 2: summed over ranks where the mean is wanted)"
+        "should be (the number of ranks, 2: summed over ranks where the mean is wanted, or doubled (three ranks would "
+        "tell))"
     )
 
 

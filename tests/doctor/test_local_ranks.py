@@ -80,7 +80,7 @@ def test_the_command_names_a_fault_as_json(capsys: pytest.CaptureFixture[str]) -
     assert main(["doctor", *MODEL, "--shard", "tests.doctor.faults:summed", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     first = told["runs"][0]["differences"][0]
-    assert (told["passed"], first["where"], first["name"], first["ratio"]) == (False, "gradient", "head.weight", 2.0)
+    assert (told["passed"], first["where"], first["name"], first["ratio"]) == (False, "gradient", "head.weight", 3.0)
     assert told["runs"][0]["results"]["gradients"] == "DIFFERS, step 1"
 
 

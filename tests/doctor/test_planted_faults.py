@@ -28,9 +28,8 @@ def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
 
 
 def check(shard_fn: Any, options: dict[str, Any]) -> ParityReport:
-    return check_parity(
-        options.pop("model_fn", patients.build), patients.tokens, shard_fn=shard_fn, checkpoint=False, **options
-    )
+    model_fn, batch = options.pop("model_fn", patients.build), options.pop("batch", patients.tokens)
+    return check_parity(model_fn, batch, shard_fn=shard_fn, checkpoint=False, **options)
 
 
 def first(run_ranks: RunRanks, num_ranks: int, shard_fn: Any, **options: Any) -> Difference:
@@ -163,6 +162,57 @@ def test_a_learning_rate_times_the_ranks_is_named(run_ranks: RunRanks) -> None:
     found = first(run_ranks, 3, faults.rate_times_ranks)
     assert (found.where, found.step, found.kind) == ("weight", 1, "factor")
     assert "has an update that is 3 times what it should be (the number of ranks, 3" in found.words
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_rank_that_updates_otherwise_is_named(run_ranks: RunRanks, num_ranks: int) -> None:
+    found = first(run_ranks, num_ranks, faults.rate_of_rank_one, steps=1)
+    assert (found.where, found.step, found.kind, found.ratio) == ("weight", 1, "factor", pytest.approx(2.0, rel=1e-2))
+    assert "in the shard of rank(s) 1" in found.words
+    assert found.words.endswith("has an update that is 2 times what it should be")
+
+
+@pytest.mark.parametrize(
+    ("shard", "right", "words"),
+    [
+        (faults.by_hand, 0, "is not the same on all ranks: on rank 1 it fits"),
+        (faults.by_torch_fsdp, 0, "is wrong in the shard of rank(s) 1 only: what rank 1 holds fits"),
+        (faults.sharded, 1, "fits"),
+    ],
+)
+def test_weights_that_each_rank_draws_are_named(run_ranks: RunRanks, shard: Any, right: int, words: str) -> None:
+    found = first(run_ranks, 2, partial(faults.seeded_by_rank, shard=shard, right=right), steps=1)
+    assert (found.where, found.kind) == ("initial weight", "unknown")
+    assert found.words.startswith(words)
+    assert found.words.endswith(": as where ranks draw weights from seeds of their own")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rounding_is_told_from_a_factor_by_a_tensor_of_many_elements(run_ranks: RunRanks, num_ranks: int) -> None:
+    """The first that differs has one element, which is a multiple of any other number."""
+    options = {"model_fn": patients.build_one_output, "batch": patients.vectors, "loss_fn": patients.square_loss}
+    found = first(run_ranks, num_ranks, faults.reduced_in_bfloat16, steps=1, **options)
+    assert (found.where, found.name, found.kind) == ("gradient", "0.weight", "rounded")
+    assert "rounded as bfloat16 would" in found.words
+    assert "2.bias" in found.also
+
+
+def test_one_fault_of_all_strategies_is_told_once(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check_louder_rank)[0]
+    (line,) = [line for line in report.diagnosis() if not line.startswith("note")]
+    assert line.startswith("strategy 0 (no_shard), strategy 1 (optim), strategy 2 (optim_grads), strategy 3 (")
+    assert "(wrong on rank(s) 1)" in line
+
+
+def check_louder_rank() -> ParityReport:
+    return check(
+        None,
+        {"model_fn": louder_rank, "batch": patients.vectors, "loss_fn": patients.square_loss, "steps": 1},
+    )
+
+
+def louder_rank() -> nn.Module:
+    return faults.LouderOnRankOne(patients.build_linear())
 
 
 def test_a_trained_frozen_parameter_is_named(run_ranks: RunRanks) -> None:

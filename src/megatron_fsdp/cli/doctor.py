@@ -62,7 +62,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", metavar="FN", help="adamw (default), sgd, or (model) -> optimizer"
     )
     parser.add_argument("--shard", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start (default 2)")
+    parser.add_argument("--ranks", type=int, default=3, metavar="N", help="ranks to start (default 3)")
     parser.add_argument(
         "--strategy", nargs="+", default=["all"], choices=_STRATEGIES, help="of fully_shard (default all)"
     )

@@ -44,7 +44,7 @@ def check_divides(batch: Any, num_ranks: int, microbatches: int) -> None:
     if samples == 0 or samples % (num_ranks * microbatches):
         raise ConfigurationError(
             f"a batch of {samples} samples does not divide into {microbatches} microbatch(es) of {num_ranks} equal "
-            f"slices; give a multiple of {num_ranks * microbatches} samples"
+            f"slices; give a multiple of {num_ranks * microbatches} samples, or another number of ranks or microbatches"
         )
 
 

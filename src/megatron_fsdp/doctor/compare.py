@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from megatron_fsdp.doctor.diagnose import Context, Diagnosis, diagnose
+from megatron_fsdp.doctor.diagnose import FEW, Context, Diagnosis, diagnose
 from megatron_fsdp.doctor.difference import (
     BUFFER,
     COUNTER,
@@ -23,8 +24,16 @@ from megatron_fsdp.doctor.difference import (
     WEIGHT,
     Difference,
 )
-from megatron_fsdp.doctor.observation import Disagreement, Observation, Reference, RoundTrip, StepRecord, Values
-from megatron_fsdp.doctor.ratios import tell_ratio
+from megatron_fsdp.doctor.observation import (
+    Disagreement,
+    Observation,
+    Probes,
+    Reference,
+    RoundTrip,
+    StepRecord,
+    Values,
+)
+from megatron_fsdp.doctor.ratios import is_known, tell_ratio
 from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
 from megatron_fsdp.doctor.weights import Update, UpdateError, diagnose_weight, wrong_update
 
@@ -144,114 +153,193 @@ class _Sides:
         return self.tensors(BUFFER, steps, compared(self.reference.observation.buffers), compared(self.found.buffers))
 
     def tensors(self, where: str, step: int, want: Values, got: Values) -> Difference | None:
-        allowed = self.tolerance.at_step(max(step, 1)) if where != INITIAL else EXACT
-        ranks = {each.name: each for each in self.found.disagreements if each.place == (where, step)}
-        if where == GRADIENT:
-            allowed = allowed.among(want.values())
-        spread = self.reference.probes.spread[step - 1] if where in (WEIGHT, STATE) else {}
-        names = [
-            name
-            for name in self._ordered(where, want, got)
-            if name in ranks
-            or _differs(want.get(name), got.get(name), allowed, spread.get(name), where)
-            or (where == WEIGHT and self._wrong_update(step, name, want, got))
-        ]
+        return _Tensors(self, where, step, want, got).compare()
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of one place of a run, on both sides.
+
+    Attributes:
+        sides: Both runs.
+        where: What kind of value.
+        step: Optimizer step, from 1; 0 before the first.
+        want: What one process has.
+        got: What the sharded run has.
+    """
+
+    sides: _Sides
+    where: str
+    step: int
+    want: Values
+    got: Values
+
+    @property
+    def probes(self) -> Probes:
+        return self.sides.reference.probes
+
+    @cached_property
+    def allowed(self) -> Tolerance:
+        """How far apart they may be."""
+        allowed = EXACT if self.where == INITIAL else self.sides.tolerance.at_step(max(self.step, 1))
+        return allowed.among(self.want.values()) if self.where == GRADIENT else allowed
+
+    @cached_property
+    def ranks(self) -> Mapping[str, Disagreement]:
+        """Those that ranks hold different values of."""
+        place = self.where, self.step
+        return {each.name: each for each in self.sides.found.disagreements if each.place == place}
+
+    def compare(self) -> Difference | None:
+        """The first that differs, in the order of causes; one of more elements where the first has too few to tell."""
+        names = [name for name in self._ordered() if name in self.ranks or self._is_wrong(name)]
         if not names:
             return None
-        name = names[0]
-        diagnosis = self._diagnose(where, step, name, want, got, ranks.get(name), allowed, spread.get(name))
-        value = got.get(name)
-        if name in ranks:
-            wrong = _wrong_ranks(ranks[name], want.get(name), allowed, spread.get(name))
-            value = ranks[name].by_rank[wrong[0]] if wrong else _farthest(ranks[name], want.get(name))
-        error, limit = _worst(want.get(name), value, allowed, spread.get(name))
-        wrong_update = self._wrong_update(step, name, want, got) if where == WEIGHT else None
-        if wrong_update is not None and error <= limit:
-            error, limit = wrong_update.error, wrong_update.allowed
-        return Difference(
-            where, step, name, diagnosis.kind, diagnosis.words, diagnosis.ratio, error, limit, tuple(names[1:])
+        name, told = names[0], self._diagnose(names[0], names)
+        if self._may_be_chance(name, told):
+            name = next((each for each in names if _numel(self.want.get(each)) > FEW), name)
+            told = self._diagnose(name, names)
+        error, limit = self._worst(name)
+        also = tuple(each for each in names if each != name)
+        return Difference(self.where, self.step, name, told.kind, told.words, told.ratio, error, limit, also)
+
+    def _ordered(self) -> Iterator[str]:
+        """Names in the order of causes: gradients as backward makes them, then frozen weights before others."""
+        every = dict.fromkeys([*self.want, *self.got])
+        if self.where == GRADIENT:
+            yield from (name for name in self.probes.backward_order if name in every)
+            yield from (name for name in every if name not in self.probes.backward_order)
+        else:
+            yield from sorted(every, key=lambda name: name not in self.probes.frozen)
+
+    def _extra(self, name: str) -> Tensor | None:
+        """What is allowed besides."""
+        return self.probes.spread[self.step - 1].get(name) if self.where in (WEIGHT, STATE) else None
+
+    def _is_wrong(self, name: str) -> bool:
+        pair = self.want.get(name), self.got.get(name)
+        return _differs(*pair, self.allowed, self._extra(name), self.where) or self._wrong_update(name) is not None
+
+    def _wrong_update(self, name: str) -> UpdateError | None:
+        if self.where != WEIGHT:
+            return None
+        tolerance = self.sides.tolerance.at_step(self.step)
+        return wrong_update(self.want.get(name), self.got.get(name), self._update(name), tolerance)
+
+    def _update(self, name: str) -> Update:
+        return Update(self.step, name, self._before(name), self.probes)
+
+    def _before(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """A weight before the update: expected and found."""
+        right, found = self.sides.reference.observation, self.sides.found
+        if self.step == 1:
+            return right.initial.get(name), found.initial.get(name)
+        return right.steps[self.step - 2].parameters.get(name), found.steps[self.step - 2].parameters.get(name)
+
+    def _worst(self, name: str) -> tuple[float, float]:
+        """The largest difference, and what was allowed there."""
+        want, extra, value = self.want.get(name), self._extra(name), self.got.get(name)
+        if name in self.ranks:
+            wrong = _wrong_ranks(self.ranks[name], want, self.allowed, extra)
+            value = self.ranks[name].by_rank[wrong[0]] if wrong else _farthest(self.ranks[name], want)
+        error, limit = _worst(want, value, self.allowed, extra)
+        update = self._wrong_update(name)
+        return (update.error, update.allowed) if update is not None and error <= limit else (error, limit)
+
+    # ---- causes -------------------------------------------------------------------------------------------------
+
+    def _may_be_chance(self, name: str, told: Diagnosis) -> bool:
+        """Whether a tensor has so few elements that they fit the cause that was found by chance."""
+        named = told.kind == "factor" and is_known(told.ratio, self.probes.num_ranks, self.probes.microbatches)
+        return (
+            _numel(self.want.get(name)) <= FEW and told.kind in ("factor", "rounded", "decay", "unknown") and not named
         )
 
-    def _wrong_update(self, step: int, name: str, want: Values, got: Values) -> UpdateError | None:
-        update = Update(step, name, self._before(step, name), self.reference.probes)
-        return wrong_update(want.get(name), got.get(name), update, self.tolerance.at_step(step))
-
-    def _ordered(self, where: str, want: Values, got: Values) -> Iterator[str]:
-        """Names in the order of causes: gradients as backward makes them, then frozen weights before others."""
-        probes = self.reference.probes
-        every = dict.fromkeys([*want, *got])
-        if where == GRADIENT:
-            yield from (name for name in probes.backward_order if name in every)
-            yield from (name for name in every if name not in probes.backward_order)
+    def _diagnose(self, name: str, names: Sequence[str]) -> Diagnosis:
+        if name in self.ranks:
+            explain = partial(self._explain, name)
+            told = _explain_ranks(self.ranks[name], self.want.get(name), explain, self.allowed, self._extra(name))
         else:
-            yield from sorted(every, key=lambda name: name not in probes.frozen)
+            told = self._with_shards(name, names, self._explain(name, self.got.get(name)))
+        if self.where == INITIAL and told.kind == "unknown":
+            return replace(told, words=f"{told.words}: as where ranks draw weights from seeds of their own")
+        return told
 
-    def _diagnose(
-        self,
-        where: str,
-        step: int,
-        name: str,
-        want: Values,
-        got: Values,
-        ranks: Disagreement | None,
-        tolerance: Tolerance,
-        extra: Tensor | None,
-    ) -> Diagnosis:
-        by_rank = tuple(value for value in ranks.by_rank if value is not None) if ranks is not None else ()
-        context = self._context(where, step, name, got, by_rank)
+    def _explain(self, name: str, found: Tensor | None, place: Tensor | None = None) -> Diagnosis:
+        """The cause; from the elements of one rank in the flat tensor only, where a place is given."""
+        expected, context = self.want.get(name), self._context(name)
+        if place is not None and expected is not None and found is not None:
+            expected, found, context = expected.flatten()[place], found.flatten()[place], context.part(place, 1)
+        if self.where == WEIGHT:
+            update = self._update(name) if place is None else self._update(name).part(place)
+            return diagnose_weight(expected, found, update, context, self.allowed)
+        if self.where == GRADIENT and name in self.probes.frozen:
+            return Diagnosis("frozen", "belongs to a frozen parameter, which has none in one process: it is trained")
+        return diagnose(expected, found, context, self.allowed)
 
-        def explain(value: Tensor | None) -> Diagnosis:
-            expected = want.get(name)
-            if where == WEIGHT:
-                update = Update(step, name, self._before(step, name), self.reference.probes)
-                return diagnose_weight(expected, value, update, context, tolerance)
-            if where == GRADIENT and name in self.reference.probes.frozen:
-                return Diagnosis(
-                    "frozen", "belongs to a frozen parameter, which has none in one process: it is trained"
-                )
-            return diagnose(expected, value, context, tolerance)
+    def _with_shards(self, name: str, names: Sequence[str], told: Diagnosis) -> Diagnosis:
+        """With the ranks whose shards hold everything that differs, where not all do; told by these where need be."""
+        owners = self.sides.found.owners
+        wrong_on = dict[str, set[int]]()
+        for each in names:
+            wrong, owner = self._wrong(each), owners.get(each.partition(": ")[0])
+            if wrong is None or owner is None or wrong.shape != owner.shape:
+                return told
+            wrong_on[each] = set(owner[wrong].unique().tolist())
+        ranks = set().union(*wrong_on.values())
+        own = owners[name.partition(": ")[0]]
+        if len(ranks) == self.probes.num_ranks or (len(names) == 1 and len(own.unique()) == 1):
+            return told  # where one rank holds the only one that differs, either may be the cause
+        of_ranks = f"rank(s) {', '.join(map(str, sorted(ranks)))}"
+        if told.kind in ("moved", "not reduced"):  # which names ranks itself
+            return told
+        if told.kind != "unknown":
+            return replace(told, words=f"{told.words} (whatever differs there is in the shard of {of_ranks})")
+        first = min(wrong_on[name])
+        told = self._explain(name, self.got.get(name), own == first)
+        return replace(told, words=f"is wrong in the shard of {of_ranks} only: what rank {first} holds {told.words}")
 
-        if ranks is None:
-            return explain(got.get(name))
-        return _explain_ranks(ranks, want.get(name), explain, tolerance, extra)
+    def _wrong(self, name: str) -> Tensor | None:
+        """Which elements are wrong, flat; None where one of the sides has none or another shape."""
+        want, got = self.want.get(name), self.got.get(name)
+        if want is None or got is None or want.shape != got.shape:
+            return None
+        update, wrong = self._wrong_update(name), self.allowed.differing(want, got, self._extra(name))
+        return (wrong if update is None else wrong | update.wrong).flatten()
 
-    def _before(self, step: int, name: str) -> tuple[Tensor | None, Tensor | None]:
-        """A weight before the update: expected and found."""
-        if step == 1:
-            return self.reference.observation.initial.get(name), self.found.initial.get(name)
-        right, found = self.reference.observation.steps[step - 2], self.found.steps[step - 2]
-        return right.parameters.get(name), found.parameters.get(name)
-
-    def _context(self, where: str, step: int, name: str, got: Values, by_rank: tuple[Tensor, ...]) -> Context:
-        probes = self.reference.probes
+    def _context(self, name: str) -> Context:
+        probes, step, steps = self.probes, self.step, self.sides.reference.observation.steps
         earlier = list[tuple[str, Tensor]]()
         of_ranks: tuple[Tensor, ...] = ()
         of_microbatches: tuple[Tensor, ...] = ()
-        if where == GRADIENT and step > 1:
+        if self.where == GRADIENT and step > 1:
             stale = probes.stale[step - 2].gradients.get(name)
             earlier += [] if stale is None else [(f"the gradient at the weights before update {step - 1}", stale)]
-            previous = self.reference.observation.steps[step - 2].gradients.get(name)
+            previous = steps[step - 2].gradients.get(name)
             earlier += [] if previous is None else [(f"the gradient of step {step - 1}", previous)]
-        elif where == GRADIENT:
+        elif self.where == GRADIENT:
             of_ranks = _all_or_none(values.get(name) for values in probes.of_ranks)
             of_microbatches = _all_or_none(values.get(name) for values in probes.of_microbatches)
-        elif where == STATE and step > 1:
-            before = self.reference.observation.steps[step - 2].state.get(name)
+        elif self.where == STATE and step > 1:
+            before = steps[step - 2].state.get(name)
             earlier += [] if before is None else [(f"its value before update {step}", before)]
-        others = {
-            other: value for other, value in self._right(where, step).items() if other != name and value is not None
-        }
-        what = GRADIENT if where == GRADIENT else WEIGHT if where in (WEIGHT, INITIAL) else "value"
-        context = Context(probes.num_ranks, probes.microbatches, what, of_ranks, of_microbatches, tuple(earlier))
-        return replace(context, by_rank=by_rank, others=others if got.get(name) is not None else {})
+        by_rank = self.ranks[name].by_rank if name in self.ranks else ()
+        others = {other: value for other, value in self._right().items() if other != name and value is not None}
+        what = GRADIENT if self.where == GRADIENT else WEIGHT if self.where in (WEIGHT, INITIAL) else "value"
+        return Context(
+            probes.num_ranks,
+            probes.microbatches,
+            what,
+            of_ranks,
+            of_microbatches,
+            tuple(earlier),
+            tuple(value for value in by_rank if value is not None),
+            others if self.got.get(name) is not None else {},
+        )
 
-    def _right(self, where: str, step: int) -> Mapping[str, Tensor | None]:
-        right = self.reference.observation
-        if where == INITIAL:
-            return right.initial
-        if where == GRADIENT:
-            return right.steps[step - 1].gradients
-        return right.steps[step - 1].parameters if where == WEIGHT else {}
+    def _right(self) -> Values:
+        """What may have been taken for a tensor by mistake."""
+        return self.want if self.where in (INITIAL, GRADIENT, WEIGHT) else {}
 
 
 def _explain_ranks(
@@ -276,6 +364,10 @@ def _wrong_ranks(ranks: Disagreement, expected: Tensor | None, tolerance: Tolera
         for rank, value in enumerate(ranks.by_rank)
         if value is None or expected is None or not tolerance.agrees(expected, value, extra)
     ]
+
+
+def _numel(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
 
 
 def _farthest(ranks: Disagreement, expected: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """From a tensor that differs to words that name the cause (pure)."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from megatron_fsdp.doctor.moved import tell_moved
 from megatron_fsdp.doctor.ratios import known_ratios, ratio_of, tell_ratio
 from megatron_fsdp.doctor.rounded import rounded_to
 from megatron_fsdp.doctor.tolerance import Nearness, Tolerance
+
+FEW = 8
+"""So many elements may be a multiple of what they should be, or be off as rounding is, by chance."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ class Context:
     earlier: tuple[tuple[str, Tensor], ...] = ()
     by_rank: tuple[Tensor, ...] = ()
     others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def part(self, place: Tensor | slice, num_ranks: int) -> "Context":
+        """The same of some elements, of the tensor made flat, which so many ranks hold."""
+        return replace(
+            self,
+            num_ranks=num_ranks,
+            of_ranks=tuple(value.flatten()[place] for value in self.of_ranks),
+            of_microbatches=tuple(value.flatten()[place] for value in self.of_microbatches),
+            earlier=tuple((words, value.flatten()[place]) for words, value in self.earlier),
+            by_rank=(),
+            others={},
+        )
 
 
 def diagnose(expected: Tensor | None, found: Tensor | None, context: Context, tolerance: Tolerance) -> Diagnosis:
@@ -175,13 +190,20 @@ def _explain_factor(expected: Tensor, found: Tensor, context: Context, near: Nea
     tried = [value for value, _ in known_ratios(context.num_ranks, context.microbatches)] + [-1.0, ratio]
     for value in tried:
         if near.scaled(value).same(expected * value, found):
-            return Diagnosis("factor", f"is {tell_ratio(value, context.num_ranks, context.microbatches)}", value)
+            words = f"is {tell_ratio(value, context.num_ranks, context.microbatches)}"
+            rounded = None if value != ratio else _explain_rounded(expected, found, context, near)
+            if rounded is not None and expected.numel() <= FEW:
+                words += f", or {rounded.words}: {expected.numel()} element(s) cannot tell"
+            return Diagnosis("factor", words, value)
     return None
 
 
 def _explain_rounded(expected: Tensor, found: Tensor, context: Context, _near: Nearness) -> Diagnosis | None:
     sizes = torch.stack([expected.abs(), *(value.double().abs() for value in context.of_ranks)])
-    dtype = rounded_to(expected, found, sizes.amax(0), must_be_exact=context.what != "gradient")
+    # Each of n terms is off by eps / 2 of the largest, the sum of the first k of them by k times that, and so is their
+    # mean: eps / 2 * (1 + (2 + ... + n) / n + 1) in all.
+    times = (len(context.of_ranks) + 5) / 4 if context.of_ranks else 1.0
+    dtype = rounded_to(expected, found, sizes.amax(0), must_be_exact=context.what != "gradient", times=times)
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -213,14 +235,7 @@ def _explain_part(expected: Tensor, found: Tensor, context: Context, near: Nearn
     if last - first == len(want) or last - first < 2:
         return None
     piece = slice(first, last)
-    inside = Context(
-        context.num_ranks,
-        context.microbatches,
-        context.what,
-        of_ranks=tuple(value.flatten()[piece] for value in context.of_ranks),
-        of_microbatches=tuple(value.flatten()[piece] for value in context.of_microbatches),
-        earlier=tuple((words, value.flatten()[piece]) for words, value in context.earlier),
-    )
+    inside = context.part(piece, context.num_ranks)
     for explain in _WHOLE:
         diagnosis = explain(want[piece], got[piece], inside, near)
         if diagnosis is not None:

@@ -73,6 +73,7 @@ class Observation:
         buffers: Buffers after the last step; in one process that does what ranks do, those of rank 0.
         round_trip: None where it was not asked for, and in one process.
         disagreements: Where ranks hold different values, in the order of causes.
+        owners: Which rank holds each element of the parameters that are sharded; flat, int16.
     """
 
     initial: Values
@@ -80,6 +81,7 @@ class Observation:
     buffers: Values
     round_trip: RoundTrip | None = None
     disagreements: tuple[Disagreement, ...] = ()
+    owners: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

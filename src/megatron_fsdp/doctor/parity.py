@@ -34,7 +34,7 @@ def check_parity(
     loss_fn: LossFn | str | None = None,
     optimizer_fn: OptimizerFn | str = "adamw",
     shard_fn: ShardFn | str | None = None,
-    ranks: int = 2,
+    ranks: int = 3,
     strategies: tuple[int | str, ...] = (0, 1, 2, 3),
     steps: int = 3,
     microbatches: int = 1,
@@ -64,7 +64,7 @@ def check_parity(
             `model(samples)` of a tensor.
         optimizer_fn: (model) -> optimizer; or "adamw" or "sgd", of learning rate 1e-3.
         shard_fn: (model, optimizer) -> (model, optimizer), on every rank: any way to shard; None: `fully_shard`.
-        ranks: How many ranks to start.
+        ranks: How many ranks to start. Of two a factor of 2 may be their number, or something that is doubled.
         strategies: For `fully_shard`, one run each: 0 to 3, or their names. Left aside with `shard_fn`.
         steps: Optimizer steps to compare.
         microbatches: Into how many microbatches a batch is cut; gradients add up over them.

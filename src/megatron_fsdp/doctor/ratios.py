@@ -19,10 +19,11 @@ def known_ratios(num_ranks: int, microbatches: int) -> tuple[tuple[float, str], 
     """Ratios and what they are; one number may have several names."""
     n, k = num_ranks, microbatches
     found: list[tuple[float, str]] = [(2.0, "2"), (0.5, "1/2")]
+    doubled, halved = (f", or {word} (three ranks would tell)" if n == 2 else "" for word in ("doubled", "halved"))
     if n > 1:
         found += [
-            (n, f"the number of ranks, {n}: summed over ranks where the mean is wanted"),
-            (1 / n, f"1/{n}, one over the number of ranks: divided by it once too often"),
+            (n, f"the number of ranks, {n}: summed over ranks where the mean is wanted{doubled}"),
+            (1 / n, f"1/{n}, one over the number of ranks: divided by it once too often{halved}"),
             (math.sqrt(n), f"sqrt({n}), the square root of the number of ranks"),
             (1 / math.sqrt(n), f"1/sqrt({n}), one over the square root of the number of ranks"),
             (n * n, f"the square of the number of ranks, {n}"),
@@ -35,6 +36,12 @@ def known_ratios(num_ranks: int, microbatches: int) -> tuple[tuple[float, str], 
     if n > 1 and k > 1:
         found += [(n * k, f"ranks times microbatches, {n} x {k}")]
     return tuple(found)
+
+
+def is_known(ratio: float | None, num_ranks: int, microbatches: int) -> bool:
+    """Whether a ratio names its cause."""
+    known = (-1.0, *(value for value, _ in known_ratios(num_ranks, microbatches)))
+    return ratio is not None and any(_is_near(ratio, value) for value in known)
 
 
 def tell_ratio(ratio: float, num_ranks: int, microbatches: int) -> str:

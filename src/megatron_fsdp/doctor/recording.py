@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +50,17 @@ class Trainee:
     def parameters(self) -> Values:
         """Weights, whole."""
         return {name: whole(param) for name, param in self.named_parameters()}
+
+    def owners(self) -> Mapping[str, Tensor]:
+        """Which rank holds each element of the parameters that are cut into shards; flat, int16."""
+        found = {}
+        for name, param in self.named_parameters():
+            if isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements):
+                with torch.no_grad():
+                    own = torch.zeros_like(param, dtype=torch.float32)
+                    own.to_local().fill_(dist.get_rank())  # type: ignore[attr-defined]  # a DTensor as its pattern
+                    found[name] = whole(own).flatten().to(torch.int16)
+        return found
 
     def gradients(self) -> Values:
         """Gradients, whole; None where there is none."""

@@ -66,7 +66,7 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Ref
         excused=_statistics(trainee),
         decay=_decay(trainee),
     )
-    return Reference(observation, probes, notes), check, tolerance
+    return Reference(observation, probes, notes + _tell_untrained(trainee, steps)), check, tolerance
 
 
 def _first_changing(once: Values, again: Values) -> str | None:
@@ -96,6 +96,17 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
     if frozen:
         found.append(f"{len(frozen)} parameters are frozen, and have to stay as they are")
     return tuple(found)
+
+
+def _tell_untrained(trainee: Trainee, steps: tuple[StepRecord, ...]) -> tuple[str, ...]:
+    """A note on parameters that no backward reached."""
+    trained = [name for name, param in trainee.named_parameters() if param.requires_grad]
+    names = [name for name in trained if all(step.gradients[name] is None for step in steps)]
+    if not names:
+        return ()
+    shown = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    told = f"{len(names)} trainable parameter(s) got no gradient in one process: {shown}; "
+    return (told + "they are unused, or cut off from the loss (by detach or no_grad)",)
 
 
 def _train(

@@ -29,6 +29,9 @@ COLUMNS = (
 )
 """What is shown of each run, and the places that belong to it."""
 
+LIMITS = "sharding changes nothing; a fault of the model itself, which one process has too, is not seen"
+"""What a report that passed has to say of itself."""
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -98,10 +101,15 @@ class ParityReport:
         return "passed" if self.passed else "DIFFERS" if self.judged else "NOT JUDGED"
 
     def diagnosis(self) -> list[str]:
-        """Sentences: each finding, the first difference of each run, and the notes."""
+        """Sentences: each finding, the first difference of each run, runs of the same one together, and the notes."""
         lines = [f"before sharding: {finding.told()}" for finding in self.findings]
-        lines += [f"{run.label}: {run.differences[0].told()}" for run in self.runs if run.differences]
-        return lines + [f"note: {note}" for note in self.notes]
+        of_runs = dict[str, list[str]]()
+        for run in self.runs:
+            if run.differences:
+                of_runs.setdefault(run.differences[0].told(), []).append(run.label)
+        lines += [f"{', '.join(labels)}: {told}" for told, labels in of_runs.items()]
+        limits = [LIMITS] if self.passed else []
+        return lines + [f"note: {note}" for note in (*self.notes, *limits)]
 
     def compared(self) -> str:
         """What was compared with what: "2 ranks against one process, 3 steps, tolerance 1e-05"."""

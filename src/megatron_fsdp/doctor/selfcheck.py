@@ -136,14 +136,13 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _tell_random(model: nn.Module, difference: str) -> str:
     layers = list(dict.fromkeys(_random_layers(model)))
-    told = (
-        f"it draws random numbers ({', '.join(layers[:4])})"
-        if layers
-        else "it draws random numbers or is not deterministic"
-    )
+    told = "it draws random numbers or is not deterministic"
+    advice = "take the noise out of model_fn, or draw it from the samples"
+    if layers:
+        told = f"it draws random numbers ({', '.join(layers[:4])})"
+        advice = "set dropout to 0, or put the model into eval mode in model_fn"
     return (
-        f"the model does not repeat itself on the same samples: {difference}; {told}. Sharding was not judged: set "
-        "dropout to 0, or put the model into eval mode in model_fn"
+        f"the model does not repeat itself on the same samples: {difference}; {told}. Sharding was not judged: {advice}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,13 @@ def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torc
         The same on every rank.
     """
     trainee = Trainee(*_shard(shard, task.build(device)), task, known)
-    initial = trainee.parameters()
+    initial, owners = trainee.parameters(), trainee.owners()
     torch.manual_seed(task.seed)
     steps = tuple(_step(task, trainee, number, device) for number in range(1, task.steps + 1))
     buffers = trainee.buffers()
     trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else None
     observation = Observation(initial, steps, buffers, trip)
-    return Observation(initial, steps, buffers, trip, _disagreements(observation))
+    return replace(observation, disagreements=_disagreements(observation), owners=owners)
 
 
 def _shard(shard: ShardFn, pair: Pair) -> Pair:

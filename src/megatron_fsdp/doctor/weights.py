@@ -34,6 +34,13 @@ class Update:
     before: tuple[Tensor | None, Tensor | None]
     probes: Probes
 
+    def part(self, place: Tensor) -> "Update":
+        """The same of some elements, of the weight made flat, which one rank holds."""
+        old, old_found = (None if value is None else value.flatten()[place] for value in self.before)
+        spread = [record.get(self.name) for record in self.probes.spread]
+        own = tuple({self.name: None if value is None else value.flatten()[place]} for value in spread)
+        return replace(self, before=(old, old_found), probes=replace(self.probes, spread=own, num_ranks=1))
+
 
 def diagnose_weight(
     expected: Tensor | None, found: Tensor | None, update: Update, context: Context, tolerance: Tolerance
@@ -63,10 +70,11 @@ def diagnose_weight(
 
 @dataclass(frozen=True)
 class UpdateError:
-    """An update that is off: by how much, and what was allowed, in its worst element."""
+    """An update that is off: by how much, and what was allowed, in its worst element, and which elements are."""
 
     error: float
     allowed: float
+    wrong: Tensor
 
 
 def wrong_update(
@@ -92,9 +100,10 @@ def wrong_update(
     error = (_change(old_found, found) - _change(old, expected)).abs()
     allowed = _allowed(expected, found, update, tolerance)
     worst = int((error - allowed).argmax())
-    if not bool((error > allowed).any()):
+    wrong = error > allowed
+    if not bool(wrong.any()):
         return None
-    return UpdateError(float(error.flatten()[worst]), float(allowed.flatten()[worst]))
+    return UpdateError(float(error.flatten()[worst]), float(allowed.flatten()[worst]), wrong)
 
 
 def _change(old: Tensor, new: Tensor) -> Tensor:
