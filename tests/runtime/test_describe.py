@@ -73,7 +73,7 @@ memory: 17.0 KiB of weights and gradients at rest, 17.1 KiB of optimizer state
   so far at most 24.0 KiB of these, 8.0 KiB now
 AdamW: 18 parameters in 1 groups, steps on local tensors
 
-options given (50 others are at their defaults)
+options given (51 others are at their defaults)
   device_mesh=dp: 4 data-parallel ranks
   fsdp_unit_modules=Floor: 8 units: given classes Floor"""
 

@@ -74,6 +74,11 @@ def _setup(job: Job) -> Setup:
 
     sizes, training = job.sizes, job.options.training
     resolved = resolve_ddp(job.ddp, sizes.data * sizes.context, 1)
+    if job.ddp.delay_wgrad_compute:
+        raise ConfigurationError(
+            "--delay-wgrad-compute cannot be planned, since it keeps what is planned to be freed: leave it out of the "
+            "configuration"
+        )
     if training.recompute_granularity == "full" and training.recompute_num_layers is not None:
         raise ConfigurationError(
             "--recompute-num-layers cannot be planned, only all blocks or none: leave it out of the configuration"
