@@ -26,7 +26,7 @@ Loud ones:
     main_grads_dtype=float64                runtime/test_precision_emulation.py
     a class that matches no module          test_bad_input.py  class_that_matches_nothing
     the caller's config is changed          test_wrapper.py  test_the_class_syncs_only_when_told_and_...
-    requires_grad changed later             test_wrapper_weights.py  test_freezing_after_wrapping_is_refused_...
+    requires_grad changed later             runtime/test_requires_grad.py
     memory held by reference cycles         test_lifetime.py
     unused parameters get zeros             runtime/test_parity.py, model "unused"
 """

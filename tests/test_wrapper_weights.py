@@ -256,21 +256,3 @@ def load_by_assignment() -> tuple[str, float]:
 def test_loading_by_assignment_is_refused_or_takes_effect(run_ranks: RunRanks) -> None:
     for message, difference in run_ranks(2, load_by_assignment):
         assert "assign" in message or difference == 0.0
-
-
-def freeze_after_wrapping() -> tuple[str, bool]:
-    """Freezing after wrapping is either refused or honoured: no gradient then."""
-    model = wrap(3)
-    try:
-        model.requires_grad_(False)
-        output = model(torch.ones(2, 5))
-        if output.requires_grad:
-            output.sum().backward()
-    except (ValueError, RuntimeError) as error:
-        return str(error), False
-    return "", any(param.grad is not None for param in model.parameters())
-
-
-def test_freezing_after_wrapping_is_refused_or_takes_effect(run_ranks: RunRanks) -> None:
-    for message, has_gradients in run_ranks(2, freeze_after_wrapping):
-        assert "requires_grad" in message or not has_gradients

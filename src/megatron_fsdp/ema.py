@@ -39,9 +39,10 @@ class ShardedEMA:
         self._model = weakref.ref(model)
         self._applied = False
         self._averages: dict[str, DTensor] = {}
-        for group, index in self._places():
-            piece = group.weights.main.piece(index).detach().to(dtype, copy=True)
-            self._averages[group.names[index]] = group.describe_chunks(index, group.describe_piece(index, piece))
+        for group in model.parameter_groups():
+            for index, name in enumerate(group.names if group.gradients is not None else ()):
+                piece = group.weights.main.piece(index).detach().to(dtype, copy=True)
+                self._averages[name] = group.describe_chunks(index, group.describe_piece(index, piece))
         if not self._averages:
             raise ConfigurationError("the model has no trainable parameter; there is nothing to average")
 
@@ -144,8 +145,8 @@ class ShardedEMA:
 
     def _places(self) -> Iterator[tuple[ParameterGroup, int]]:
         for group in self._alive().parameter_groups():
-            if group.gradients is not None:
-                for index in range(len(group.sharded)):
+            for index, name in enumerate(group.names):
+                if name in self._averages:
                     yield group, index
 
     def _alive(self) -> MegatronFSDP:

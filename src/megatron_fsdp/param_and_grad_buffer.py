@@ -47,8 +47,8 @@ class ParamAndGradBuffer:
         return [
             (name, param)
             for group in self._engine.groups()
-            if group.gradients is not None
             for name, param in zip(group.names, group.sharded, strict=True)
+            if param.requires_grad
         ]
 
     def update_main_grads(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.runtime import hooks
+from megatron_fsdp.runtime import engine
 from megatron_fsdp.runtime.fused_linear import FusedLinear
 from megatron_fsdp.unit.gradients import GradientBuffers
 from tests.conftest import RunRanks
@@ -67,7 +67,7 @@ def see(case: Case, strategy: int, fused: bool) -> Seen:
     model = build(case.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None), **dict(case.options)}
-    each_by_itself = mock.patch.object(hooks, "direct_hook", lambda *args: args[-1])
+    each_by_itself = mock.patch.object(engine, "direct_hook", lambda *args: args[-1])
     with warnings.catch_warnings(), each_by_itself:
         warnings.filterwarnings("ignore", "gradient_accumulation_fusion=True has no effect")
         sharded, _ = fully_shard(

@@ -53,6 +53,7 @@ class Kind(IntEnum):
     ALL_REDUCE = 3
     BEGINNING_OF_A_PASS = 4
     END_OF_A_PASS = 5
+    CHANGE_OF_REQUIRES_GRAD = 6
 
 
 class Mailboxes:

@@ -108,17 +108,21 @@ class SharedMemory:
         """Start agreeing that nobody reads weights any more; when it is done, each rank may change its own."""
         return self._agree(Kind.END_OF_A_PASS, 0)
 
-    def _agree(self, kind: Kind, count: int) -> SharedWork:
+    def meet(self) -> list[SharedWork]:
+        """Start meeting all ranks for a change; one that goes on as before is met by its next gather or reduction."""
+        return [self._agree(Kind.CHANGE_OF_REQUIRES_GRAD, 0, channel) for channel in (_GATHERS, _REDUCTIONS)]
+
+    def _agree(self, kind: Kind, count: int, channel: int = _GATHERS) -> SharedWork:
         """Post a message without content but a number of bytes or steps, to be waited for."""
-        number = self._boxes.next_number(_GATHERS)
+        number = self._boxes.next_number(channel)
         expected = kind, count
-        self._boxes.post(_GATHERS, *expected, 0)
+        self._boxes.post(channel, *expected, 0)
 
         def read(timeout: timedelta | None) -> None:
             for other in self._others:
-                self._boxes.read(_GATHERS, number, other, expected, timeout)
+                self._boxes.read(channel, number, other, expected, timeout)
 
-        return SharedWork(self._boxes, _GATHERS, number, read)
+        return SharedWork(self._boxes, channel, number, read)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> SharedWork:
         """Start gathering; as `Axis.all_gather`."""

@@ -34,11 +34,12 @@ class _Arrivals:
     expected: list[int]  # of each parameter, the most seen in a backward; 0: not known
     now: list[int]
     missing: int = 0  # parameters whose last gradient has not come yet
+    trained: int = 0  # parameters that get any
 
     @classmethod
     def of(cls, count: int) -> _Arrivals:
         """Nothing is known of `count` parameters."""
-        return cls([0] * count, [0] * count, count)
+        return cls([0] * count, [0] * count, count, count)
 
     def note(self, parameter: int) -> None:
         """A gradient has come."""
@@ -53,7 +54,7 @@ class _Arrivals:
     def forget(self) -> None:
         """Another backward begins."""
         self.now = [0] * len(self.now)
-        self.missing = len(self.now)
+        self.missing = self.trained
 
 
 class BucketScheduler(Scheduler):
@@ -148,6 +149,14 @@ class BucketScheduler(Scheduler):
         self._learning = False
         self._forget_arrivals()
         return super().backward_ends()
+
+    def trains(self, units: Sequence[Sequence[bool]]) -> None:
+        """As in `Scheduler`; what a backward brings is learnt again."""
+        super().trains(units)
+        self._arrivals = [
+            _Arrivals([0] * len(flags), [0] * len(flags), sum(flags), sum(flags)) for flags in map(list, units)
+        ]
+        self._learning = True
 
     def reset(self) -> tuple[Operation, ...]:
         """As in `Scheduler`."""

@@ -151,6 +151,12 @@ class BucketEngine(Engine):
         if learnt and self.scheduler.config.reduces_early:
             self.executor.set_bucket_count(self.executor.bucket_count)  # all filled at once, this time only
 
+    def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
+        super()._follow(unit, position, trains)
+        if unit.index in self._stand_ins:
+            for stand_in, flag in zip(self._stand_ins[unit.index][position], trains, strict=True):
+                stand_in.requires_grad_(flag)
+
     def reset(self) -> None:
         """As in `Engine`."""
         self._stood_in.clear()

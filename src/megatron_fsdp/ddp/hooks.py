@@ -14,7 +14,8 @@ from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.errors import ShardOperationError
 from megatron_fsdp.runtime.compiled import uncompiled
-from megatron_fsdp.runtime.hooks import live_engine, register_hooks
+from megatron_fsdp.runtime.engine import live_engine
+from megatron_fsdp.runtime.hooks import register_hooks
 from megatron_fsdp.runtime.schedule import ROOT
 
 _ADVICE = (

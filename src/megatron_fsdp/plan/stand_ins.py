@@ -217,6 +217,11 @@ class PlannedGroupDriver:
         return self.plan.is_gathered
 
     @property
+    def reduces(self) -> bool:
+        """As the engine's."""
+        return self.gradients is not None
+
+    @property
     def weights_in_slots(self) -> bool:
         """As the engine's."""
         return self.plan.weights_in_slots

@@ -205,22 +205,15 @@ def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.devic
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
         for unit in engine.units
-        for group in unit.groups
-        if group.gradients is not None
+        for group in unit.groups  # frozen ones too, which may be thawed
         for name in group.names
     }
     if switches.check_finite:
         engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
         for group in engine.groups():
-            if group.gradients is not None:
-                group.gradients.inspect = _looks_at(engine.finite_check, group.names)
+            engine.inspect_gradients(group)
     if switches.check_large:
         engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
-
-
-def _looks_at(check: FiniteCheck, names: Sequence[str]) -> Callable[[int, torch.Tensor], None]:
-    """Look at parameters by their place in a group."""
-    return lambda index, grad: check.look_at(names[index], grad)
 
 
 def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.device) -> Sharding:

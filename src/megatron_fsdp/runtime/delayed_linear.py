@@ -51,7 +51,7 @@ def delayed_linear(
     if not (learning and plain and all(operand.is_leaf for operand in weights)):
         return F.linear(tensor, weight, bias)
     queue.expect()
-    leaves = _Leaves(weight, bias, queue)
+    leaves = _Leaves(weight, bias if bias is not None and bias.requires_grad else None, queue)
     anchor = torch.empty(0, device=tensor.device, requires_grad=True)
     detached = (weight.detach(), None if bias is None else bias.detach())
     return _DelayedLinear.apply(tensor, anchor, *detached, leaves)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def delayed_linear(
 
 @dataclass(frozen=True)
 class _Leaves:
-    """What gets the gradients, and from whom."""
+    """What gets the gradients, and from whom; no bias where it took none in forward."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -110,7 +110,7 @@ class _DelayedLinear(torch.autograd.Function):
 def _defer(leaves: _Leaves, operand: torch.Tensor | None, grad: torch.Tensor) -> None:
     if operand is not None:
         leaves.queue.defer(leaves.weight, _Waiting(_weight_gradient, grad, operand))
-    if leaves.bias is not None and leaves.bias.requires_grad:
+    if leaves.bias is not None:
         leaves.queue.defer(leaves.bias, _Waiting(_bias_gradient, grad))
 
 

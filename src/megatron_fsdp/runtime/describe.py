@@ -102,7 +102,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
         granularity=tuple(dict.fromkeys(each.kind.value for each in granularities)),
-        is_trainable=gradients is not None,
+        is_trainable=group.is_trained,
         is_expert=plan.spec.key.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=_name(group.weights.compute.local.dtype),

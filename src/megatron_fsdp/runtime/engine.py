@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.buffer.collectives import Traffic
 from megatron_fsdp.buffer.own_group import OwnGroups
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.placement import Placement, placements_for
+from megatron_fsdp.runtime.agreement import agree, agree_over
 from megatron_fsdp.runtime.domain import Domain
 from megatron_fsdp.runtime.engine_parts import EngineParts
 from megatron_fsdp.runtime.executor import Executor
@@ -22,6 +26,7 @@ from megatron_fsdp.runtime.finite_check import FiniteCheck
 from megatron_fsdp.runtime.gradient_hooks import run_gradient_hooks
 from megatron_fsdp.runtime.handed_out import HandedOut
 from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
+from megatron_fsdp.runtime.named_ranks import first_few
 from megatron_fsdp.runtime.observer import Phase
 from megatron_fsdp.runtime.on_request import OnRequest
 from megatron_fsdp.runtime.recovery import match_deferred_sums
@@ -31,8 +36,10 @@ from megatron_fsdp.runtime.sync import Reach
 from megatron_fsdp.runtime.unseen_gradients import ReplacedParameters, UnseenGradients
 from megatron_fsdp.runtime.usage import UsageAgreement
 from megatron_fsdp.runtime.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.unit.direct_hook import direct_hook
 from megatron_fsdp.unit.gradients import GradientBuffers
 from megatron_fsdp.unit.param_group import ParameterGroup
+from megatron_fsdp.unit.unit import Unit
 
 _NEVER = -1  # the epoch of a forward that used no weights
 
@@ -46,6 +53,28 @@ class ForwardCall:
         self.unit = unit
         self.epoch = epoch
         self.last_backward = -1
+
+
+def live_engine(reference: weakref.ref[Engine]) -> Engine:
+    """The engine that a hook reports to.
+
+    Raises:
+        ScheduleError: It has been deleted.
+    """
+    engine = reference()
+    if engine is None:
+        raise ScheduleError(
+            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
+            "object that fully_shard returned for as long as the module is used"
+        )
+    return engine
+
+
+def _take_gradient(
+    reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
+) -> None:
+    engine = reference() or live_engine(reference)
+    engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
 class Engine(OnRequest):
@@ -92,6 +121,9 @@ class Engine(OnRequest):
         self.own_groups: OwnGroups | None = None  # they go with the engine
         self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._asked: set[int] = set()  # ids of parameters that trained before a change, of whose use ranks know
+        self._has_asked = False  # a sync was since parameters were last frozen or thawed
+        self._has_unshown = False  # a backward was since the last sync
         self._defers = False  # some pass since the last sync leaves sums for later
         self._may_differ = False  # ranks may hold such sums for different groups, since the last reset
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
@@ -155,8 +187,109 @@ class Engine(OnRequest):
         self.release_gradients()
         for group in self.groups():
             group.check_parameters()
+        self._follow_requires_grad()
         if self.structure is not None:
             self.structure.check()
+
+    # ---- requires_grad ------------------------------------------------------------------------------------------
+
+    def _follow_requires_grad(self) -> None:
+        """Let what was frozen or thawed since the last pass take no gradients, or take them again.
+
+        Where nothing has changed, nothing is sent. Where something has, ranks agree on it first.
+
+        Raises:
+            ConfigurationError: It has not changed alike on all ranks.
+        """
+        changes = {id(group): flags for group in self.groups() if (flags := group.wanted()) != group.trains}
+        if not changes:
+            return
+        with self.observers.during(Phase.AGREE, ROOT):
+            self._agree_on_requires_grad(changes)
+        if self._has_asked:
+            self._asked |= self._trained_ids()
+        self._has_asked = False
+        for unit in self.units:
+            for position, group in enumerate(unit.groups):
+                if id(group) in changes:
+                    self._follow(unit, position, changes[id(group)])
+        self.scheduler.trains([[flag for group in unit.groups for flag in group.trains] for unit in self.units])
+        if not self._asked.issuperset(self._trained_ids()):
+            for usage in self._usage.values():
+                usage.ask_again()
+
+    def _trained_ids(self) -> set[int]:
+        return {
+            id(param)
+            for group in self.groups()
+            for param, trains in zip(group.sharded, group.trains, strict=True)
+            if trains
+        }
+
+    def _agree_on_requires_grad(self, changes: Mapping[int, Sequence[bool]]) -> None:
+        facts: dict[bool, list[str]] = {False: [], True: []}
+        for group in self.groups():
+            for name, flag, before in zip(group.names, changes.get(id(group), group.trains), group.trains, strict=True):
+                if flag != before:
+                    facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
+        self._meet_for_a_change(first_few([*facts[False], *facts[True]]))
+        try:
+            agree_over(self.reaching_all, None, facts[False])
+            if self.experts is not None:
+                agree(self.experts.group, None, facts[True])
+        except ConfigurationError as error:
+            told = str(error).partition(";")[0]
+            raise ConfigurationError(
+                f"requires_grad was not changed alike: {told}; set it alike on all ranks"
+            ) from None
+
+    def _meet_for_a_change(self, told: str) -> None:
+        """Stop together with a rank that has changed nothing and goes on as before, where there is a way to."""
+        verifier, domains = self.executor.verifier, (self.dense, self.experts)
+        axes = [axis for domain in domains if domain is not None for axis in domain.axes]
+        # The other rank comes to the beginning of a pass, where there is one, before it is compared.
+        shared = [axis.shared for axis in axes] if verifier is None or self.executor.has_passes else []
+        try:
+            for work in [work for each in shared if each is not None for work in each.meet()]:
+                work.wait()
+        except dist.DistBackendError as error:
+            raise ConfigurationError(
+                f"requires_grad was changed here ({told}) and not on another rank; set it alike on all ranks ({error})"
+            ) from error
+        if verifier is not None:
+            verifier.change()
+
+    def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
+        group = unit.groups[position]
+        if group.gradients is None:  # it was frozen when the model was sharded
+            group.begin_training(self._sharding.plan_training(group.plan))
+            self.inspect_gradients(group)
+            unit.plan_buckets()
+            self.executor.make_bucket_pools()
+        group.follow(trains, self._has_unshown)
+        self.watch_gradients(unit.index, position)
+
+    def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
+        """Hear of the gradients of a group's parameters, of those that take any and were not watched before."""
+        group = self.units[index].groups[position]
+        grads, handles = group.gradients, []
+        for parameter, param in enumerate(group.full if grads is not None else ()):
+            if not param.requires_grad or param._post_accumulate_grad_hooks:
+                continue
+            assert grads is not None
+            hook: Callable[[torch.Tensor], None] = functools.partial(
+                _take_gradient, weakref.ref(self), index, position, parameter
+            )
+            if group.plan.parts[parameter] is None and not self.hears_of_each_gradient:
+                hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
+            handles.append(param.register_post_accumulate_grad_hook(hook))
+        return handles
+
+    def inspect_gradients(self, group: ParameterGroup) -> None:
+        """Let the check for values that are not finite, where there is one, see what is about to travel."""
+        check, names = self.finite_check, group.names
+        if check is not None and group.gradients is not None:
+            group.gradients.inspect = lambda index, grad: check.look_at(names[index], grad)
 
     @property
     def _has_newer_weights(self) -> bool:
@@ -280,7 +413,8 @@ class Engine(OnRequest):
             return
         if self._has_newer_weights:  # than the forward computed with, which the scheduler refuses
             self.executor.run(self.scheduler.weights_changed())
-        self._callback_queued = True
+        self._follow_requires_grad()  # what was frozen since the forward gets no gradient
+        self._callback_queued = self._has_unshown = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
         for check in self._checks:
@@ -367,6 +501,7 @@ class Engine(OnRequest):
     def attach_gradients(self) -> None:
         """Make the main gradients visible as `.grad` of the sharded parameters."""
         self._defers = False
+        self._has_asked, self._has_unshown = True, False
         renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
@@ -374,18 +509,23 @@ class Engine(OnRequest):
                 for group in self.groups()
                 if group.gradients is not None and group.plan.spec.key.is_expert is is_expert
             ]
-            used_here = [flag for _, gradients in trainable for flag in gradients.arrived]
+            trainable = [(group, gradients) for group, gradients in trainable if any(group.trained)]
+            used_here = [
+                flag
+                for group, gradients in trainable
+                for flag, trained in zip(gradients.arrived, group.trained, strict=True)
+                if trained
+            ]
             if not used_here:
                 continue
             with self.observers.during(Phase.AGREE, ROOT):
-                used = usage.agree(used_here, self.executor.fingerprint)
-            first = 0
+                agreed = iter(usage.agree(used_here, self.executor.fingerprint))
             for group, gradients in trainable:
-                last = first + len(group.sharded)
+                used = [trained and next(agreed) for trained in group.trained]
                 if gradients.renewed:
-                    renewed.append((group, used[first:last]))
-                gradients.attach(group.sharded, used[first:last], group.describe_piece)
-                first = last
+                    renewed.append((group, used))
+                gradients.attach(group.sharded, used, group.describe_piece)
+                group.trained = list(group.trains)
         run_gradient_hooks(renewed)
 
     @property
@@ -401,8 +541,9 @@ class Engine(OnRequest):
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )
+        self._sharding = replace(self._sharding, policy=policy)
         for group in groups:
-            group.change_precision(resolve_precision(policy, group.plan.precision.compute))
+            group.change_precision(self._sharding.precision(group.plan.spec.key))
         for unit in self.units:
             unit.plan_buckets()
         self.executor.make_bucket_pools()

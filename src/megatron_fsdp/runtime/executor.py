@@ -186,6 +186,11 @@ class Executor:
         if not failed and not self.is_broken:
             self.end_pass()
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether ranks read each other's weights where they lie, and so begin and end passes together."""
+        return bool(self._passes)
+
     def begin_pass(self) -> None:
         """Agree that all weights are up to date, where those of other ranks are read where they lie."""
         self._agree(partial(self._passes.begin, self._steps))
@@ -263,7 +268,7 @@ class Executor:
         tickets = []
         for position, group in enumerate(unit.groups):
             gradients = group.gradients
-            if gradients is None:
+            if gradients is None or not group.reduces:
                 continue
             if not gradients.is_filling and not gradients.has_deferred:
                 self._begin_filling(unit, position, reach)
@@ -298,7 +303,7 @@ class Executor:
     def _keep(self, unit: Unit) -> None:
         """Keep local sums, zero where nothing came: ranks must agree on what there is to reduce later."""
         for position, group in enumerate(unit.groups):
-            if group.gradients is None:
+            if group.gradients is None or not group.reduces:
                 continue
             if not group.gradients.is_filling and not group.gradients.has_deferred:
                 self._begin_filling(unit, position, Reach.NOWHERE)

@@ -41,6 +41,7 @@ class _Place:
         return (
             torch.is_grad_enabled()
             and weight is self._weight()
+            and weight.requires_grad  # it may have been frozen since
             and type(tensor) in _PLAIN
             and tensor.dtype is weight.dtype
             and tensor.dim() > 1

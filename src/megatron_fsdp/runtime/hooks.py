@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.runtime.compiled import is_compiled_in_place, surround, uncompiled
-from megatron_fsdp.runtime.engine import Engine, ForwardCall
+from megatron_fsdp.runtime.engine import Engine, ForwardCall, live_engine
 from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.runtime.side_outputs import SideOutputs
-from megatron_fsdp.unit.direct_hook import direct_hook
 from megatron_fsdp.unit.unit import Unit
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
@@ -54,17 +53,8 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         door = _Door(reference)
         handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
     for unit in engine.units:
-        for position, group in enumerate(unit.groups):
-            grads = group.gradients
-            if grads is None:
-                continue
-            for parameter, param in enumerate(group.full):
-                hook: Callable[[torch.Tensor], None] = partial(
-                    _take_gradient, reference, unit.index, position, parameter
-                )
-                if group.plan.parts[parameter] is None and not engine.hears_of_each_gradient:
-                    hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
-                handles.append(param.register_post_accumulate_grad_hook(hook))
+        for position in range(len(unit.groups)):
+            handles += engine.watch_gradients(unit.index, position)
     return handles
 
 
@@ -78,21 +68,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield from tensors_in(getattr(leaf, field.name))
         elif isinstance(leaf, Mapping):
             yield from tensors_in(dict(leaf))
-
-
-def live_engine(reference: weakref.ref[Engine]) -> Engine:
-    """The engine that a hook reports to.
-
-    Raises:
-        ScheduleError: It has been deleted.
-    """
-    engine = reference()
-    if engine is None:
-        raise ScheduleError(
-            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
-            "object that fully_shard returned for as long as the module is used"
-        )
-    return engine
 
 
 def _before_forward(
@@ -211,10 +186,3 @@ def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
 
 def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
     live_engine(reference).before_backward(call)
-
-
-def _take_gradient(
-    reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
-) -> None:
-    engine = reference() or live_engine(reference)
-    engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors

@@ -17,7 +17,7 @@ collectives must not.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -267,6 +267,14 @@ class Scheduler:
             depth = min(depth, slots - 1)
             self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
         self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
+
+    def trains(self, units: Sequence[Sequence[bool]]) -> None:
+        """Other parameters take gradients from now on.
+
+        Args:
+            units: For each unit whether each of its parameters does, group after group.
+        """
+        self.config = replace(self.config, trainable=tuple(map(any, units)))
 
     # ---- questions ----------------------------------------------------------------------------------------------
 

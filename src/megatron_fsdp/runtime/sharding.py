@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp.buffer.own_group import OwnGroups
 from megatron_fsdp.buffer.share import over_shared_memory
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.gradient_scaling import gradient_reduction
+from megatron_fsdp.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.grouping import GroupKey, ParameterGroupSpec
 from megatron_fsdp.layout import Layout, plan_layout
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
@@ -145,24 +145,16 @@ class Sharding:
         domain = self.domain(spec.key.is_expert)
         placements = self._placements(spec)
         if spec.key.requires_grad:
-            precision = self._precision(spec.key)
+            precision = self.precision(spec.key)
         else:
             precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
-        reduction = gradient_reduction(
-            self.dense.num_ranks,
-            domain.num_ranks,
-            average_in_collective=self.average_in_collective,
-            calculate_per_token_loss=self.calculate_per_token_loss,
-            comm_dtype=precision.grad_comm,
-            scales_first=self.scales_first,
-        )
         parts = self.parts_of(spec, originals)
         layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, domain.axes))
         return GroupPlan(
             spec,
             layout,
             precision,
-            reduction,
+            self._reduction(domain, precision),
             placements,
             domain.axes,
             domain.described_mesh,
@@ -172,7 +164,26 @@ class Sharding:
             domain.foreign_groups,
         )
 
-    def _precision(self, key: GroupKey) -> ResolvedPrecision:
+    def plan_training(self, plan: GroupPlan) -> GroupPlan:
+        """The plan of a group that was frozen and shall be trained: weights lie as they did, gradients are added."""
+        key = replace(plan.spec.key, requires_grad=True)
+        infos = tuple(replace(info, requires_grad=True) for info in plan.spec.parameters)
+        precision = self.precision(key)
+        reduction = self._reduction(self.domain(key.is_expert), precision)
+        return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
+
+    def _reduction(self, domain: Domain, precision: ResolvedPrecision) -> GradientReduction:
+        return gradient_reduction(
+            self.dense.num_ranks,
+            domain.num_ranks,
+            average_in_collective=self.average_in_collective,
+            calculate_per_token_loss=self.calculate_per_token_loss,
+            comm_dtype=precision.grad_comm,
+            scales_first=self.scales_first,
+        )
+
+    def precision(self, key: GroupKey) -> ResolvedPrecision:
+        """The dtypes of a trained group."""
         precision = resolve_precision(self.policy, key.dtype)
         if not key.sums_in_fp32 or not key.dtype.is_floating_point:
             return precision

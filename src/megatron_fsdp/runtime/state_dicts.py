@@ -16,8 +16,7 @@ from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.hooks import live_engine
+from megatron_fsdp.runtime.engine import Engine, live_engine
 
 
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:

@@ -42,6 +42,10 @@ class UsageAgreement:
         self._device = device
         self._all_used = False
 
+    def ask_again(self) -> None:
+        """Other parameters take gradients from now on."""
+        self._all_used = False
+
     @real_values()
     def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
         """Whether any rank used each parameter.

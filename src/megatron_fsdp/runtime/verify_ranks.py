@@ -36,6 +36,7 @@ class Deed(IntEnum):
     END_FORWARD = 2
     END_BACKWARD = 3
     BREAK_OFF = 4
+    CHANGE = 5
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Announcement:
             return "ends its backward"
         if self.deed is Deed.BREAK_OFF:
             return "breaks off its forward with an exception"
+        if self.deed is Deed.CHANGE:
+            return "follows a change of requires_grad"
         verb = "gathers" if self.deed is Deed.GATHER else "reduces"
         phase = "backward" if self.in_backward else "forward"
         return f"{verb} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
@@ -149,6 +152,9 @@ class Verifier(Protocol):
     def note_step(self) -> None:
         """An optimizer of the model has stepped."""
 
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed."""
+
     def communication_failed(self, error: RuntimeError) -> None:
         """A collective failed, or took too long; may raise an error that says more."""
 
@@ -206,6 +212,10 @@ class RankVerifier:
     def note_step(self) -> None:
         """An optimizer of the model has stepped."""
         self._steps += 1
+
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed."""
+        self._compare(Announcement(Deed.CHANGE, 0, 0, in_backward=False))
 
     def communication_failed(self, error: RuntimeError) -> None:
         """Nothing to add: ranks agreed before it began."""

@@ -63,6 +63,15 @@ class StepVerifier:
         """An optimizer of the model has stepped."""
         self._steps += 1
 
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed: compare at once.
+
+        Raises:
+            ScheduleError: As `end_backward`.
+        """
+        self._note(Deed.CHANGE, 0, 0)
+        self.end_backward()
+
     def communication_failed(self, error: RuntimeError) -> None:
         """Compare: it may have failed because ranks did different things.
 

@@ -69,6 +69,11 @@ class GroupPlan:
         """Whether the parameters are trained."""
         return self.spec.key.requires_grad
 
+    @property
+    def is_trained_whole(self) -> bool:
+        """Whether every rank updates the whole main weights, under whatever strategy."""
+        return self.requires_grad and Placement.SHARD not in self.placements.main_weight
+
     @cached_property
     def inner_region(self) -> Region:
         """The elements of the compute weights that one inner rank stands for."""
@@ -143,7 +148,7 @@ class GroupPlan:
             main_grads=self.precision.main_grads,
             grad_comm=self.precision.grad_comm,
             requires_grad=self.requires_grad,
-            is_whole=self.spec.key.is_scalar,
+            is_whole=self.spec.key.is_scalar or self.is_trained_whole,
             outer_ranks=self.axes[0].num_ranks if has_outer else 1,
             outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
             shares_weights=self.shares_weights,

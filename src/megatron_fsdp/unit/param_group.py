@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -40,7 +40,9 @@ class ParameterGroup:
         plan: What was decided.
         frames: For each parameter, who holds which of its elements.
         weights: Compute and main weights.
-        gradients: Main gradient and bucket; None for a frozen group.
+        gradients: Main gradient and bucket; None for a group that was frozen when it was made, and since.
+        trains: For each parameter whether it takes gradients, as the ranks last agreed.
+        trained: For each whether it took any since gradients were last shown.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
     """
@@ -48,18 +50,18 @@ class ParameterGroup:
     def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter], frames: tuple[ShardFrame, ...]) -> None:
         self.plan = plan
         self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
-        self.gradients: GradientBuffers | None = None
-        if plan.spec.key.requires_grad:
-            self.gradients = GradientBuffers(
-                plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
-            )
+        self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
+        self.trains = [plan.requires_grad] * len(originals)
+        self.trained = list(self.trains)
+        self._grad_attribute: GradAttribute = GRAD
         self._stand_in: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         introduce_to_torch()
         self.frames = frames
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
+        self._hooked: set[int] = set()  # parameters that have one
         pieces = self.weights.main.pieces()
-        self.sharded = tuple(map(self._make_sharded, range(len(frames)), pieces, frames, originals))
+        self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._stand_in = None  # it goes when every full parameter has its place
         if self.weights.whole is not None:
@@ -103,23 +105,15 @@ class ParameterGroup:
         self.note_installed()
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were frozen, unfrozen or replaced after wrapping.
+        """Refuse parameters whose memory was replaced after wrapping.
 
         Raises:
             ConfigurationError: Names the first one.
         """
-        wanted = self.gradients is not None
-        as_wanted = all if wanted else _none
         with plain_attributes():
-            if as_wanted(map(_requires_grad, self.sharded)) and self._find_pointers() == self._pointers:
+            if self._find_pointers() == self._pointers:
                 return
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
-            if param.requires_grad is not wanted:
-                raise ConfigurationError(
-                    f"requires_grad of {info.name} was {wanted} when the model was sharded and is "
-                    f"{param.requires_grad} now; buffers for gradients are made once, so set requires_grad before "
-                    "sharding"
-                )
             if address_of(local_part(param)) != self._pointers[index]:
                 raise ConfigurationError(
                     f"the data of {info.name} was replaced after the model was sharded (by param.data = ..., or by "
@@ -128,6 +122,68 @@ class ParameterGroup:
 
     def _find_pointers(self) -> tuple[int, ...]:
         return addresses_of(tuple(map(_local_tensor, self.sharded)))
+
+    # ---- requires_grad ------------------------------------------------------------------------------------------
+
+    def wanted(self) -> list[bool]:
+        """What the user has set `requires_grad` of each sharded parameter to."""
+        with plain_attributes():
+            return list(map(_requires_grad, self.sharded))
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter takes gradients."""
+        return any(self.trains)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it has a part in the next reduction of its unit: gradients come, or have come and wait."""
+        return self.gradients is not None and (
+            any(self.trains) or self.gradients.is_filling or self.gradients.has_deferred
+        )
+
+    def follow(self, trains: Sequence[bool], has_unshown: bool) -> None:
+        """Let the full parameters take gradients, or no more, from now on.
+
+        Args:
+            trains: For each parameter; where there is no memory for gradients (`begin_training`), all False.
+            has_unshown: Whether gradients have come since some were last shown.
+        """
+        self.trains = list(trains)
+        self.trained = [now or (before and has_unshown) for now, before in zip(trains, self.trained, strict=True)]
+        for index, (param, trains_now) in enumerate(zip(self.full, trains, strict=True)):
+            param.requires_grad_(trains_now)
+            if trains_now:
+                self._watch(self.sharded[index], index)
+
+    def begin_training(self, plan: GroupPlan) -> None:
+        """Make what a group needs that was frozen until now; its weights stay where they are.
+
+        Args:
+            plan: The group's own but for dtypes and reduction.
+        """
+        self.plan = plan
+        if self.weights.make_main(plan.precision):
+            pieces = self.weights.main.pieces()
+            for param, piece, frame in zip(self.sharded, pieces, self.frames, strict=True):
+                self._move(param, piece, frame)
+            self._pointers = self._find_pointers()
+            self.note_installed()
+        self.gradients = self._make_gradients()
+        self.gradients.grad_attribute = self._grad_attribute
+
+    def _make_gradients(self) -> GradientBuffers:
+        plan = self.plan
+        return GradientBuffers(
+            plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
+        )
+
+    @staticmethod
+    def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
+        """Let a sharded parameter lie in other memory, maybe of another dtype; it stays the same object."""
+        moved: Any = param
+        moved.data = UnevenDTensor.wrap(piece.data, frame)  # the dtype that torch sees
+        moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     @property
     def is_gathered(self) -> bool:
@@ -144,7 +200,7 @@ class ParameterGroup:
         """Whether reduced gradients are this rank's part only."""
         return self.gradients is not None and not self.gradients.main.is_whole
 
-    @functools.cached_property
+    @property
     def exchanges_inside(self) -> bool:
         """Whether reducing over the inner ranks ends with a local sum."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
@@ -157,10 +213,11 @@ class ParameterGroup:
     @property
     def grad_attribute(self) -> GradAttribute:
         """The attribute of the sharded parameters that holds their gradient."""
-        return GRAD if self.gradients is None else self.gradients.grad_attribute
+        return self._grad_attribute
 
     def decouple_gradients(self) -> None:
         """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        self._grad_attribute = DECOUPLED
         if self.gradients is not None:
             self.gradients.grad_attribute = DECOUPLED
             self.hide_grads()
@@ -251,14 +308,20 @@ class ParameterGroup:
             self._stand_in = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
         return self._stand_in.expand(self.plan.layout.shapes[index])
 
+    def _watch(self, param: nn.Parameter, index: int) -> None:
+        """Hear of gradients that autograd itself brings for a sharded parameter; once for each parameter."""
+        if index not in self._hooked:
+            self._hooked.add(index)
+            arrives = functools.partial(_of_autograd, weakref.ref(self), weakref.ref(param), index)
+            self.own_hooks.add(param.register_hook(arrives).id)
+
     def _make_sharded(self, index: int, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
         # No view: that would keep the buffer alive, whose memory is all that is needed, and have one version with it,
         # so that gathers into the rest of the buffer, in place, would count as changes of the parameter.
         param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
         param.__dict__.update(original.__dict__)
-        if self.gradients is not None:
-            arrives = functools.partial(_of_autograd, weakref.ref(self.gradients), weakref.ref(param), index)
-            self.own_hooks.add(param.register_hook(arrives).id)
+        if original.requires_grad:
+            self._watch(param, index)
             for hook in (original._post_accumulate_grad_hooks or {}).values():
                 param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
@@ -274,19 +337,15 @@ class ParameterGroup:
 
 
 def _of_autograd(
-    gradients: weakref.ref[GradientBuffers], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
+    group: weakref.ref[ParameterGroup], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
 ) -> torch.Tensor:
     """Autograd has a gradient for sharded parameter `index` itself, as of a penalty, and is about to accumulate it."""
-    buffers, param = gradients(), sharded()
+    alive, param = group(), sharded()
     assert param is not None  # this is a hook of its own
-    if buffers is not None:  # else the model is gone
-        buffers.make_way(index, param)
+    if alive is not None and alive.gradients is not None:  # else the model is gone
+        alive.gradients.make_way(index, param)
     frame = param.shard_frame
     sharded_grad = as_sharded(grad, frame)  # reductions hand back gradients of the global shape
     if not frame.copy_groups:
         return sharded_grad
     return UnevenDTensor.wrap(unite_gradients(sharded_grad, frame.copy_groups, frame.adds_up), frame)
-
-
-def _none(flags: Iterable[bool]) -> bool:
-    return not any(flags)

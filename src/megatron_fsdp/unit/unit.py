@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -74,19 +74,19 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
-        return any(group.gradients is not None for group in self.groups)
+        return any(group.is_trained for group in self.groups)
 
     @property
     def lives_in_slots(self) -> bool:
         """Whether full weights exist only while gathered."""
         return bool(self._slotted)
 
-    @cached_property
+    @property
     def receives_inside(self) -> bool:
         """Whether reducing any group over the inner ranks needs memory for what comes in."""
         return any(group.receives_inside for group in self.groups)
 
-    @cached_property
+    @property
     def reduces_across(self) -> bool:
         """Whether gradients of any group are reduced over outer ranks."""
         return any(group.gradients is not None and group.gradients.reducer.crosses for group in self.groups)

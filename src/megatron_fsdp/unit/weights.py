@@ -60,6 +60,20 @@ class WeightBuffers:
         self._sent = self.compute.part(self._inner_region)
         self._seen_version = -1
 
+    def make_main(self, precision: ResolvedPrecision) -> bool:
+        """Begin to hold main weights of their own, with the values of now, where their dtype asks for it.
+
+        Returns:
+            Whether that was done.
+        """
+        if not precision.has_main_copy:
+            return False
+        shared = self.main
+        self.main = FlatBuffer(shared.layout, shared.region, precision.main_params, shared.local.device)
+        self.main.local.copy_(shared.local)
+        self.shares_memory = False
+        return True
+
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Take the initial value of tensor `index`, full and in any dtype, into both buffers."""
         self.compute.store(index, tensor)

@@ -1,0 +1,373 @@
+"""Parameters that are frozen or thawed after wrapping train, or do not, as on one process."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.errors import MegatronFSDPError
+from tests.conftest import RunRanks
+from tests.support.api_net import Layer, backward, batches, build, mesh, own_part
+from tests.support.arrangements import hybrid
+from tests.support.ddp_run import check_ddp, ddp
+from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.parity import assert_equal_tensors
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.usage_models import Nested, Recomputed, vector_case
+
+Chosen = Callable[[int, str], bool]
+"""(number of a parameter, its name) -> whether it is frozen."""
+
+
+def nothing(_number: int, _name: str) -> bool:
+    return False
+
+
+def biases(_number: int, name: str) -> bool:
+    """Units with some of their parameters frozen."""
+    return name.endswith("bias")
+
+
+def whole_units(_number: int, name: str) -> bool:
+    """Units in the middle, and some of what is in none."""
+    return any(part in name for part in (".0.", "norm", "first", "offset"))
+
+
+def every_other(number: int, _name: str) -> bool:
+    return number % 2 == 0
+
+
+def freeze(run: Run, chosen: Chosen) -> None:
+    for number, (name, param) in enumerate(run.parameters().items()):
+        param.requires_grad_(not chosen(number, name))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all parameters: weight decay and momentum show where a gradient is not None."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def note_gradients(run: Run) -> None:
+    """Of every parameter, frozen ones too."""
+    shown = {name: param.grad for name, param in run.parameters().items()}
+    if run.sharded is not None:
+        shown = {**dict.fromkeys(shown), **run.sharded.full_gradients()}
+    run.note("gradients", run.arrangement.whole(shown))
+
+
+def step(run: Run, *, clears: bool = True) -> None:
+    if run.sharded is not None:
+        run.sharded.finish_grad_sync()
+    note_gradients(run)
+    run.optimizer.step()
+    run.note_parameters()
+    if clears:
+        run.optimizer.zero_grad()
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def freeze_and_thaw(run: Run) -> None:
+    """Another choice for every step, some of them again."""
+    for index, chosen in enumerate((nothing, biases, nothing, whole_units, every_other, whole_units, nothing)):
+        freeze(run, chosen)
+        if not all(param.requires_grad for param in run.parameters().values()):
+            with torch.no_grad():
+                run.loss(50 + index)
+        run.loss(index).backward()
+        step(run)
+
+
+def begin_frozen(run: Run) -> None:
+    """Frozen before the first backward: nobody knows yet who is used."""
+    for index, chosen in enumerate((whole_units, nothing, nothing)):
+        freeze(run, chosen)
+        run.loss(index).backward()
+        step(run)
+
+
+def keep_gradients(run: Run) -> None:
+    """A gradient that was there when its parameter was frozen stays there, and the optimizer takes it."""
+    for index, chosen in enumerate((nothing, every_other, nothing, biases)):
+        freeze(run, chosen)
+        run.loss(index).backward()
+        step(run, clears=index == 2)
+
+
+def change_between_microbatches(run: Run) -> None:
+    """What came before the change counts: frozen in between, a parameter has the gradient of the first microbatch."""
+    for index, (first, second) in enumerate(((nothing, biases), (whole_units, nothing), (biases, whole_units))):
+        freeze(run, first)
+        with run.no_sync():
+            run.loss(2 * index).backward()
+        freeze(run, second)
+        run.loss(2 * index + 1).backward()
+        step(run)
+
+
+def change_before_backward(run: Run) -> None:
+    """Frozen after the forward: no gradient. Thawed after it: no gradient either."""
+    for index, chosen in enumerate((biases, every_other, nothing)):
+        loss = run.loss(index)
+        freeze(run, chosen)
+        loss.backward()
+        step(run)
+
+
+CASES: dict[str, ModelCase] = {
+    "transformer": MODEL_CASES["transformer"],
+    "tied": MODEL_CASES["tied"],
+    "scalars": MODEL_CASES["scalars"],
+    "nested": vector_case(Nested),
+    "recomputed": vector_case(partial(Recomputed, "units", reentrant=False)),
+    "recomputed inside": vector_case(partial(Recomputed, "inside", reentrant=False)),
+}
+SCRIPTS = (begin_frozen, keep_gradients, change_between_microbatches, change_before_backward)
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_frozen_and_thawed_parameters_equal_one_process(run_ranks: RunRanks, strategy: int) -> None:
+    for number, (name, case) in enumerate(CASES.items()):
+        if (number + strategy) % 2:
+            options = (("gradient_accumulation_fusion", True),) if name == "transformer" else ()
+            check_strategies(run_ranks, 2, Scenario(freeze_and_thaw, case, adamw), [Setting(strategy, options=options)])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_changes_at_odd_moments_equal_one_process(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    for number, (name, case) in enumerate(CASES.items()):
+        if script is change_before_backward and "recomputed" in name:
+            continue  # torch itself refuses: what it recomputes saves other tensors than forward did
+        settings = [Setting(number % 4), Setting((number + 1) % 4, auto_sync=False)]
+        check_strategies(run_ranks, 2, Scenario(script, case, adamw), settings)
+
+
+@pytest.mark.parametrize("script", [freeze_and_thaw, change_between_microbatches])
+def test_hybrid_sharding_follows(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    settings = [Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in ((3, 0), (2, 1))]
+    check_strategies(run_ranks, 4, Scenario(script, CASES["scalars"], adamw), settings)
+
+
+SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
+
+
+@pytest.mark.parametrize("script", [freeze_and_thaw, *SCRIPTS])
+def test_buckets_follow(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    fields: tuple[dict[str, Any], ...] = (
+        {"overlap_grad_reduce": True, "bucket_size": 60},
+        {**SHARDS, "overlap_param_gather": True},
+        {"delay_wgrad_compute": True},
+        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads", "delay_wgrad_compute": True},
+    )
+    names = ("transformer", "tied") if script is freeze_and_thaw else ("tied",)
+    jobs = [(Scenario(script, CASES[name], adamw), ddp(**each)) for name in names for each in fields]
+    check_ddp(run_ranks, 2, jobs)
+
+
+# ---- frozen when the model was sharded -------------------------------------------------------------------------------
+
+
+def thaw_what_was_frozen(run: Run) -> None:
+    """The optimizer gets to know of what is thawed by a group of its own."""
+    known = {id(param) for group in run.optimizer.param_groups for param in group["params"]}
+    for index, chosen in enumerate((None, whole_units, nothing, biases, nothing)):
+        if chosen is not None:
+            freeze(run, chosen)
+        added = [param for param in run.parameters().values() if param.requires_grad and id(param) not in known]
+        if added:
+            known.update(map(id, added))
+            run.optimizer.add_param_group({"params": added})
+        with run.no_sync():
+            run.loss(10 + index).backward()
+        run.loss(index).backward()
+        step(run)
+
+
+def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def all_but_the_head() -> nn.Module:
+    model = build()
+    model.layers.requires_grad_(False)
+    model.gain.requires_grad_(False)
+    return model
+
+
+PARTLY_FROZEN = MODEL_CASES["partly_frozen"]
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_what_was_frozen_when_sharded_trains_once_it_is_thawed(run_ranks: RunRanks, strategy: int) -> None:
+    scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
+    check_strategies(run_ranks, 2, scenario, [Setting(strategy), Setting(strategy, average_in_collective=True)])
+
+
+def test_hybrid_sharding_and_buckets_thaw_what_was_frozen(run_ranks: RunRanks) -> None:
+    scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
+    settings = [Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in ((3, 0), (3, 1))]
+    check_strategies(run_ranks, 4, scenario, settings)
+    check_ddp(run_ranks, 2, [(scenario, ddp(**SHARDS)), (scenario, ddp(**SHARDS, overlap_param_gather=True))])
+
+
+def thaw_in_bfloat16(strategy: int, is_frozen_before: bool) -> tuple[list[torch.dtype], dict[str, Tensor]]:
+    """Dtypes of the sharded parameters, and main weights after three steps in which the layers are trained last."""
+    net = (all_but_the_head if is_frozen_before else build)().to(torch.bfloat16)
+    model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    frozen = [*model.module.layers.parameters(), model.module.gain]
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for index, (inputs, targets) in enumerate(batches(3)):
+        for param in frozen:
+            param.requires_grad_(index > 0)
+        output = model(own_part(inputs).bfloat16())
+        nn.functional.mse_loss(output, own_part(targets).bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.dtype for param in model.parameters()], model.full_parameters()
+
+
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+def test_a_thawed_parameter_gets_main_weights_as_if_it_had_been_wrapped_so(run_ranks: RunRanks, strategy: int) -> None:
+    dtypes, thawed = run_ranks(2, thaw_in_bfloat16, strategy, True)[0]
+    _, wanted = run_ranks(2, thaw_in_bfloat16, strategy, False)[0]
+    assert set(dtypes) == {torch.float32}
+    assert_equal_tensors(thawed, wanted, rtol=1e-6, atol=1e-6)
+
+
+# ---- a teacher, costs, errors ----------------------------------------------------------------------------------------
+
+
+def evaluate_a_teacher(strategy: int) -> tuple[Tensor, Tensor, bool, int]:
+    """Its outputs under no_grad and inference mode, whether any parameter moved or has a gradient; bytes reduced."""
+    student, teacher = (
+        fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy) for _ in range(2)
+    )
+    teacher.requires_grad_(False).eval()
+    before = teacher.full_parameters()
+    optimizer = fully_shard_optimizer(torch.optim.SGD([*teacher.parameters()], lr=0.1, weight_decay=0.5))
+    inputs = own_part(next(batches(1))[0])
+    (student(inputs) - teacher(inputs)).square().mean().backward()
+    optimizer.step()
+    after = teacher.full_parameters()
+    moved = any(not torch.equal(after[name], value) for name, value in before.items())
+    has_gradients = any(param.grad is not None for param in teacher.parameters())
+    with torch.no_grad():
+        first = teacher(inputs)
+    with torch.inference_mode():
+        second = teacher(inputs).clone()
+    return first, second, moved or has_gradients, teacher.traffic().reduce_bytes
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_a_frozen_teacher_is_evaluated_and_left_alone(run_ranks: RunRanks, strategy: int) -> None:
+    expected = build()(next(batches(1))[0]).detach().chunk(2)
+    for wanted, (first, second, touched, reduced) in zip(
+        expected, run_ranks(2, evaluate_a_teacher, strategy), strict=True
+    ):
+        assert torch.allclose(first, wanted, rtol=1e-5, atol=1e-6)
+        assert torch.equal(first, second)
+        assert not touched
+        assert reduced == 0
+
+
+def count_agreements(strategy: int) -> tuple[list[int], list[int]]:
+    """How often ranks agree, and reductions, in each of several steps; layers are frozen in some."""
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    counts, reductions = [], []
+    for frozen in (False, False, True, True, False, False):
+        model.module.layers.requires_grad_(not frozen)
+        before = model.traffic()
+        with (  # what goes through shared memory does not come here
+            patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+            patch.object(dist, "all_gather", wraps=dist.all_gather) as objects,
+        ):
+            backward(model, next(batches(1)))
+        model.zero_grad()
+        counts.append(sums.call_count + objects.call_count)
+        reductions.append(model.traffic().since(before).reductions)
+    return counts, reductions
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_ranks_agree_once_when_something_changes_and_never_in_a_steady_step(run_ranks: RunRanks, strategy: int) -> None:
+    for counts, reductions in run_ranks(2, count_agreements, strategy):
+        assert counts == [1, 0, 1, 0, 1, 0]  # the first about which parameters are used
+        assert reductions == [3, 3, 1, 1, 3, 3]
+
+
+def disagree(
+    strategy: int, options: dict[str, Any], change: Callable[[MegatronFSDP], None], shares_memory: bool = True
+) -> tuple[str, bool]:
+    """What a step says after a change that ranks do not make alike, and whether a later step trains as one process."""
+    with patch.dict(os.environ, {"MFSDP_SHARED_MEMORY": str(int(shares_memory))}):
+        model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **options)
+    backward(model, next(batches(1)))
+    model.zero_grad()
+    change(model)
+    try:
+        backward(model, next(batches(1)))
+    except (MegatronFSDPError, dist.DistBackendError) as error:
+        message = f"{type(error).__name__}: {error}"
+    model.requires_grad_(True)
+    if "ranks differ in" in message or "changed here" in message:  # what they share is not used again after that
+        return message, False
+    model.reset()
+    model.zero_grad()
+    backward(model, next(batches(1)))
+    reference = build()
+    backward(reference, next(batches(1)))
+    grads = model.full_gradients()
+    return message, all(torch.allclose(grads[n], p.grad, atol=1e-6) for n, p in reference.named_parameters())
+
+
+def freeze_another(model: MegatronFSDP) -> None:
+    model.module.layers[dist.get_rank()].linear.bias.requires_grad_(False)
+
+
+def freeze_on_one(model: MegatronFSDP) -> None:
+    model.module.layers[0].requires_grad_(dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_ranks_that_freeze_different_parameters_stop_with_one_message(run_ranks: RunRanks, strategy: int) -> None:
+    (first, goes_on), (second, _) = run_ranks(2, disagree, strategy, {}, freeze_another)
+    assert (
+        first
+        == second
+        == (
+            "ConfigurationError: requires_grad was not changed alike: ranks of the group disagree: rank 0 has "
+            "'requires_grad=False of layers.0.linear.bias', rank 1 has 'requires_grad=False of layers.1.linear.bias'; "
+            "set it alike on all ranks"
+        )
+    )
+    assert goes_on
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_a_change_on_one_rank_only_stops_all_at_once(run_ranks: RunRanks, strategy: int) -> None:
+    """Ranks of one machine meet the change by their next gather or reduction."""
+    (unchanged, _), (changed, _) = run_ranks(2, disagree, strategy, {}, freeze_on_one)
+    assert unchanged.startswith("DistBackendError: ranks differ in ")
+    assert "the change of requires grad" in unchanged
+    assert (
+        "ConfigurationError: requires_grad was changed here (requires_grad=False of layers.0.linear.weight" in changed
+    )
+    assert "and not on another rank; set it alike on all ranks" in changed
+
+
+@pytest.mark.parametrize(("strategy", "shares_memory"), [(1, True), (3, False)])
+def test_ranks_that_are_compared_stop_with_one_message(run_ranks: RunRanks, strategy: int, shares_memory: bool) -> None:
+    options = {"verify_ranks": True}
+    (first, goes_on), (second, _) = run_ranks(2, disagree, strategy, options, freeze_on_one, shares_memory)
+    assert first == second
+    assert first.startswith("ScheduleError: ")
+    assert "rank 1 follows a change of requires_grad" in first
+    assert goes_on
