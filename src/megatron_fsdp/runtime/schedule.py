@@ -354,10 +354,22 @@ class Scheduler:
         if home is not None and (not must or self._units[unit].open_forwards > 0):
             if not must:
                 return None
-            raise ScheduleError(
-                f"unit {unit} is needed while unit {self._slots[home].unit}, which shares its memory, is in use, and "
-                "an earlier forward of it still waits for its backward; run that backward first"
-            )
+            tenant = self._slots[home].unit
+            if tenant not in self.config.homeless:
+                raise ScheduleError(
+                    f"unit {unit} is needed while unit {tenant}, which shares its memory, is in use, and an earlier "
+                    "forward of it still waits for its backward; run that backward first"
+                )
+            # The tenant's memory is its own: it may be counted in any slot, in place of who has to go there.
+            other = self._free_slot(keep, must=True)
+            assert other is not None
+            self._slots[home], self._slots[other] = self._slots[other], self._slots[home]
+            self._units[tenant].home = other
+            return home
+        return self._free_slot(keep, must)
+
+    def _free_slot(self, keep: Collection[int], must: bool) -> int | None:
+        """An empty or the least recently used slot; a new one if it must."""
         free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, keep)]
         if not free and must:
             self._slots.append(_SlotState())
