@@ -19,8 +19,8 @@ once. A flag that would do nothing beside the others is an error that says what 
 things, and where something was adjusted, a notice stands in the header.
 
     $ mfsdp train --preset tiny --fsdp-doubel-buffer --train-samples 5000
-    mfsdp train: error: --train-samples is not possible here: give steps: samples by --global-batch-size; --train-iters
-    mfsdp train: error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
+    error: --train-samples is not supported: use --train-iters; samples = steps x --global-batch-size
+    error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
     $ mfsdp train --preset tiny --save-interval 10
     error: --save-interval does nothing here, since there is no folder to save to: give --save, or leave it out
 
@@ -30,7 +30,8 @@ YAML with everything that flags can say, by name, with dashes or underscores; se
 `ddp:`, ...) are for people. Fields of the engine have the name of their flag or of
 `DistributedDataParallelConfig`. Switches are true or false; `no-...` and Megatron-LM's other spellings work too.
 Numbers and texts mean what they mean on the command line (010 is ten, 1:30 is no number, the text 1.10 stays so), null
-is an option that is not given, and an option that stands twice is an error.
+is an option that is not given, and an option that stands twice is an error. All wrong names and values are told at
+once, each with its file and line: `error: run.yaml:7: invalid --lr nan: give a finite number`.
 
     preset: tiny
     training: {global-batch-size: 32, bf16: true}

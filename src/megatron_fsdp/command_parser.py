@@ -28,10 +28,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, with a suggestion, and end with status 2."""
+        self.exit(EXIT_ERROR, f"{self.prog}: error: {self.told(message)}\n")
+
+    def told(self, message: str) -> str:
+        """What argparse says, in one line, with a suggestion and where to read more."""
         value = re.search(r"ignored explicit argument (.*)", message)
         if value is not None:
             message = f"{message[: value.start()]}takes no value, and {value[1]} was given"
-        super().error(message + self._suggestion(message))
+        return f"{message}{self._suggestion(message)}; see {self.prog} --help"
 
     def _suggestion(self, message: str) -> str:
         given = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)

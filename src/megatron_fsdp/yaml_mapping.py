@@ -62,7 +62,7 @@ def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
         root = yaml.compose(text, Loader=_Loader)
         values = yaml.load(text, Loader=_Loader)
     except Exception as error:  # noqa: BLE001 - PyYAML's constructors fail in many ways on what they do not expect
-        raise ConfigurationError(f"{where}not YAML: {_one_line(error)}") from None
+        raise ConfigurationError(f"{where}not YAML: {one_line(error)}") from None
     if values is None:
         return {}, where
     if not isinstance(values, dict):
@@ -116,7 +116,8 @@ def _refuse_repeated_keys(root: Any, where: str) -> None:
         lines[key.value] = line
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What PyYAML met, with its place, in one line."""
     if not isinstance(error, yaml.YAMLError | ValueError | RecursionError):  # ValueError: a date that does not exist
         return _BAD_VALUE
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)

@@ -149,6 +149,9 @@ def test_what_is_misspelt_is_suggested(mfsdp: Mfsdp, argv: list[str], hint: str)
     status, _, err = mfsdp(*argv)
     assert status == 2
     assert hint in err
+    assert err.startswith("mfsdp checkpoint")
+    assert err.endswith(" --help\n")
+    assert err.count("\n") == 1  # and no block of usage
 
 
 def test_options_that_cannot_be_honoured_are_refused(mfsdp: Mfsdp, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
     [
         ("preset: tiny\n", "--strategy 2", "--strategy contradicts --config, which says it"),
         ("preset: tiny\n", "llama-3-8b", "MODEL contradicts --config"),
-        ("preset: tiny\n", "--ranks 0", "--ranks 0 cannot be"),
+        ("preset: tiny\n", "--ranks 0", "invalid --ranks 0: give 1 to"),
         ("preset: tiny\nuse_torch_fsdp2: true\n", "", "trains with FSDP2, which cannot be planned"),
         ("preset: tiny\nuse_megatron_fsdp: false\n", "", "trains with buckets, which cannot be planned"),
         ("preset: tiny\ndelay_wgrad_compute: true\n", "", "--delay-wgrad-compute cannot be planned"),

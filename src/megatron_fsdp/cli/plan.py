@@ -153,7 +153,7 @@ def _run_config(args: argparse.Namespace) -> int:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
     if not 1 <= args.ranks <= _MOST_RANKS:
-        raise ConfigurationError(f"--ranks {args.ranks} cannot be; give 1 to {_MOST_RANKS:,}")
+        raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
     run = planned_run(args.config, args.ranks)
     plan = plan_workload(run.workload, run.setup, find_machine(args.machine).but(_figures(args.machine_set)))
     _show(args, plan, None)
@@ -250,9 +250,9 @@ def _ranks(args: argparse.Namespace) -> Any:
     from megatron_fsdp.plan.setup import ParallelRanks
 
     if not 1 <= args.ranks <= _MOST_RANKS:
-        raise ConfigurationError(f"--ranks {args.ranks} cannot be; give 1 to {_MOST_RANKS:,}")
+        raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
     if args.outer is not None and args.outer < 1:
-        raise ConfigurationError(f"--outer {args.outer} cannot be; give 1 or more, or leave it out")
+        raise ConfigurationError(f"invalid --outer {args.outer}: give 1 or more, or leave it out")
     divided = args.tp * args.cp * args.pp * (args.outer or 1)
     if divided < 1 or args.ranks % divided:
         raise ConfigurationError(

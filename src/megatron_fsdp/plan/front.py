@@ -141,7 +141,7 @@ def make_workload(
         if count is not None and inputs is not None:
             raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
         if count is not None and not (_is_whole(count) and 1 <= count <= _MOST_TOKENS):
-            raise ConfigurationError(f"{argument}={count!r} cannot be; give a whole number from 1 to {_MOST_TOKENS:,}")
+            raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
     module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
     kind = getattr(getattr(module, "config", None), "model_type", None)
     label = name or (model if isinstance(model, str) else str(kind or type(module).__name__))

@@ -58,7 +58,7 @@ class Machine:
             least = 0 if field.name in ("reserved_bytes", "link_latency_s", "network_latency_s", "operator_s") else None
             if isinstance(value, str) or (value >= 0 if least == 0 else value > 0):
                 continue
-            raise ConfigurationError(f"{field.name}={value} of machine {self.name!r} cannot be; give a positive number")
+            raise ConfigurationError(f"invalid {field.name}={value} of machine {self.name!r}: give a positive number")
         for name in ("flops_efficiency", "memory_efficiency", "network_efficiency"):
             if getattr(self, name) > 1:
                 raise ConfigurationError(
@@ -132,7 +132,7 @@ class Machine:
         known = {field.name for field in fields(self)} - {"name"}
         for name in changes:
             if not math.isfinite(changes[name]):
-                raise ConfigurationError(f"{name}={changes[name]} cannot be; give a number")
+                raise ConfigurationError(f"invalid {name}={changes[name]}: give a number")
             if name not in known:
                 raise ConfigurationError(f"a machine has no {name!r}; it has {', '.join(sorted(known))}")
         whole = {name: int(value) if name.endswith(("_bytes", "_node")) else value for name, value in changes.items()}

@@ -100,7 +100,7 @@ class ParallelRanks:
         sizes = vars(self)
         wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
         if wrong:
-            raise ParallelSizeError(f"{', '.join(wrong)} cannot be; give whole numbers, 1 or more")
+            raise ParallelSizeError(f"invalid {', '.join(wrong)}: give whole numbers, 1 or more")
         if self.inner % self.ep:
             raise ParallelSizeError(
                 f"ep={self.ep} does not divide the {self.inner} ranks that share parameters (dp_shard={self.dp_shard} "
@@ -164,7 +164,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
-            raise ConfigurationError(f"microbatches={self.microbatches} cannot be; give 1 or more")
+            raise ConfigurationError(f"invalid microbatches={self.microbatches}: give 1 or more")
         data_ranks = self.ranks.dp_outer * self.ranks.inner
         if not 0 <= self.device_rank < data_ranks:
             raise ConfigurationError(f"rank {self.device_rank} does not exist; there are ranks 0 to {data_ranks - 1}")

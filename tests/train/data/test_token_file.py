@@ -39,7 +39,7 @@ def test_ids_take_the_smallest_type(vocab_size: int, dtype: str) -> None:
 
 
 def test_too_many_ids_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--vocab-size 2,147,483,649 is not possible"):
+    with pytest.raises(ConfigurationError, match="invalid --vocab-size 2,147,483,649: give at most"):
         dtype_for(2**31 + 1)
 
 

@@ -144,5 +144,5 @@ def test_wrong_data_is_said_once(tmp_path: Path) -> None:
 
 def test_wrong_option_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     shown, errors = run("--micro-batch-size", "0", "--out", str(tmp_path / "out"), code=2)
-    assert (shown, errors) == ("", "error: --micro-batch-size 0 is not possible: give 1 or more\n")
+    assert (shown, errors) == ("", "error: invalid --micro-batch-size 0: give 1 or more\n")
     assert not (tmp_path / "out").exists()

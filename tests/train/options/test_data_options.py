@@ -38,7 +38,7 @@ def test_splits_are_shares(text: str, split: Split) -> None:
     ],
 )
 def test_other_splits_are_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"--split {text} is not possible: give two numbers above 0"):
+    with pytest.raises(ConfigurationError, match=f"invalid --split {text}: give two numbers above 0"):
         parse_split(text)
 
 
@@ -52,7 +52,7 @@ GOOD = [
 ]
 
 BAD = [
-    ("--split 1", "--split 1 is not possible"),
+    ("--split 1", "invalid --split 1: give"),
     ("--tokenizer-type HuggingFaceTokenizer", "HuggingFaceTokenizer needs --tokenizer-model: give a tokenizer.json"),
     ("--tokenizer-model x", "--tokenizer-model does nothing with --tokenizer-type byte: leave it out, or"),
     ("--tokenizer-type bpe --tokenizer-model x", "--tokenizer-model does nothing with --tokenizer-type bpe"),
@@ -66,7 +66,7 @@ BAD = [
     ("--tokenizer-type bpe --vocab-size 256", "--vocab-size 256 is less than the 256 bytes and the end of a text"),
     (
         f"--tokenizer-type NullTokenizer --vocab-size {2**31 + 1} --data-path x",
-        f"--vocab-size {2**31 + 1} is not possible: give at most {2**31}",
+        f"invalid --vocab-size {2**31 + 1}: give at most {2**31}",
     ),
     (
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --eod-mask-loss",

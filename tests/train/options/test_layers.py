@@ -107,33 +107,36 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learning_rte: 1\n", "'learning_rte' in the config"),
+        ("learning_rte: 1\n", "run.yaml:1: 'learning_rte' is no option"),
         ("lr_decay_stile: cosine\n", "is no option; did you mean lr_decay_style?"),
-        ("lr: high\n", "--lr high is not possible: give a number"),
-        ("train_iters: 2.5\n", "--train-iters 2.5 is not possible: give a whole number"),
-        ("train_iters: yes\n", "--train-iters True is not possible: give a whole number"),
-        ("bf16: 1\n", "--bf16 1 is not possible: give true or false"),
-        ("optimizer: lion\n", "--optimizer lion is not possible: give one of adam, sgd"),
+        ("lr: high\n", "invalid --lr high: give a finite number"),
+        ("train_iters: 2.5\n", "invalid --train-iters 2.5: give a whole number"),
+        ("train_iters: yes\n", "invalid --train-iters True: give a whole number"),
+        ("bf16: 1\n", "invalid --bf16 1: give true or false"),
+        ("optimizer: lion\n", "invalid --optimizer lion: give one of adam, sgd"),
         ("use_megatron_fsdp: 1\n", "--use-megatron-fsdp 1 is not a bool"),
-        ("seed: 1\ntraining:\n  seed: 2\n", "gives 'seed' twice"),
-        ("average_in_collective: true\nddp_average_in_collective: true\n", "--ddp-average-in-collective twice"),
-        ("swiglu: true\nno-swiglu: true\n", "--swiglu twice"),
+        ("seed: 1\ntraining:\n  seed: 2\n", "run.yaml:3: 'seed' is given twice: give it once"),
+        (
+            "average_in_collective: true\nddp_average_in_collective: true\n",
+            "run.yaml:2: --ddp-average-in-collective is given twice ('ddp_average_in_collective')",
+        ),
+        ("swiglu: true\nno-swiglu: true\n", "run.yaml:2: --swiglu is given twice ('no_swiglu')"),
         ("optimiser:\n  lr: 1\n", "'optimiser' is no section"),
         ("- lr\n", "is not a mapping"),
         ("lr: [1\n", "is not YAML"),
-        ("disable_bias_linear: 3\n", "disable-bias-linear: 3 in the config"),
-        ("hidden_dropout: 0.1\n", "--hidden-dropout 0.1 in the config"),
-        ("vocab_file: a.json\n", "is not possible here: give --tokenizer-type HuggingFaceTokenizer"),
+        ("disable_bias_linear: 3\n", "run.yaml:1: invalid disable-bias-linear: 3: give true or false"),
+        ("hidden_dropout: 0.1\n", "run.yaml:1: invalid --hidden-dropout 0.1: nothing is dropped"),
+        ("vocab_file: a.json\n", "is not supported: give --tokenizer-type HuggingFaceTokenizer"),
         ("preset: huge\n", "preset 'huge' does not exist: choose one of tiny"),
         ("lr: !!python/object/apply:os.getcwd []\n", "is not YAML"),
         ("training: [seed]\n", "'training' is a section, and ['seed'] is no mapping"),
         ("training: &t\n  model: *t\n", "has a section that holds itself"),
-        ("train_iters: 1:30\n", "--train-iters 1:30 is not possible: give a whole number"),
-        ("out: ''\n", "--out '' is not possible: give a path"),
-        ("save: true\n", "--save True is not possible: give a path"),
-        ("save: [a]\n", "--save ['a'] is not possible: give a path"),
-        ("out: ~nobody-of-this-name/x\n", "--out ~nobody-of-this-name/x is not possible: give a path"),
-        ('load: "a\\0b"\n', "is not possible: give a path"),
+        ("train_iters: 1:30\n", "invalid --train-iters 1:30: give a whole number"),
+        ("out: ''\n", "invalid --out '': give a path"),
+        ("save: true\n", "invalid --save True: give a path"),
+        ("save: [a]\n", "invalid --save ['a']: give a path"),
+        ("out: ~nobody-of-this-name/x\n", "invalid --out ~nobody-of-this-name/x: give a path"),
+        ('load: "a\\0b"\n', ": give a path"),
     ],
 )
 def test_what_a_file_must_not_say(text: str, words: str, write: Write) -> None:
@@ -153,7 +156,7 @@ def test_what_looks_like_a_number_means_what_it_means_on_the_command_line(write:
 def test_text_is_whole_in_every_locale() -> None:
     in_ascii = "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode().decode("ascii", "surrogateescape")
     assert parse_options(["--prompt", in_ascii]).reporting.prompt == "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
-    with pytest.raises(ConfigurationError, match=r"--prompt .* is not possible: give a text"):
+    with pytest.raises(ConfigurationError, match=r"invalid --prompt .*: give a text"):
         parse_options(["--prompt", "\ud800"])
 
 
@@ -205,7 +208,7 @@ def test_the_same_said_twice_in_the_same_way_is_the_same(write: Write) -> None:
 
 @pytest.mark.parametrize("value", [True, None, [1]])
 def test_values_of_another_type_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"--hidden-size .* is not possible: give a whole number"):
+    with pytest.raises(ConfigurationError, match=r"invalid --hidden-size .*: give a whole number"):
         assemble((Layer("test", {"hidden_size": value}),))
 
 
@@ -227,9 +230,33 @@ def test_a_key_that_stands_twice_is_refused_with_its_lines(write: Write, text: s
     assert said in refusal(write(text))
 
 
-def test_two_files_are_refused(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_files_are_refused(write: Write) -> None:
     path = write("preset: tiny\n")
-    with pytest.raises(SystemExit) as caught:
-        read(path, "--config other.yaml")
-    assert caught.value.code == 2
-    assert f"error: --config is given twice ({path} and other.yaml): give one file" in capsys.readouterr().err
+    told = refusal(path, "--config other.yaml").splitlines()
+    assert told[0] == f"--config is given twice ({path} and other.yaml): give one file"
+
+
+def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> None:
+    path = write(
+        """
+        preset: huge
+        lr: high
+        training:
+          train-iters: 0
+          seeed: 1
+        ddp: {bucket_size: -3}
+        save: /elsewhere
+        """
+    )
+    place = f"{path}:"
+    told = refusal(path, "--micro-batch-size 0 --sede 3").split("\nerror: ")
+    assert [one.replace(place, "").partition(": a file may only")[0] for one in told] == [
+        "there is no flag --sede; did you mean --seed?",
+        "2: preset 'huge' does not exist: choose one of tiny, cpu-small, gpu-125m, gpu-1b",
+        "invalid --micro-batch-size 0: give 1 or more",
+        f"8: save: /elsewhere lies outside of {path.parent}",
+        "3: invalid --lr high: give a finite number",
+        "5: invalid --train-iters 0: give 1 or more",
+        "6: 'seeed' is no option; did you mean seed?",
+        "7: --ddp-bucket-size -3 is not a positive whole number; give 1 or more.",
+    ]

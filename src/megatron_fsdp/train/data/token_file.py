@@ -69,7 +69,7 @@ def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
     for limit, dtype in choices:
         if vocab_size <= limit:
             return dtype
-    raise ConfigurationError(f"--vocab-size {vocab_size:,} is not possible: give at most {2**31:,}")
+    raise ConfigurationError(f"invalid --vocab-size {vocab_size:,}: give at most {2**31:,}")
 
 
 def npy_tokens(path: Path) -> TokenFile:

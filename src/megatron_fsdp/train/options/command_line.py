@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_fsdp.command_parser import Parser
 from megatron_fsdp.ddp_config_flags import add_flags
@@ -45,7 +46,7 @@ class TrainParser(Parser):
         """As argparse's, but flags that are refused give their reason, and unknown ones the nearest name."""
         words = [str(word) for word in args or ()]
         flags = list(dict.fromkeys(word.partition("=")[0] for word in words))
-        wrong = [f"{flag} is not possible here: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
+        wrong = [f"{flag} is not supported: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
         found, left = argparse.ArgumentParser.parse_known_args(self, args, namespace)
         wrong += getattr(found, _WRONG, ())
         unknown = [word for word in left if word.startswith("-") and word.partition("=")[0] not in REFUSED]
@@ -54,9 +55,16 @@ class TrainParser(Parser):
             is_path = words[words.index(left[0]) - 2 : words.index(left[0]) - 1] == ["--data-path"]
             more = ", since --data-path takes one place, such as a folder of all texts" if is_path else ""
             wrong = [f"{left[0]!r} belongs to no flag: leave it out{more}"]
-        if wrong:
-            self.exit(2, "".join(f"{self.prog}: error: {text}\n" for text in wrong))
+        setattr(found, _WRONG, tuple(wrong))
         return found, []
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what cannot be read at all; `parse_options` tells all that is wrong together.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(self.told(message))
 
 
 class HelpText(argparse.HelpFormatter):
@@ -100,23 +108,26 @@ def parse_options(argv: Sequence[str]) -> Options:
     """Read a command line.
 
     Raises:
-        ConfigurationError: A file, a name or a value is not possible.
-        SystemExit: Help was asked for (0), or flags are unknown, refused or lack their value (2); it was said on
-            standard error.
+        ConfigurationError: A file, a flag or a value is not possible; with all that are.
+        SystemExit: Help was asked for (0).
     """
     given = dict(vars(make_parser().parse_args(list(argv), _Given())))
-    explained = tuple(given.pop(_EXPLAINED, ()))
+    explained, wrong = tuple(given.pop(_EXPLAINED, ())), list(given.pop(_WRONG, ()))
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
-    if path is not None:
-        out = given.get("out")
-        values: dict[str, Any] = {**read_config_file(path, None if out is None else Path(out))}
-        of_file = values.pop("preset", None)
-        preset = of_file if preset is None else preset
-        layers.insert(0, Layer(f"config {path}", values))
-    if preset is not None:
-        layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
-    return assemble(tuple(layers), explained)
+    try:
+        if path is not None:
+            out = given.get("out")
+            layer = read_config_file(path, None if out is None else Path(out))
+            values = dict(layer.values)
+            of_file = values.pop("preset", None)
+            preset = of_file if preset is None else preset
+            layers.insert(0, replace(layer, values=values))
+        if preset is not None:
+            layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
+    except ConfigurationError as error:
+        wrong.append(f"{layers[0].at('preset')}{error}")
+    return assemble(tuple(layers), explained, wrong)
 
 
 def _file(text: str) -> Path:
@@ -163,7 +174,7 @@ class _Fix(argparse.Action):
 
     def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         try:
-            _note(namespace, _EXPLAINED, fixed_notice(str(option_string), str(values), COMMAND_LINE))
+            _note(namespace, _EXPLAINED, fixed_notice(str(option_string), str(values)))
         except ConfigurationError as error:
             _note(namespace, _WRONG, str(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import yaml
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.fields import converter_of
-from megatron_fsdp.train.options.options import OPTIONS, SECTIONS
+from megatron_fsdp.train.options.options import OPTIONS, SECTIONS, Layer
+from megatron_fsdp.yaml_mapping import one_line
 
 WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
 """Options that name a place to write to."""
@@ -34,6 +36,10 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library has no 
     1.10 into 1.1. That means here what it means on the command line.
     """
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.lines: dict[str, int] = {}  # of the keys of all mappings
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """As the safe loader's, with values that stay the text that they are."""
         super().flatten_mapping(node)
@@ -55,6 +61,7 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library has no 
                 if key.value in lines:
                     raise _TwiceError(f"gives {key.value!r} twice, in lines {lines[key.value]} and {line}")
                 lines[key.value] = line
+        self.lines.update(lines)
         return super().construct_mapping(node, deep)
 
 
@@ -63,7 +70,7 @@ def _takes_text(key: str) -> bool:
     return option is not None and option.kind in (str, Path)
 
 
-def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
+def read_config_file(path: Path, out: Path | None = None) -> Layer:
     """Read options by name; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
 
     Args:
@@ -71,44 +78,54 @@ def read_config_file(path: Path, out: Path | None = None) -> Mapping[str, Any]:
         out: The folder for results, where the command line names one: places to write to that the file names lie below
             it, and are relative to it. Else the same holds of the current folder.
 
+    Returns:
+        What it says, with the line of each value. It has problems where the file names an option twice, or a place to
+        write to that is none or lies elsewhere.
+
     Raises:
-        ConfigurationError: The file cannot be read, is no mapping, names an option twice, or names a place to write to
-            that is none or lies elsewhere.
+        ConfigurationError: The file cannot be read, is no mapping, or has a key twice.
     """
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        loader = _UniqueKeys(path.read_text(encoding="utf-8"))
+        try:
+            found = loader.get_single_data()
+        finally:
+            loader.dispose()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--config {path} cannot be read ({error}): give a YAML file") from None
     except _TwiceError as error:
         raise ConfigurationError(f"--config {path} {error}: give it once") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
+        raise ConfigurationError(f"--config {path} is not YAML: {one_line(error)}") from None
     if not isinstance(found, Mapping):
         raise ConfigurationError(f"--config {path} is not a mapping of options to values")
-    values = _named(found, path)
-    for name in WRITTEN:
-        if values.get(name) is not None:
-            root = Path.cwd() if out is None or name == "out" else out
-            values[name] = str(require_inside(name, converter_of(OPTIONS[name])(values[name]), root, path))
-    require_no_file_uri(values.get("mlflow_tracking_uri"), path)
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _named(found: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """Values by the names of options, each once."""
+    places = {key: f"{path}:{line}" for key, line in loader.lines.items()}
     values: dict[str, Any] = {}
+    problems: list[str] = []
     try:
-        for key, value in _flat(found, path):
+        for key, value in _flat(found, str(path), places, problems):
             name = key.replace("-", "_")
             if name in values:
-                raise ConfigurationError(f"--config {path} gives {key!r} twice: give it once")
-            values[name] = value
+                problems.append(f"{places.get(key, path)}: {key!r} is given twice: give it once")
+            elif value is not None:
+                values[name] = value
     except RecursionError:
         raise ConfigurationError(f"--config {path} has a section that holds itself: leave the alias out") from None
-    return values
+    layer = Layer(f"config {path}", values, places={key.replace("-", "_"): place for key, place in places.items()})
+    for name in (*WRITTEN, "mlflow_tracking_uri"):
+        try:
+            if name == "mlflow_tracking_uri":
+                require_no_file_uri(values.get(name))
+            elif name in values:
+                root = Path.cwd() if out is None or name == "out" else out
+                values[name] = str(require_inside(name, converter_of(OPTIONS[name])(values[name]), root))
+        except ConfigurationError as error:
+            problems.append(f"{layer.at(name)}{error}")
+            del values[name]
+    return replace(layer, problems=tuple(problems))
 
 
-def require_inside(name: str, place: Path, root: Path, path: Path) -> Path:
+def require_inside(name: str, place: Path, root: Path) -> Path:
     """The place below a folder that a file names.
 
     Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine.
@@ -117,7 +134,6 @@ def require_inside(name: str, place: Path, root: Path, path: Path) -> Path:
         name: Of the option.
         place: What the file says; relative to the folder.
         root: The folder.
-        path: The file.
 
     Raises:
         ConfigurationError: It is outside, symbolic links and `..` followed.
@@ -125,13 +141,13 @@ def require_inside(name: str, place: Path, root: Path, path: Path) -> Path:
     found = root / place
     if not found.resolve().is_relative_to(root.resolve()):
         raise ConfigurationError(
-            f"{name}: {place} in --config {path} lies outside of {root.resolve()}: a file may only name places below "
-            f"--out, or without it below the current folder; give --{name.replace('_', '-')} on the command line"
+            f"{name}: {place} lies outside of {root.resolve()}: a file may only name places below --out, or without "
+            f"it below the current folder; give --{name.replace('_', '-')} on the command line"
         )
     return found
 
 
-def require_no_file_uri(uri: object, path: Path) -> None:
+def require_no_file_uri(uri: object) -> None:
     """Refuse a place for MLflow that is a folder or a file of this machine.
 
     Raises:
@@ -139,23 +155,26 @@ def require_no_file_uri(uri: object, path: Path) -> None:
     """
     if uri is not None and not str(uri).startswith(("http://", "https://")):
         raise ConfigurationError(
-            f"mlflow_tracking_uri: {uri} in --config {path} is no server: a file may only name http:// and https:// "
-            "ones; give --mlflow-tracking-uri on the command line"
+            f"mlflow_tracking_uri: {uri} is no server: a file may only name http:// and https:// ones; give "
+            "--mlflow-tracking-uri on the command line"
         )
 
 
-def _flat(found: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
+def _flat(
+    found: Mapping[Any, Any], file: str, places: Mapping[str, str], problems: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """Yield options and values, out of their sections; what is none of these is added to the problems."""
     for key, value in found.items():
+        place = places.get(key, file) if isinstance(key, str) else file
         if not isinstance(key, str):
-            raise ConfigurationError(f"--config {path}: {key!r} is no option; give names")
-        if key in _OPEN and isinstance(value, Mapping):
-            yield from _flat(value, path)
+            problems.append(f"{place}: {key!r} is no option; give names")
+        elif key in _OPEN and isinstance(value, Mapping):
+            yield from _flat(value, file, places, problems)
         elif key in SECTIONS and key not in OPTIONS and value is not None:
-            raise ConfigurationError(f"--config {path}: {key!r} is a section, and {value!r} is no mapping of options")
+            problems.append(f"{place}: {key!r} is a section, and {value!r} is no mapping of options")
         elif isinstance(value, Mapping):
-            raise ConfigurationError(
-                f"--config {path}: {key!r} is no section; sections are {', '.join(sorted(_OPEN))}, or give options "
-                "without one"
+            problems.append(
+                f"{place}: {key!r} is no section; sections are {', '.join(sorted(_OPEN))}, or give options without one"
             )
         else:
             yield key, value

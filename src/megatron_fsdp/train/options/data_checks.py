@@ -41,7 +41,7 @@ def check_data(options: Options) -> None:
             "more"
         )
     if data.vocab_size is not None and data.vocab_size > _MOST_IDS:
-        raise ConfigurationError(f"--vocab-size {data.vocab_size} is not possible: give at most {_MOST_IDS}")
+        raise ConfigurationError(f"invalid --vocab-size {data.vocab_size}: give at most {_MOST_IDS}")
     _check_ids(options)
 
 

@@ -98,12 +98,18 @@ def converter_of(option: Option) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         found = _READERS[option.kind](value)
         if found is None or (option.choices and found not in option.choices):
-            raise ConfigurationError(
-                f"{option.flag} {value if str(value) else repr('')} is not possible: give {allowed_words(option)}"
-            )
+            raise ConfigurationError(f"invalid {option.flag} {shown(value)}: give {allowed_words(option)}")
+        for names, is_inside, words in _BOUNDS:
+            if option.name in names.split() and not is_inside(found):
+                raise ConfigurationError(f"invalid {option.flag} {shown(value)}: give {words}")
         return found
 
     return convert
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    return str(value) or repr("")
 
 
 def allowed_words(option: Option) -> str:
@@ -157,8 +163,39 @@ def _switch(value: Any) -> bool | None:
 _READERS: Mapping[type, Callable[[Any], Any]] = {int: _whole, float: _real, str: _text, Path: _path, bool: _switch}
 _WORDS: Mapping[type, str] = {
     int: "a whole number",
-    float: "a number",
+    float: "a finite number",
     str: "a text",
     Path: "a path",
     bool: "true or false",
 }
+
+_AT_LEAST_ONE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+    "max_position_embeddings make_vocab_size_divisible_by num_experts moe_router_topk moe_ffn_hidden_size "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size nproc "
+    "micro_batch_size global_batch_size train_iters exit_interval recompute_num_layers eval_interval eval_iters "
+    "lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last log_interval sample_tokens"
+)
+_ABOVE_ZERO = (
+    "rotary_base norm_epsilon init_method_std distributed_timeout_minutes initial_loss_scale lr adam_eps peak_tflops "
+    "hang_timeout_minutes"
+)
+_AT_LEAST_ZERO = (
+    "seed min_lr lr_warmup_iters weight_decay clip_grad num_workers max_restarts max_nan_steps max_failed_saves"
+)
+_MINUTES = "distributed_timeout_minutes hang_timeout_minutes"
+_BELOW_ONE = "lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum"
+_YEAR = 365 * 24 * 60  # timers of libraries overflow somewhere above
+_TOO_LARGE = 2**63  # below it, tensors take a size, and generators a seed, as it is
+
+_BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (_AT_LEAST_ONE, lambda value: value >= 1, "1 or more"),
+    (_AT_LEAST_ONE, lambda value: value < _TOO_LARGE, "less than 2^63"),
+    (_ABOVE_ZERO, lambda value: 0 < value < math.inf, "a finite number above 0"),
+    ("exit_duration_in_mins", lambda value: value > 0, "a number above 0"),
+    (_MINUTES, lambda value: value <= _YEAR, f"at most {_YEAR}, a year"),
+    ("seed", lambda value: 0 <= value < _TOO_LARGE, f"0 to {_TOO_LARGE - 1}"),
+    (_AT_LEAST_ZERO, lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
+    (_BELOW_ONE, lambda value: 0 <= value < 1, "0 or more, and less than 1"),
+)
+"""(options, whether a value is inside, what is allowed in words)."""

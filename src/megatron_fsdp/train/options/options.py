@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,71 +100,104 @@ class Layer:
         values: By the name of the option, with dashes or underscores; fields of `DistributedDataParallelConfig` by the
             name of the field or of its flag.
         gives_way: Whether values that fit no value of a later layer are dropped, as those of a preset are.
+        places: File and line of each value, where it has one.
+        problems: What is wrong besides, in words.
     """
 
     origin: str
     values: Mapping[str, Any]
     gives_way: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def at(self, key: str) -> str:
+        """What a message about a value begins with."""
+        return f"{self.places[key]}: " if key in self.places else ""
 
 
-def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = ()) -> Options:
+def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = (), problems: Iterable[str] = ()) -> Options:
     """Put options together; later layers win.
 
+    Args:
+        layers: The first one counts least.
+        explained: Flags without an effect, with the reason.
+        problems: What was found wrong before.
+
     Raises:
-        ConfigurationError: A name is no option, or a value cannot be its value.
+        ConfigurationError: A name is no option, a value cannot be its value, or there were problems; with all of them.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    notices = list(explained)
+    notices, wrong = list(explained), list(problems)
     for layer in reversed(layers):
-        read = _read(layer, notices)
+        wrong += layer.problems
+        read = _read(layer, notices, wrong)
         for name in giving_way(read, values) if layer.gives_way else ():
             del read[name]
         values = {**read, **values}
         origins = {**dict.fromkeys(read, layer.origin), **origins}
+    try:
+        ddp = _ddp_config(values, notices)
+    except ConfigurationError as error:
+        wrong.append(_placed(str(error), layers))
+    if wrong:
+        raise ConfigurationError("\nerror: ".join(wrong))
     sections = {
         attribute: cls(**{option.name: values[option.name] for option in options_of(cls) if option.name in values})
         for attribute, cls in SECTIONS.items()
     }
-    return Options(**sections, ddp=_ddp_config(values, notices), origins=origins, explained=tuple(notices))
+    return Options(**sections, ddp=ddp, origins=origins, explained=tuple(notices))
 
 
-def _read(layer: Layer, notices: list[str]) -> dict[str, Any]:
+def _read(layer: Layer, notices: list[str], problems: list[str]) -> dict[str, Any]:
     """The values of a layer by the names of options, in the types of these."""
     found: dict[str, Any] = {}
     for key, value in layer.values.items():
-        flag = "--" + key.removeprefix("--").replace("_", "-")
-        if flag in SPELLINGS or flag in EXPLAINED or flag in FIXED:
-            said = _said_otherwise(flag, value, layer.origin, notices)
+        try:
+            said = _said(key, value, notices)
             if said is None:
                 continue
             name, value = said
-        else:
-            name = canonical_name(key, layer.origin)
-        if name in found:
-            raise ConfigurationError(f"the {layer.origin} gives {flag_for(name)} twice ({key!r}): give it once")
-        found[name] = converter_of(OPTIONS[name])(value) if _is_single(name) else _many(name, value)
+            if name in found:
+                raise ConfigurationError(f"{flag_for(name)} is given twice ({key!r}): give it once")
+            found[name] = converter_of(OPTIONS[name])(value) if _is_single(name) else _many(name, value)
+        except ConfigurationError as error:
+            problems.append(f"{layer.at(key)}{error}")
     return found
 
 
-def _said_otherwise(flag: str, value: Any, origin: str, notices: list[str]) -> tuple[str, Any] | None:
-    """The option and its value for a flag that is not the one of an option; None where it sets none."""
+def _placed(message: str, layers: Iterable[Layer]) -> str:
+    """A message about a flag, after the place in a file that sets it, where one does."""
+    words = message.split()
+    for layer in layers:
+        for key in layer.places:
+            name = DDP_FIELDS.get(key, key)
+            if name in DDP_FIELDS.values() and flag_of(name) in words:
+                return f"{layer.at(key)}{message}"
+    return message
+
+
+def _said(key: str, value: Any, notices: list[str]) -> tuple[str, Any] | None:
+    """The option and its value that a key of a layer stands for; None where it sets none."""
+    flag = "--" + key.removeprefix("--").replace("_", "-")
     if flag in FIXED:
-        notices.append(fixed_notice(flag, str(value), origin))
+        notices.append(fixed_notice(flag, str(value)))
         return None
     if flag in EXPLAINED:
         if value is not False:
             notices.append(f"{flag} has no effect: {EXPLAINED[flag].reason}")
         return None
+    if flag not in SPELLINGS:
+        return canonical_name(key), value
     spelling = SPELLINGS[flag]
     if spelling.value is None:
         return spelling.name, value
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{flag[2:]}: {value!r} in the {origin} is not possible: give true or false")
+        raise ConfigurationError(f"invalid {flag[2:]}: {value!r}: give true or false")
     return (spelling.name, spelling.value) if value else None
 
 
-def fixed_notice(flag: str, value: str, origin: str) -> str:
+def fixed_notice(flag: str, value: str) -> str:
     """What to tell of a flag of Megatron-LM that may only have one value.
 
     Raises:
@@ -173,13 +206,12 @@ def fixed_notice(flag: str, value: str, origin: str) -> str:
     fixed = FIXED[flag]
     if not fixed.allows(value):
         raise ConfigurationError(
-            f"{flag} {value} in the {origin} is not possible: {fixed.reason}; give {' or '.join(fixed.values)}, or "
-            "leave it out"
+            f"invalid {flag} {value}: {fixed.reason}; give {' or '.join(fixed.values)}, or leave it out"
         )
     return f"{flag} {value} has no effect: {fixed.reason}"
 
 
-def canonical_name(key: str, origin: str) -> str:
+def canonical_name(key: str) -> str:
     """The name of an option that was written with dashes or underscores.
 
     Raises:
@@ -193,10 +225,10 @@ def canonical_name(key: str, origin: str) -> str:
             return destination
     flag = "--" + name.replace("_", "-")
     if flag in REFUSED:
-        raise ConfigurationError(f"{key!r} in the {origin} is not possible here: {REFUSED[flag]}")
+        raise ConfigurationError(f"{key!r} is not supported: {REFUSED[flag]}")
     near = difflib.get_close_matches(name, [*OPTIONS, *DDP_FIELDS], 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigurationError(f"{key!r} in the {origin} is no option{hint}")
+    raise ConfigurationError(f"{key!r} is no option{hint}")
 
 
 def flag_for(name: str) -> str:
@@ -240,7 +272,7 @@ def in_flags(message: str) -> str:
     `nccl_ub=True` becomes `--use-nccl-ub`, `overlap_grad_reduce=False` `--no-overlap-grad-reduce`, and so on.
     """
     names = "|".join(sorted(DDP_FIELDS.values(), key=len, reverse=True))
-    value = r"""(?:=(True|False|None|'[^']*'|"[^"]*"|[\w.]*\w))?"""
+    value = r"""(?:=(True|False|None|'[^']*'|"[^"]*"|-?[\w.]*\w))?"""
     return re.sub(rf"\b({names})\b{value}", _in_flags, message)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ARCHITECTURE = "such models come as a configuration: give --hf-config FILE, the config.json of the model"
-_SAMPLES = "give steps: samples by --global-batch-size"
+_SAMPLES = "samples = steps x --global-batch-size"
 _TOKENIZER = "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH (a tokenizer.json)"
 _DATA = "give one --data-path, and --split for what is held out"
 _PACKED = "samples are packed, and attention sees all of a sample"
@@ -100,10 +100,10 @@ REFUSED: Mapping[str, str] = {
     "--reset-attention-mask": f"{_PACKED}; leave it out",
     "--full-validation": "give --eval-iters, the global batches of an evaluation",
     # Steps and learning rate
-    "--train-samples": f"{_SAMPLES}; --train-iters",
-    "--lr-decay-samples": f"{_SAMPLES}; --lr-decay-iters",
-    "--lr-warmup-samples": f"{_SAMPLES}; --lr-warmup-iters",
-    "--lr-wsd-decay-samples": f"{_SAMPLES}; --lr-wsd-decay-iters",
+    "--train-samples": f"use --train-iters; {_SAMPLES}",
+    "--lr-decay-samples": f"use --lr-decay-iters; {_SAMPLES}",
+    "--lr-warmup-samples": f"use --lr-warmup-iters; {_SAMPLES}",
+    "--lr-wsd-decay-samples": f"use --lr-wsd-decay-iters; {_SAMPLES}",
     "--rampup-batch-size": "the batch has one size in a run; leave it out",
     "--start-weight-decay": "weight decay stays the same; give --weight-decay",
     "--end-weight-decay": "weight decay stays the same; give --weight-decay",

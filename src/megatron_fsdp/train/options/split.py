@@ -37,7 +37,7 @@ def parse_split(text: str) -> Split:
     is_possible = len(parts) in (2, 3) and all(part >= 0 for part in parts) and 0 < total < math.inf
     if not is_possible or min(part / total for part in parts[:2]) <= 0:
         raise ConfigurationError(
-            f"--split {text} is not possible: give two numbers above 0, to train on and to hold out, such as 95,5, and "
+            f"invalid --split {text}: give two numbers above 0, to train on and to hold out, such as 95,5, and "
             "a third for what is left aside, if you like"
         )
     return Split(parts[0] / total, parts[1] / total, (parts[2] if len(parts) == 3 else 0.0) / total)
