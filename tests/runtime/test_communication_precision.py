@@ -9,9 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import (
+    DistributedDataParallel,
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -257,6 +259,24 @@ def test_after_a_change_gradients_are_those_of_a_model_wrapped_so(run_ranks: Run
         assert fresh.keys() == changed[position].keys()
         assert all(torch.equal(changed[position][name], value) for name, value in fresh.items()), dtype
     assert not all(torch.equal(changed[0][name], changed[1][name]) for name in changed[0])
+
+
+def sum_two_microbatches() -> float:
+    """The gradient of a weight that a pattern names, after the communication dtype was set."""
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, param_name_patterns_for_fp32_local_accumulation=("all",)
+    )
+    model = DistributedDataParallel(config, nn.Linear(1, 1, bias=False, dtype=BF16))
+    model.reset_mixed_precision_policy(MixedPrecisionPolicy(grad_comm_dtype=FP32))
+    with model.no_sync():
+        for gradient in (1.0, 2.0**-9):
+            model(torch.full((1, 1), gradient, dtype=BF16)).sum().backward()
+    model.finish_grad_sync()
+    return float(model.full_gradients()["weight"])
+
+
+def test_a_change_keeps_sums_in_float32_where_a_pattern_asks_for_them(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, sum_two_microbatches) == [1.0 + 2.0**-9]  # bfloat16 has 1.0 for it
 
 
 def refusals(strategy: int) -> list[tuple[str, str]]:
