@@ -99,12 +99,19 @@ def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[s
         The values: strategies as names, dtypes as ``torch.dtype``, patterns as a tuple. Nothing is implied yet.
 
     Raises:
-        ConfigurationError: A value or a combination of values is not possible.
+        ConfigurationError: A value or a combination of values is not possible; with all such values, one to a line.
     """
+    values: dict[str, Any] = {}
+    wrong = []
     for name, value in given.items():
-        if isinstance(value, int) and abs(value) > MOST:
-            raise ConfigurationError(f"{name} is a whole number beyond 2**63 - 1 in size; give a smaller one.")
-    values = {name: _CHECKS[types[name]](name, value) for name, value in given.items()}
+        try:
+            if isinstance(value, int) and abs(value) > MOST:
+                raise ConfigurationError(f"{name} is a whole number beyond 2**63 - 1 in size; give a smaller one.")
+            values[name] = _CHECKS[types[name]](name, value)
+        except ConfigurationError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigurationError("\n".join(wrong))
     for rule in EXCLUSIONS:
         if _is_set(values[rule.one]) and _is_set(values[rule.other]):
             raise ConfigurationError(

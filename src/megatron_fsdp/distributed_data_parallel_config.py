@@ -246,7 +246,7 @@ class DistributedDataParallelConfig:
         try:
             return cls.from_dict(values)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{where}{error}") from None
+            raise ConfigurationError("\n".join(f"{where}{line}" for line in str(error).splitlines())) from None
 
     def to_yaml(self) -> str:
         """Return every field as YAML text, one a line, in the order of the class."""

@@ -244,7 +244,7 @@ def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> N
         training:
           train-iters: 0
           seeed: 1
-        ddp: {bucket_size: -3}
+        ddp: {bucket_size: -3, fsdp_double_buffer: 2}
         save: /elsewhere
         """
     )
@@ -259,4 +259,5 @@ def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> N
         "5: invalid --train-iters 0: give 1 or more",
         "6: 'seeed' is no option; did you mean seed?",
         "7: --ddp-bucket-size -3 is not a positive whole number; give 1 or more.",
+        "7: --fsdp-double-buffer 2 is not a bool; give True or False.",
     ]

@@ -139,7 +139,7 @@ def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = (), problem
     try:
         ddp = _ddp_config(values, notices)
     except ConfigurationError as error:
-        wrong.append(_placed(str(error), layers))
+        wrong += [_placed(line, layers) for line in str(error).splitlines()]
     if wrong:
         raise ConfigurationError("\nerror: ".join(wrong))
     sections = {
