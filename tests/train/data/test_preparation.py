@@ -108,6 +108,25 @@ def test_a_tokenizer_on_disk_is_used_and_kept_with_the_tokens(folder: Path, tmp_
     assert (made / "tokenizer.json").exists()
 
 
+def test_a_model_with_weights_is_trained_on_its_own_tokens(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    own = ["--hf-model", str(model)]
+    with pytest.raises(
+        ConfigurationError, match=r"model has no tokenizer\.json: .* or --tokenizer-type byte, to train on"
+    ):
+        prepare(job_of(folder, *own), tmp_path / "out")
+    train_bpe(TEXTS, 290).save(model / "tokenizer.json")
+    job = job_of(folder, *own)
+    data = prepare(job, tmp_path / "out")
+    assert (data.vocabulary.vocab_size, sorted(text_of(data))) == (290, sorted(TEXTS))
+    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}" in "".join(job.notices)
+    assert prepare(job_of(folder, *own, "--tokenizer-type", "byte"), tmp_path / "out").vocabulary.vocab_size == 256
+    train_bpe(TEXTS, 270).save(tmp_path / "tokenizer.json")
+    other = [*own, "--tokenizer-model", str(tmp_path)]
+    assert prepare(job_of(folder, *other), tmp_path / "out").vocabulary.vocab_size == 270
+
+
 def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
     vocabulary = train_bpe(TEXTS, 290)
     vocabulary.save(tmp_path / "tokenizer.json")
@@ -184,6 +203,33 @@ def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monke
     assert again.training_file == first.training_file
     assert again.checksum == first.checksum
     assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("has_crc", [True, False])
+@pytest.mark.parametrize("name", ["training.bin", "held_out.bin"])
+def test_tokens_that_were_damaged_are_refused(folder: Path, tmp_path: Path, name: str, has_crc: bool) -> None:
+    job = job_of(folder)
+    prepare(job, tmp_path)
+    (made,) = tmp_path.glob("tokens-*")
+    if not has_crc:  # as an earlier version left them
+        said = json.loads((made / SIDE_FILE).read_text())
+        assert said.pop("crc32") > 0
+        (made / SIDE_FILE).write_text(json.dumps(said))
+    prepare(job, tmp_path)
+    content = bytearray((made / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (made / name).write_bytes(content)
+    with pytest.raises(
+        ConfigurationError, match=r"tokens-\w+ were damaged: .* remove the folder, and they are made again"
+    ):
+        prepare(job, tmp_path)
+
+
+def test_ids_of_the_user_are_not_read_again(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "7,2,1")
+    prepare(job, tmp_path / "out")
+    monkeypatch.setattr("megatron_fsdp.train.data.prepared.digest", None)  # may not be called
+    prepare(job, tmp_path / "out")
 
 
 def test_the_folder_is_named_after_all_that_decides_the_tokens(folder: Path, tmp_path: Path) -> None:

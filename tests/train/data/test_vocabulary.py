@@ -105,7 +105,9 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"--tokenizer-model .* has no tokenizer\.json: give such a file"):
+    with pytest.raises(
+        ConfigurationError, match=r"--tokenizer-model .* has no tokenizer\.json: give such a file or a folder"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):

@@ -17,10 +17,17 @@ from typing import NoReturn
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
 from megatron_fsdp.train.data.indexed import open_indexed
-from megatron_fsdp.train.data.prepared import SIDE_FILE, TOKENIZER_FILE, Prepared, read_prepared, write_prepared
+from megatron_fsdp.train.data.prepared import (
+    SIDE_FILE,
+    TOKENIZER_FILE,
+    Prepared,
+    read_prepared,
+    require_unchanged,
+    write_prepared,
+)
 from megatron_fsdp.train.data.sources import SavedDataset, Source, TextFiles, TokenIds, find_source, listing
 from megatron_fsdp.train.data.texts import Documents, dataset_bytes
-from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, digest, npy_tokens
+from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, crc32_of, digest, npy_tokens
 from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
     TokenizerVocabulary,
@@ -132,19 +139,21 @@ def folder_name(options: Options, source: Source) -> str:
 
 
 def write_data(options: Options, folder: Path) -> None:
-    """Leave the tokens of a text where they belong, whole or not at all; do nothing where they are.
+    """Leave the tokens of a text where they belong, whole or not at all; where they are, only compare their checksum.
 
     Args:
         options: Of the run.
         folder: Of results.
 
     Raises:
-        ConfigurationError: There is no text, it cannot be tokenized so, or the folder cannot be written.
+        ConfigurationError: There is no text, it cannot be tokenized so, the folder cannot be written, or tokens that
+            are there were damaged.
     """
     made, source = tokens_folder(options, folder)
     place = made.parent
     _remove_forgotten(place, made.name)
     if (made / SIDE_FILE).exists():
+        require_unchanged(made)
         return
     temporary, claim = place, -1
     try:
@@ -224,6 +233,7 @@ def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
         vocabulary.end if isinstance(vocabulary, TokenizerVocabulary) else "",
         digest((encoded.training, encoded.held_out), vocabulary.vocab_size),
         _notes(documents, is_cut=encoded.is_cut),
+        crc32_of((encoded.training, encoded.held_out)),
     )
 
 

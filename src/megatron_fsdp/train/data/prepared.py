@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.token_file import TokenFile
+from megatron_fsdp.train.data.token_file import TokenFile, crc32_of, digest
 
 SIDE_FILE = "data.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -26,6 +26,7 @@ class Prepared:
         end: The token that ends a text, where there is a tokenizer file; else empty.
         checksum: Of all ids.
         notes: What else a person should know.
+        crc32: Of the bytes of all ids; None: made by a version that did not write it.
     """
 
     training: TokenFile
@@ -35,6 +36,7 @@ class Prepared:
     end: str
     checksum: str
     notes: tuple[str, ...] = ()
+    crc32: int | None = None
 
 
 def write_prepared(prepared: Prepared, folder: Path) -> None:
@@ -44,6 +46,29 @@ def write_prepared(prepared: Prepared, folder: Path) -> None:
         is_inside = file.path.is_relative_to(folder)
         values[name]["path"] = str(file.path.relative_to(folder) if is_inside else file.path.absolute())
     (folder / SIDE_FILE).write_text(json.dumps(values, indent=2), encoding="utf-8")
+
+
+def require_unchanged(folder: Path) -> None:
+    """Compare the ids in a folder with what they added up to when they were made.
+
+    Ids of the user that lie elsewhere are not read again: the folder is named after their size and time.
+
+    Raises:
+        ConfigurationError: They differ, or cannot be read.
+    """
+    prepared = read_prepared(folder)
+    files = (prepared.training, prepared.held_out)
+    if not prepared.training.path.is_relative_to(folder):
+        return
+    if prepared.crc32 is None:
+        is_same = digest(files, prepared.vocab_size) == prepared.checksum
+    else:
+        is_same = crc32_of(files) == prepared.crc32
+    if not is_same:
+        raise ConfigurationError(
+            f"the tokens in {folder} were damaged: they do not have the checksum in {SIDE_FILE}; remove the folder, "
+            "and they are made again"
+        )
 
 
 def read_prepared(folder: Path) -> Prepared:

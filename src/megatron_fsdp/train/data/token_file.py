@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,15 @@ def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
                 )
             found.update(block.astype("<i4", copy=False).tobytes())  # the same ids have one checksum in any type
     return found.hexdigest()
+
+
+def crc32_of(files: tuple[TokenFile, ...]) -> int:
+    """Return the CRC-32 of the bytes of all files, one after another: many times as fast as `digest`."""
+    found = 0
+    for file in files:
+        for _, block in _blocks(file.open()):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _blocks(tokens: TokenArray) -> Iterator[tuple[int, TokenArray]]:

@@ -110,7 +110,10 @@ def tokenizer_file(path: Path) -> Path:
     """
     file = path / _FILE if path.is_dir() else path
     if not file.is_file():
-        raise ConfigurationError(f"--tokenizer-model {path} has no {_FILE}: give such a file, or a folder with one")
+        raise ConfigurationError(
+            f"--tokenizer-model {path} has no {_FILE}: give such a file or a folder with one, or --tokenizer-type "
+            "byte, to train on bytes"
+        )
     return file
 
 

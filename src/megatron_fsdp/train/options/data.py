@@ -16,7 +16,7 @@ class DataOptions:
             Megatron's .bin and .idx, or an .npy of token ids; default: the source of the Python standard library.
         json_key: The field of JSONL lines and of datasets that holds the text.
         tokenizer_type: Tokens are bytes; or pieces learned from the text on the spot; or those of `--tokenizer-model`;
-            or the data are token ids already.
+            or the data are token ids already. With `--hf-model` those of its folder are the default.
         tokenizer_model: A tokenizer.json, or a folder with one.
         vocab_size: How many pieces to learn; with token ids, how many there are.
         split: Parts of the text to train on and to hold out, such as `95,5`.

@@ -36,7 +36,7 @@ class ModelOptions:
         transformer_impl: Whose classes: this package's decoder, or those of transformers (Llama, Mixtral), which can be
             cut over tensor-, context-, pipeline- and expert-parallel ranks.
         hf_config: A config.json of transformers, or a folder with one: that model with new weights.
-        hf_model: A local folder of transformers: that model with its weights.
+        hf_model: A local folder of transformers: that model with its weights, on the tokens of its tokenizer.json.
     """
 
     num_layers: int | None = None

@@ -29,9 +29,10 @@ def resolve(options: Options, world: World) -> Job:
     Raises:
         ConfigurationError: Options contradict each other, do nothing, or do not fit the ranks.
     """
+    notices = list(options.explained)
+    options = _with_tokenizer_of_model(options, notices)
     check_options(options)
     check_model(options)
-    notices = list(options.explained)
     check_backend(options, world.device_type)
     engine = _engine(options)
     sizes = _sizes(options, world)
@@ -60,6 +61,22 @@ def resolve(options: Options, world: World) -> Job:
         notices=tuple(notices),
         restarts=world.restarts,
     )
+
+
+def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
+    """A model with weights is trained on the tokens that it knows, unless something else is asked for."""
+    folder = options.model.hf_model
+    if folder is None or options.is_given("tokenizer_type"):
+        return options
+    place = options.data.tokenizer_model
+    if place is None:
+        place = folder
+        notices.append(
+            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}, the model's own; --tokenizer-type byte "
+            "trains it on bytes"
+        )
+    data = replace(options.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=place)
+    return replace(options, data=data)
 
 
 def _require(value: int | None, flag: str, meaning: str) -> int:
