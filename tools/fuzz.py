@@ -28,7 +28,7 @@ import torch
 from tests.fuzzing.buckets import draw_bucket_case, play_buckets_on_rank
 from tests.fuzzing.case import Case, draw_case
 from tests.fuzzing.checkpoints import draw_pair, load_on_rank, save_on_rank
-from tests.fuzzing.run import OneProcess, differences, play, play_on_rank
+from tests.fuzzing.run import judge, play_on_rank
 from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.worker_pool import WorkerError, WorkerPool
 
@@ -37,14 +37,8 @@ Pools = dict[int, WorkerPool]
 
 def run_case(case: Case, pools: Pools) -> list[str]:
     """What differed from one process, in words; empty where nothing did."""
-    expected = play(OneProcess(case))
     play_case = play_buckets_on_rank if case.wrap == "buckets" else play_on_rank
-    found = _pool(case.mesh.num_ranks, pools).run(play_case, case, timeout_s=60.0)
-    return [
-        f"rank {rank}: {text}"
-        for rank, trace in enumerate(found)
-        for text in differences(expected, trace, case.precision.tolerance)
-    ]
+    return judge(case, _pool(case.mesh.num_ranks, pools).run(play_case, case, timeout_s=60.0))
 
 
 def run_pair(saved: Case, loaded: Case, pools: Pools) -> list[str]:

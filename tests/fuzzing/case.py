@@ -50,7 +50,7 @@ class Precision:
     Attributes:
         compute: of the model.
         policy: of the rest.
-        tolerance: allowed error, as a part of the largest value of a tensor.
+        tolerance: allowed error, as a part of the largest value of a tensor; more for gradients that travel in 16 bits.
     """
 
     compute: torch.dtype
@@ -128,7 +128,7 @@ _PRECISIONS = (
     _FP64,
     Precision(torch.float32, MixedPrecisionPolicy(), 2e-4),
     Precision(torch.float32, MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64), 2e-4),
-    Precision(torch.float32, MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16), 3e-2),
+    Precision(torch.float32, MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16), 2e-4),
     Precision(torch.float32, MixedPrecisionPolicy(main_grads_dtype=torch.float64), 2e-4),
     Precision(torch.float64, MixedPrecisionPolicy(None, torch.float64, torch.float32), 1e-4),
 )
