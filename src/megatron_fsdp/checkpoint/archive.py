@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import mmap
 import struct
 import zipfile
@@ -39,7 +40,8 @@ class Archive:
         where: Names it in messages.
 
     Attributes:
-        records: By name, without the folder that torch puts around them.
+        records: By name, without the folder that torch puts around them; no two share bytes.
+        nbytes: Of the archive.
 
     Raises:
         CheckpointError: It is another kind of file, holds code, or is damaged.
@@ -48,6 +50,7 @@ class Archive:
     def __init__(self, raw: bytearray | mmap.mmap, where: str) -> None:
         self.where = where
         self._raw = memoryview(raw)
+        self.nbytes = len(self._raw)
         try:
             with zipfile.ZipFile(_Bytes(self._raw)) as found:
                 infos, directory = found.infolist(), found.start_dir
@@ -68,6 +71,9 @@ class Archive:
             if name in self.records:
                 raise CheckpointError(f"{where} is damaged: it has {name!a} twice")
             self.records[name] = self._record(info, directory)
+        in_order = sorted(self.records.values(), key=lambda record: record.start)
+        if any(record.start + record.length > after.start for record, after in itertools.pairwise(in_order)):
+            raise CheckpointError(f"{where} is damaged: contents of its files lie in one another")
 
     def _record(self, info: zipfile.ZipInfo, directory: int) -> Record:
         """Where the contents lie, by the header in front of them."""

@@ -6,6 +6,7 @@ NumPy itself would have written.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import pickle
 import re
@@ -14,14 +15,15 @@ from typing import Any
 
 _SPEC = re.compile(r"[<>=|]?(?:[biuf][1248]|f16|c(?:8|16|32)|[SU]\d{0,9})")
 
+_ARRAY = object()
+"""Stands for the class of arrays, which pickles name; called, it would reserve memory and show what was in it."""
+
 
 def numpy_names() -> dict[tuple[str, str], Any]:
     """Table of names; empty where NumPy is not installed."""
-    try:
-        import numpy as np
-    except ImportError:
+    if importlib.util.find_spec("numpy") is None:
         return {}
-    names: dict[tuple[str, str], Any] = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): _dtype}
+    names: dict[tuple[str, str], Any] = {("numpy", "ndarray"): _ARRAY, ("numpy", "dtype"): _dtype}
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         names[module, "_reconstruct"] = _empty_array
         names[module, "scalar"] = _scalar
@@ -57,7 +59,7 @@ def _fill_dtype(dtype: Any, state: Any) -> None:
 def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
     import numpy as np
 
-    _require(kind is np.ndarray and shape == (0,) and code in (b"b", "b"), "an array of another class")
+    _require(kind is _ARRAY and shape == (0,) and code in (b"b", "b"), "an array of another class")
     return np.ndarray((0,), "b")
 
 

@@ -20,8 +20,9 @@ from typing import IO, Any, NoReturn
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_fsdp.checkpoint.data_unpickler import DataUnpickler, checked_keys
+from megatron_fsdp.checkpoint.data_unpickler import DataUnpickler, Keyed
 from megatron_fsdp.checkpoint.data_unpickler import Opaque as Opaque
+from megatron_fsdp.checkpoint.reading_budget import OverBudgetError, shortened
 from megatron_fsdp.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], Any]
@@ -47,7 +48,7 @@ class RestrictedUnpickler(DataUnpickler):
             return found
         if module_name.partition(".")[0] in FOREIGN_PACKAGES:
             return type(global_name, (Opaque,), {"qualified_name": f"{module_name}.{global_name}"})
-        asked = printable(f"{module_name:.200}.{global_name:.200}")
+        asked = printable(f"{module_name}.{global_name}")
         raise CheckpointError(
             f"{self.where} asks to import {asked}, which no checkpoint needs; it was not imported, "
             "and the file is refused: do not use it unless you know who wrote it"
@@ -84,6 +85,12 @@ def reading(where: str, read: Callable[[], Any]) -> Any:
         return read()
     except CheckpointError:
         raise
+    except OverBudgetError as error:
+        raise CheckpointError(f"{where} is refused: {error}") from error
+    except MemoryError as error:
+        raise CheckpointError(
+            f"there is not enough memory to read {where}; free some, or use another machine"
+        ) from error
     except Exception as error:  # damaged bytes raise anything
         raise CheckpointError(
             f"{where} is damaged and cannot be read ({type(error).__name__}: {_first_line(error)}); restore it from a "
@@ -93,15 +100,15 @@ def reading(where: str, read: Callable[[], Any]) -> Any:
 
 def _first_line(error: BaseException) -> str:
     try:
-        line = (str(error).splitlines() or [""])[0][:200]
+        line = (str(error)[:1000].splitlines() or [""])[0]
     except ValueError:  # of a number with more digits than Python prints
         return "no words for it"
     return printable(line)
 
 
-def printable(text: str) -> str:
-    """Text from a file as it may stand in a message: characters that would steer a terminal are written as escapes."""
-    return text if text.isprintable() else ascii(text)
+def printable(text: str, most: int = 256) -> str:
+    """Text from a file as it may stand in a message: short, what would steer a terminal written as escapes."""
+    return shortened(text if text.isprintable() else ascii(text), most)
 
 
 def plain_names() -> dict[tuple[str, str], Any]:
@@ -110,14 +117,14 @@ def plain_names() -> dict[tuple[str, str], Any]:
         ("torch", "Size"): _size,
         ("torch", "device"): _device,
         ("torch.serialization", "_get_layout"): _layout_by_name,
-        ("collections", "OrderedDict"): _ordered_dict,
+        ("collections", "OrderedDict"): Keyed(collections.OrderedDict),
         ("collections", "Counter"): _counter,
         ("_codecs", "encode"): _latin1_bytes,
         ("argparse", "Namespace"): argparse.Namespace,
     }
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _dtypes()}
-    builtins = {"set": _set, "frozenset": _frozenset, "slice": slice, "complex": _complex, "bytearray": _bytearray}
-    builtins["bytes"] = _no_bytes
+    builtins: dict[str, Any] = {"slice": slice, "complex": _complex, "bytearray": _bytearray, "bytes": _no_bytes}
+    builtins |= {"set": Keyed(set), "frozenset": Keyed(frozenset)}
     names["__builtin__", "xrange"] = range  # what protocol 2 calls it
     for name, stands_for in {**builtins, "range": range}.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
@@ -190,23 +197,9 @@ def _device(*arguments: Any) -> torch.device:
     return torch.device(*arguments)
 
 
-def _ordered_dict(pairs: Any = ()) -> collections.OrderedDict[Any, Any]:
-    _require(isinstance(pairs, list | tuple), "an OrderedDict")
-    checked_keys([key for key, _ in pairs])
-    return collections.OrderedDict(pairs)
-
-
 def _counter(counts: Any = None) -> collections.Counter[Any]:
     _require(counts is None or type(counts) is dict, "a Counter")
     return collections.Counter(counts)
-
-
-def _set(items: Any = ()) -> set[Any]:
-    return set(checked_keys(items))
-
-
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(checked_keys(items))
 
 
 def _complex(*parts: Any) -> complex:
@@ -252,4 +245,4 @@ def _latin1_bytes(text: str, encoding: str = "latin1") -> bytes:
 
 
 def _refuse_codec(encoding: str) -> NoReturn:
-    raise CheckpointError(f"text in encoding {encoding!r} is not what a pickle of bytes uses; the file is refused")
+    raise CheckpointError(f"text in encoding {encoding!a:.50} is not what a pickle of bytes uses; the file is refused")

@@ -15,6 +15,7 @@ from torch.storage import _dtype_to_storage_type_map
 
 from megatron_fsdp.checkpoint.archive import Archive
 from megatron_fsdp.checkpoint.data_unpickler import Builders
+from megatron_fsdp.checkpoint.reading_budget import MAX_DIMS, ReadingBudget
 from megatron_fsdp.checkpoint.restricted_pickle import Names, RestrictedUnpickler
 from megatron_fsdp.errors import CheckpointError
 
@@ -30,9 +31,15 @@ class StorageKind:
 
 @dataclass(frozen=True)
 class Stored:
-    """The elements of a storage, without a shape."""
+    """The elements of a storage, without a shape.
+
+    Attributes:
+        flat: One dimension.
+        views: Counts the bytes that the tensors of an archive stand for: each may be a view of the same storage.
+    """
 
     flat: torch.Tensor
+    views: ReadingBudget
 
 
 class ArchiveUnpickler(RestrictedUnpickler):
@@ -42,6 +49,8 @@ class ArchiveUnpickler(RestrictedUnpickler):
         super().__init__(io.BytesIO(archive.read("data.pkl")))
         self.names, self.where, self.builders = names, archive.where, builders
         self.archive, self.check = archive, check
+        self._stored: dict[tuple[str, torch.dtype], Stored] = {}
+        self._views = ReadingBudget(archive.nbytes + _SMALL)
 
     def persistent_load(self, pid: Any, /) -> Stored:
         """A storage, by what the pickle says of it.
@@ -50,16 +59,23 @@ class ArchiveUnpickler(RestrictedUnpickler):
             CheckpointError: It says anything else, or another length than the storage has.
         """
         where = self.archive.where
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], StorageKind)):
+        is_known = isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], StorageKind)
+        if not (is_known and type(pid[2]) is str):
             raise CheckpointError(f"{where} refers to something outside of itself that is no storage; refused")
         _, kind, key, _location, numel = pid
         name = f"data/{key}"
-        raw = self.archive.read(name, check=self.check)
-        if type(numel) is not int or numel * kind.dtype.itemsize != len(raw):
+        record = self.archive.records.get(name)
+        if record is not None and (type(numel) is not int or numel * kind.dtype.itemsize != record.length):
             raise CheckpointError(
-                f"{where} is damaged: {name!a:.100} has {len(raw)} bytes, not {numel!s:.30} elements of {kind.dtype}"
+                f"{where} is damaged: {name!a:.100} has {record.length} bytes, not {numel!s:.30} elements of "
+                f"{kind.dtype}"
             )
-        return Stored(self._elements(raw, self.archive.start_of(name), kind.dtype))
+        found = self._stored.get((key, kind.dtype))
+        if found is None:
+            raw = self.archive.read(name, check=self.check)
+            flat = self._elements(raw, self.archive.start_of(name), kind.dtype)
+            found = self._stored[key, kind.dtype] = Stored(flat, self._views)
+        return found
 
     def _elements(self, raw: memoryview, start: int, dtype: torch.dtype) -> torch.Tensor:
         if not len(raw):
@@ -110,6 +126,7 @@ def _rebuilt(
     _require(last < flat.numel() or not numel, "elements beyond its storage")
     _require(numel <= max(flat.numel(), _SMALL), "far more elements than are stored")
     _require(not hooks, "hooks, which are code")
+    stored.views.spend(numel * flat.element_size())
     made = flat.as_strided(size, stride, start if numel else 0)
     for name, view in (("conj", torch.conj), ("neg", torch._neg_view)):
         if isinstance(bits, Mapping) and bits.get(name) is True:
@@ -129,7 +146,7 @@ def _rebuilt_as(
 ) -> torch.Tensor:
     """The same for dtypes that have no class of storages."""
     _require(isinstance(stored, Stored) and isinstance(dtype, torch.dtype), "no storage")
-    return _rebuilt(Stored(stored.flat.view(dtype)), start, size, stride, requires_grad, hooks, bits)
+    return _rebuilt(Stored(stored.flat.view(dtype), stored.views), start, size, stride, requires_grad, hooks, bits)
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
@@ -138,7 +155,9 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
 
 
 def _are_lengths(values: Sequence[Any]) -> bool:
-    return isinstance(values, tuple | list) and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+    if not isinstance(values, tuple | list) or len(values) > MAX_DIMS:
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 62 for n in values)
 
 
 def _require(holds: bool, what: str) -> None:
