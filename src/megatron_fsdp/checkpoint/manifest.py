@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.checkpoint import checksum
+from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.errors import CheckpointError
 
 FILE_NAME = "manifest.json"
 VERSION = 1
-MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -64,41 +64,20 @@ class Manifest:
         path = folder / FILE_NAME
         if not path.exists():
             return None
-        try:
-            if path.stat().st_size > MAX_BYTES:
-                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any manifest needs; refused")
-            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-    @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """The manifest in a text.
-
-        Args:
-            text: As `to_json` gives it.
-            where: Names the file in messages.
-
-        Raises:
-            CheckpointError: It is damaged, or of a newer version.
-        """
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where} is damaged: {str(error)[:200]}") from error
+        found = read_json(path)
         version = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > VERSION:
             raise CheckpointError(
-                f"{where} is of version {version}, and this library reads up to version {VERSION}; update the library"
+                f"{path} is of version {version}, and this library reads up to version {VERSION}; update the library"
             )
         try:
             tensors = {key: _tensor_seal(value) for key, value in found["tensors"].items()}
             objects = {key: _text(value) for key, value in found["objects"].items()}
             facts, name = dict(found["facts"]), _text(found["checksum_name"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
         if type(version) is not int or version < 1:
-            raise CheckpointError(f"{where} is damaged: version {version!r}")
+            raise CheckpointError(f"{path} is damaged: version {version!r}")
         return cls(tensors, objects, facts, version, name)
 
 

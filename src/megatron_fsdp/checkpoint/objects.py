@@ -13,6 +13,7 @@ import torch
 from megatron_fsdp.checkpoint.archive import Archive
 from megatron_fsdp.checkpoint.data_unpickler import Builders
 from megatron_fsdp.checkpoint.numpy_values import numpy_builders, numpy_names
+from megatron_fsdp.checkpoint.reading_budget import open_file
 from megatron_fsdp.checkpoint.restricted_pickle import Names, plain_names, reading
 from megatron_fsdp.checkpoint.stored_tensors import ArchiveUnpickler, tensor_names
 from megatron_fsdp.errors import CheckpointError
@@ -48,7 +49,7 @@ def load_object_file(path: Path) -> Any:
     """
     where = str(path)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             mapped = reading(where, lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error

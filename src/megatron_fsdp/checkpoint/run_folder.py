@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megatron_fsdp.checkpoint.reading_budget import open_file
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -149,7 +150,7 @@ class RunFolder:
         """
         pointer = self.root / POINTER
         try:
-            with pointer.open("rb") as stream:
+            with open_file(pointer) as stream:
                 content = stream.read(_POINTER_BYTES)
         except FileNotFoundError:
             return None

@@ -16,6 +16,7 @@ from megatron_fsdp.checkpoint.entries import TensorEntry
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.objects import load_object
+from megatron_fsdp.checkpoint.reading_budget import open_file, shortened
 from megatron_fsdp.checkpoint.restricted_pickle import printable, reading
 from megatron_fsdp.checkpoint.tools.side_files import noted_files, side_file_problems
 from megatron_fsdp.errors import CheckpointError
@@ -44,7 +45,7 @@ class Finding:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}: {self.reason}"
+        return f"{self.kind} {shortened(self.name, 1000)}: {self.reason}"
 
 
 @dataclass
@@ -175,7 +176,7 @@ def _check_files(
     common = opened.path / COMMON_FILE
     if common.is_file():
         try:
-            with common.open("rb") as stream:
+            with open_file(common) as stream:
                 load_object(stream, str(common))
         except (CheckpointError, OSError) as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
@@ -188,7 +189,7 @@ def _compare_names(opened: CheckpointFolder, sealed: Manifest, report: VerifyRep
     )
     for kind, known, present in kinds:
         for key in sorted(known.keys() - present.keys()):
-            report.missing.append(Finding(kind, printable(key), f"in {manifest.FILE_NAME} and not in {METADATA}"))
+            report.missing.append(Finding(kind, printable(key, 4096), f"in {manifest.FILE_NAME} and not in {METADATA}"))
         for key in sorted(present.keys() - known.keys()):
             report.unexpected.append(Finding(kind, key, f"in {METADATA} and not in {manifest.FILE_NAME}"))
 

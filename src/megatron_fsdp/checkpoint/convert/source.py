@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.data_unpickler import Opaque
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.objects import load_object
+from megatron_fsdp.checkpoint.reading_budget import open_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 _COMMON_KEY = f"{COMMON}/shard_0_1"
@@ -97,10 +97,7 @@ def _require_marker(path: Path) -> None:
             f"{path} has no metadata.json, which torch_dist writes last: it is no torch_dist checkpoint, or an "
             f"incomplete one{hint}"
         )
-    try:
-        told = json.loads(marker.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {marker}: {error}") from error
+    told = read_json(marker)
     backend = told.get("sharded_backend") if isinstance(told, dict) else None
     if backend != "torch_dist":
         raise CheckpointError(f"{marker} says that the format is {backend!r}; only torch_dist can be converted")
@@ -112,7 +109,7 @@ def _read_common(folder: CheckpointFolder, path: Path) -> Any:
     old = path / "common.pt"
     if not old.is_file():
         raise CheckpointError(f"{path} has neither {_COMMON_KEY} nor common.pt; the checkpoint is incomplete")
-    with old.open("rb") as stream:
+    with open_file(old) as stream:
         return load_object(stream, str(old))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_fsdp.checkpoint.hf.matching import Match, match_tensors
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.saving import plan_job, publish_files
 from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -173,10 +173,7 @@ def _peft_model(model: nn.Module, adapter_name: str) -> Any:
 def _open_adapter(folder: Path, own: Any) -> WeightFiles:
     files = open_folder(folder, ADAPTER_FILE, None)
     path = folder / CONFIG_FILE
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    stored = read_json(path)
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path} is no adapter config")
     check_config(stored, plain_config(own), default_config(own), path)

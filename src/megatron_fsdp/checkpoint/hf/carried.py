@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
+from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -80,7 +81,7 @@ def _dtype_field(config: Any) -> str:
 def change_dtype(folder: Path, dtype: torch.dtype) -> None:
     """Let a config that was carried along say in which dtype the weights are now."""
     path = folder / CONFIG_FILE
-    described = json.loads(path.read_text(encoding="utf-8"))
+    described = read_json(path)
     field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
     described[field] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

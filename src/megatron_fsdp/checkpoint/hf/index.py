@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fsdp.checkpoint.entries import is_plain_name
 from megatron_fsdp.checkpoint.hf.safetensors_format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -15,6 +15,7 @@ from megatron_fsdp.checkpoint.hf.safetensors_format import (
     header_length,
     parse_header,
 )
+from megatron_fsdp.checkpoint.reading_budget import open_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
@@ -83,8 +84,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
         CheckpointError: It cannot be read, or its header does not describe it.
     """
     try:
-        nbytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
             length = header_length(file.read(LENGTH_BYTES), nbytes, str(path))
             header = file.read(length)
     except OSError as error:
@@ -115,26 +116,16 @@ def _open_indexed(folder: Path, index_file: str) -> WeightFiles:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    nbytes = path.stat().st_size
-    if nbytes > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path} has {nbytes} bytes, more than any index; it is damaged")
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    index = read_json(path, MAX_HEADER_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensors to files; it is no index of safetensors files")
     for key, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain_name(file):
+        if not (is_plain_name(file) and file.endswith(".safetensors") and ":" not in file):
             raise CheckpointError(
                 f"{path} says that tensor {key!r} is in {file!r}; only a safetensors file of this folder may be named"
             )
     return weight_map
-
-
-def _is_plain_name(file: str) -> bool:
-    return file.endswith(".safetensors") and file.isprintable() and not any(character in file for character in "/\\\0:")
 
 
 def _first(weight_map: Mapping[str, str], file: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
+from megatron_fsdp.checkpoint.reading_budget import only_regular
 from megatron_fsdp.errors import CheckpointError
 
 PORTION_BYTES = 32 * 2**20
@@ -113,7 +114,7 @@ class FolderReader:
     def _opened(self, path: Path) -> io.FileIO:
         if self._file is None or self._file.name != str(path):
             self._close()
-            self._file = io.FileIO(str(path))
+            self._file = io.FileIO(str(path), opener=only_regular)
         return self._file
 
     def _close(self) -> None:

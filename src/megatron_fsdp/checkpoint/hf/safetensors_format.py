@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.checkpoint.reading_budget import MAX_DIMS
 from megatron_fsdp.errors import CheckpointError
 
 LENGTH_BYTES = 8
@@ -23,6 +24,7 @@ MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library accepts."""
 
 _METADATA = "__metadata__"
+_TOO_MANY = 1 << 62
 _ALIGNMENT = 8
 
 DTYPES: dict[str, torch.dtype] = {
@@ -169,7 +171,9 @@ def _tensor(key: str, entry: object, file: str, data_start: int, where: str) -> 
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    if not isinstance(values, list) or len(values) > MAX_DIMS:
+        return False
+    return all(type(value) is int and 0 <= value < _TOO_MANY for value in values)
 
 
 def _check_cover(tensors: Sequence[StoredTensor], data_start: int, file_bytes: int, where: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.errors import CheckpointError
 
 MARKER = "metadata.json"
@@ -16,7 +16,6 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 MANIFEST = "manifest.json"
 GROUP_META = "optimizer.param_to_group_meta."
-MAX_JSON_BYTES = 1 << 30
 
 _SLOTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer", ".max_exp_avg_sq", ".fp32_param")
 
@@ -112,12 +111,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER
     if not path.is_file():
         return {}
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError("it is larger than any such file")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged and cannot be read ({error}); restore it from a copy") from error
+    found = read_json(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where an object of names and values should be")
     return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.reading_budget import open_file
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_marker
 from megatron_fsdp.checkpoint.tools.nesting import STRUCTURE_FILE, Structure
 from megatron_fsdp.errors import CheckpointError
@@ -71,7 +72,7 @@ def _compared(folder: CheckpointFolder, name: str, digest: str) -> SideFileProbl
     if not path.is_file():
         return SideFileProblem("missing", name, "it belongs to this checkpoint, by manifest.json")
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             same = hashlib.file_digest(stream, "sha256").hexdigest() == digest
     except OSError as error:
         return SideFileProblem("damaged", name, f"cannot be read: {error.strerror}")
