@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -13,12 +14,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.flat_state import is_key
+from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
 from megatron_fsdp.checkpoint.restricted_pickle import printable
 from megatron_fsdp.errors import CheckpointError
 
 _TOO_MANY = 1 << 62
 _MAX_NAME_BYTES = 255
+_MAX_KEY_LENGTH = 4096
+_MAX_TRANSFORMS = 8
 _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
+_PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True)
@@ -92,29 +97,39 @@ class ObjectEntry:
     transforms: tuple[str, ...] = ()
 
 
-def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+def entries_of(
+    metadata: object, where: str, budget: ReadingBudget
+) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
     """The tensors and objects that metadata describe, in the order of their names.
 
     Args:
         metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
         where: Names the checkpoint in messages.
+        budget: Of the file; chunks are counted, of which many tensors may share one list.
 
     Raises:
         CheckpointError: Something is not what it should be: names the key.
+        OverBudgetError: There is more of it than the file is long.
     """
     described: Any = getattr(metadata, "state_dict_metadata", None)
     storage: Any = getattr(metadata, "storage_data", None)
     if not (isinstance(described, dict) and isinstance(storage, dict)):
         raise CheckpointError(f"{where} is not the metadata of torch.distributed.checkpoint; give a folder it wrote")
     tensors, objects = {}, {}
-    for key in sorted(described, key=str):
+    odd = next((type(key).__name__ for key in described if not isinstance(key, str)), None)
+    if odd is not None:
+        raise CheckpointError(f"{where} has a key that is not text but {odd}")
+    for key in sorted(described):
         found = described[key]
-        if not isinstance(key, str):
-            raise CheckpointError(f"{where} has a key that is not text but {type(key).__name__}")
         if not is_key(key):
             raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
+        if len(key) > _MAX_KEY_LENGTH or key.count(".") > MAX_DEPTH:
+            raise CheckpointError(
+                f"{where} has a key of {len(key)} characters and {key.count('.')} dots, {key:.100}...; at most "
+                f"{_MAX_KEY_LENGTH} and {MAX_DEPTH} are read"
+            )
         if isinstance(found, TensorStorageMetadata):
-            tensors[key] = _tensor_entry(key, found, storage, where)
+            tensors[key] = _tensor_entry(key, found, storage, where, budget)
         elif isinstance(found, BytesStorageMetadata):
             objects[key] = ObjectEntry(key, *_span(storage, MetadataIndex(key), where))
         else:
@@ -123,7 +138,7 @@ def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], di
 
 
 def _tensor_entry(
-    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str
+    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str, budget: ReadingBudget
 ) -> TensorEntry:
     shape, dtype = _sizes(found.size, key, where), getattr(found.properties, "dtype", None)
     if not isinstance(dtype, torch.dtype):
@@ -131,7 +146,10 @@ def _tensor_entry(
     chunks = []
     for chunk in found.chunks:
         box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
-        chunks.append(ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where)))
+        entry = ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where))
+        beyond = 0 if entry.transforms else max(0, box.numel * dtype.itemsize - entry.span.length)
+        budget.spend((8 + len(shape)) * ELEMENT_BYTES + beyond)
+        chunks.append(entry)
     if math.prod(shape) >= _TOO_MANY:
         raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
     problem = cover_problem(shape, [chunk.box for chunk in chunks])
@@ -140,8 +158,9 @@ def _tensor_entry(
     return TensorEntry(key, shape, dtype, tuple(chunks))
 
 
-def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:
-    if isinstance(value, tuple | list) and all(type(n) is int and 0 <= n < _TOO_MANY for n in value):
+def _sizes(value: Any, key: str, where: str) -> tuple[int, ...]:
+    is_shape = isinstance(value, tuple | list) and len(value) <= MAX_DIMS
+    if is_shape and all(type(n) is int and 0 <= n < _TOO_MANY for n in value):
         return tuple(value)
     raise CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
 
@@ -161,19 +180,27 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
         raise CheckpointError(f"{where}: {index.fqn} points to {shown}, which is not a file of the folder; refused")
     offset, length = _sizes(numbers, index.fqn, where)
     transforms = getattr(found, "transform_descriptors", None) or ()
-    return Span(str(name), offset, length), tuple(str(transform) for transform in transforms)
+    if len(transforms) > _MAX_TRANSFORMS or not all(isinstance(transform, str) for transform in transforms):
+        raise CheckpointError(f"{where}: {index.fqn} went through something else than a few named transforms")
+    return Span(str(name), offset, length), tuple(transforms)
 
 
-def check_paths(metadata: object, where: str) -> None:
+def check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
     """Check how keys nest, where metadata say it.
 
     Raises:
         CheckpointError: A key has no path of names and small numbers.
+        OverBudgetError: The lists that the numbers stand for, as long as the largest index, are too long together.
     """
     paths: Any = getattr(metadata, "planner_data", None)
+    lengths: dict[tuple[Any, ...], int] = {}
     for key, path in paths.items() if isinstance(paths, dict) else ():
-        if not (isinstance(path, tuple) and path and all(map(_is_step, path))):
+        if not (isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(map(_is_step, path))):
             raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
+        for place, step in enumerate(path):
+            if type(step) is int and step >= (known := lengths.get(path[:place], 0)):
+                lengths[path[:place]] = step + 1
+                budget.spend(ELEMENT_BYTES * (step + 1 - known))
 
 
 def _is_step(step: object) -> bool:
@@ -200,18 +227,21 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if total != math.prod(shape):
         state = "is incomplete" if total < math.prod(shape) else "has elements more than once"
         return f"{state}: its chunks hold {total} elements of {math.prod(shape)}"
-    return _overlap(filled)
+    return None if _is_tiled(shape, filled) else "has elements more than once"
 
 
-def _overlap(boxes: Sequence[Box]) -> str | None:
-    """Sweep along the dimension that is cut most: only boxes that share a stretch of it are compared."""
-    if not boxes or not boxes[0].offsets:
-        return "has elements more than once" if len(boxes) > 1 else None
-    dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        open_boxes = [other for other in open_boxes if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
-        if any(box.meet(other) is not None for other in open_boxes):
-            return f"has elements more than once, at {box.offsets}"
-        open_boxes.append(box)
-    return None
+def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside of a tensor hold each element once, in time linear in their number.
+
+    Their volumes are added up, with the distance of two places along a dimension drawn at random instead of counted:
+    that of the whole tensor comes out where each element is in one box, and else with odds of about 2^-55.
+    """
+    salt = secrets.randbits(60)
+
+    def volume(offsets: Sequence[int], lengths: Sequence[int]) -> int:
+        product = 1
+        for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
+            product = product * (hash((salt, dim, first + length)) - hash((salt, dim, first))) % _PRIME
+        return product
+
+    return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)

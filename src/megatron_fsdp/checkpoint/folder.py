@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, check_paths, entries_of
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
+from megatron_fsdp.checkpoint.reading_budget import ReadingBudget, open_file, read_file
 from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
 from megatron_fsdp.errors import CheckpointError
 
@@ -25,6 +27,8 @@ METADATA = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
 MAX_OBJECT_BYTES = 4 << 30
 MAX_ARCHIVE_OVERHEAD = 1 << 20
+MAX_SHARING = 16
+"""How often the bytes of a file may be named, on average; writers name them once."""
 
 
 class CheckpointFolder:
@@ -48,12 +52,13 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
-        self.metadata: Metadata = read_metadata(self.path)
-        where = str(self.path / METADATA)
-        tensors, objects = reading(where, lambda: entries_of(self.metadata, where))
+        where, raw = str(self.path / METADATA), _metadata_bytes(self.path)
+        self.metadata: Metadata = load_restricted(io.BytesIO(raw), where)
+        budget = ReadingBudget(len(raw))
+        tensors, objects = reading(where, lambda: entries_of(self.metadata, where, budget))
         self.tensors: dict[str, TensorEntry] = tensors
         self.objects: dict[str, ObjectEntry] = objects
-        check_paths(self.metadata, where)
+        reading(where, lambda: check_paths(self.metadata, where, budget))
         if check:
             self.require_files()
             self.require_manifest()
@@ -75,6 +80,12 @@ class CheckpointFolder:
     def file_problems(self) -> dict[str, str]:
         """What is wrong with files that are missing or too short, by name."""
         found = {}
+        told = Counter[str]()  # bytes that some element or object lies in
+        for entry in self.tensors.values():
+            for chunk in entry.chunks:
+                told[chunk.span.file] += chunk.span.length if chunk.box.numel else 0
+        for stored in self.objects.values():
+            told[stored.span.file] += stored.span.length
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
@@ -86,6 +97,8 @@ class CheckpointFolder:
                 found[name] = "is missing"
             elif has < needed:
                 found[name] = f"is cut off: {has} bytes of at least {needed}"
+            elif told[name] > has * MAX_SHARING:
+                found[name] = f"has {has} bytes, of which the metadata make {told[name]}: each stands for many"
         return found
 
     def require_files(self) -> None:
@@ -228,11 +241,11 @@ class CheckpointFolder:
 
     def _opened(self, name: str) -> contextlib.AbstractContextManager[io.BufferedReader]:
         if self._open_files is None:
-            return (self.path / name).open("rb")
+            return open_file(self.path / name)
         if name not in self._open_files:
             while self._open_files:  # who reads in the order of files needs no more than one
                 self._open_files.popitem()[1].close()
-            self._open_files[name] = (self.path / name).open("rb")
+            self._open_files[name] = open_file(self.path / name)
         return contextlib.nullcontext(self._open_files[name])
 
     def read_span(
@@ -249,12 +262,16 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The file is missing or too short, or an extension is unknown or fails.
         """
+        if span.length > at_most:
+            raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
         try:
             with self._opened(span.file) as file:
                 there = max(0, min(span.length, os.fstat(file.fileno()).st_size - span.offset))
                 raw = bytearray(there)  # not more than there is, whatever the metadata say
                 file.seek(span.offset)
                 has = file.readinto(raw)
+        except MemoryError as error:
+            raise CheckpointError(f"there is not enough memory for the {there} bytes of {where}") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
         if has != span.length:
@@ -283,11 +300,11 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a folder, unchecked inside.
+def _metadata_bytes(folder: Path) -> bytes:
+    """The file with the metadata of a folder.
 
     Raises:
-        CheckpointError: The folder is missing or no checkpoint, or the metadata are damaged or ask for code.
+        CheckpointError: The folder is missing or no checkpoint, or the file cannot be read.
     """
     path = folder / METADATA
     try:
@@ -295,10 +312,7 @@ def read_metadata(folder: Path) -> Metadata:
             raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
-        if path.stat().st_size > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint needs; refused")
-        with path.open("rb") as stream:
-            return load_restricted(stream, str(path))
+        return read_file(path, MAX_METADATA_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
