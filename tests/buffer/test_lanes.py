@@ -1,12 +1,13 @@
-"""The lane of the CPU: launches at once, finishes when waited for, each once."""
+"""The lane of the CPU launches at once and finishes when waited for, each once; that of CUDA keeps streams in order."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.lanes import HostLane, make_lane, resolve_device
+from megatron_fsdp.buffer.lanes import HostLane, StreamLane, make_lane, resolve_device
 
 
 class LoggedWork:
@@ -87,6 +88,53 @@ def test_a_finish_that_waits_on_its_own_ticket_runs_once() -> None:
     tickets.append(recorder.lane.submit(lambda: recorder.launch("a"), finish))
     tickets[0].wait()
     assert recorder.log == ["a starts", "a done", "summed"]
+
+
+class LoggedStream:
+    """Stands for a CUDA stream, and notes what is queued on it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, other: "LoggedStream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        return f"what {self.name} has queued"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+class LoggedStreams:
+    """Stands for `torch.cuda`."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.lane, self.compute = LoggedStream("the lane", log), LoggedStream("compute", log)
+
+    def Stream(self, _device: torch.device) -> LoggedStream:  # noqa: N802 (torch's name)
+        return self.lane
+
+    def current_stream(self, _device: torch.device) -> LoggedStream:
+        return self.compute
+
+    def stream(self, stream: LoggedStream) -> AbstractContextManager[None]:
+        assert stream is self.lane
+        return nullcontext()
+
+
+def test_a_stream_lane_runs_behind_what_compute_has_queued_and_compute_waits_for_it() -> None:
+    recorder = Recorder()
+    lane = StreamLane(torch.device("cuda"), streams=LoggedStreams(recorder.log))
+    lane.submit(lambda: recorder.launch("a"), lambda: recorder.note("a summed")).wait()
+    assert recorder.log == [
+        "the lane waits for compute",
+        "a starts",
+        "a done",
+        "a summed",
+        "compute waits for what the lane has queued",
+    ]
 
 
 def test_the_cpu_has_a_host_lane() -> None:

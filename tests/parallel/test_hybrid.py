@@ -150,10 +150,12 @@ def defer_two_of_three(run: Run) -> None:
 
 
 def let_the_optimizer_synchronise(run: Run) -> None:
+    """What is scaled meanwhile waits for the outer ranks."""
     if run.sharded is not None:
         run.sharded.set_model_auto_sync(False)
     for step in range(3):
         run.loss(2 * step).backward()
+        run.scale(0.5)
         run.loss(2 * step + 1).backward()
         run.optimizer.step()
         run.note_gradients()

@@ -131,7 +131,6 @@ def test_dtensors_over_one_rank_equal_one_process(run_ranks: RunRanks, divide: D
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["clip_by_torch"])
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_the_norm_counts_every_element_once(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     """Parts are summed over tensor-parallel ranks; what they all hold is not."""

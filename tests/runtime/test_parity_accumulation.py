@@ -302,12 +302,7 @@ def scale_all(run: Run) -> None:
     run.loss(0).backward()
     with run.no_sync():
         run.loss(1).backward()
-    if run.sharded is not None:
-        run.sharded.scale_gradients(0.5)
-    else:
-        for param in run.parameters().values():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
+    run.scale(0.5)
     run.loss(2).backward()
     run.step()
 

@@ -91,22 +91,13 @@ def scale_and_clip(run: Run) -> None:
     for index, factor in enumerate((4.0, 0.5)):
         with run.no_sync():
             run.loss(3 * index).backward()
-        _scale(run, factor)
+        run.scale(factor)
         run.loss(3 * index + 1).backward()
-        _scale(run, 1.0 / factor)
+        run.scale(1.0 / factor)
         run.loss(3 * index + 2).backward()
-        _scale(run, factor)
+        run.scale(factor)
         run.note("norm", {"norm": Clip(3.5, by_model=True)._clip(run, SMALL)})
         run.step()
-
-
-def _scale(run: Run, factor: float) -> None:
-    if run.sharded is not None:
-        run.sharded.scale_gradients(factor)
-        return
-    for param in run.model.parameters():
-        if param.grad is not None:
-            param.grad.mul_(factor)
 
 
 @pytest.mark.parametrize("case", ["odd_shapes", "unused"])

@@ -220,6 +220,15 @@ class Run:
         self.note_parameters()
         self.optimizer.zero_grad()
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that were accumulated; of the sharded model also those that are not shown yet."""
+        if self.sharded is not None:
+            self.sharded.scale_gradients(factor)
+            return
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
     def train(self, *indices: int) -> None:
         """One ordinary step for each batch."""
         for index in indices:
