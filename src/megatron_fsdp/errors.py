@@ -9,6 +9,10 @@ class ConfigurationError(MegatronFSDPError, ValueError):
     """An argument, or a combination of arguments, cannot be honoured."""
 
 
+class MissingPackageError(ConfigurationError, ImportError):
+    """A feature needs a package that is not installed, or a later version of it; names the extra that brings it."""
+
+
 class CollectiveArgumentError(ConfigurationError, AssertionError):
     """Tensors of a public collective do not fit together; an AssertionError too, as the published function raises."""
 

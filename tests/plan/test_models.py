@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers")
-
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import build_meta_model
 from megatron_fsdp.plan.presets import PRESETS, preset_config
 from tests.support.tower import Tower
+
+transformers = pytest.importorskip("transformers")
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -91,8 +91,8 @@ def test_every_way_to_give_a_model(tmp_path: Path) -> None:
         ("lama-3-8b", r"'lama-3-8b' is no preset, .*; did you mean 'llama-3-8b'\? choose one of gpt2, "),
         ({"hidden_size": 8}, r"the config has no model_type \(hidden_size\)"),
         ({"model_type": "nonesuch"}, r"knows no model_type 'nonesuch'"),
-        ({**SMALL, "n_head": "two"}, r"gpt2.* is not valid|builds no causal language model from GPT2Config"),
-        ({"model_type": "resnet"}, r"builds no causal language model from ResNetConfig"),
+        ({**SMALL, "n_head": "two"}, r"gpt2.* is not valid|builds no AutoModelForCausalLM from GPT2Config"),
+        ({"model_type": "resnet"}, r"builds no AutoModelForCausalLM from ResNetConfig"),
         (build_real, r"weight has memory on cpu; build the model under torch.device\('meta'\)"),
         (build_nothing, r"build_nothing returned a int; it must return a model"),
         (f"{__name__}:SMALL", r"is a dict; give a function or class to call"),
@@ -121,7 +121,10 @@ def test_functions_decide_on_their_dtype() -> None:
 
 def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match="come from transformers, which is not installed"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"needs the package transformers, which is not installed; run .* or give an import path",
+    ):
         build_meta_model("llama-3-8b")
 
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_pieces, live_tensors, unwrap
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.runtime.random_state import same_random_numbers
 
 _COPY, _ORIGINAL = ".modules_to_save.", ".original_module."
@@ -41,10 +42,7 @@ def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
         ConfigurationError: peft is not installed, does not take the configuration for this model, or computes the
             adapters' first values from weights.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigurationError("peft_config is given and peft is not installed; pip install peft") from error
+    peft: Any = require("peft", "peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
         raise ConfigurationError(f"peft_config is a {type(peft_config).__name__}; give a configuration of peft")
     if peft_config.is_prompt_learning:

@@ -12,7 +12,6 @@ from torch import nn
 from megatron_fsdp.automodel.agreed import agree_on
 from megatron_fsdp.automodel.blueprints import (
     adopt_generation_config,
-    build_on_meta,
     config_of,
     find_folder,
     resolve_dtype,
@@ -21,6 +20,7 @@ from megatron_fsdp.automodel.config import DistributedConfig
 from megatron_fsdp.automodel.filling import ready_model
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
 from megatron_fsdp.automodel.sizes import SIZE_NAMES
+from megatron_fsdp.plan.models import build_from_config
 
 
 class _AutoModel:
@@ -88,11 +88,15 @@ class _AutoModel:
             CheckpointError: The files cannot be read or do not fit; names the weights.
             ConfigurationError: Another argument cannot be honoured.
         """
-        name = pretrained_model_name_or_path
+
+        def find() -> tuple[Path, Any]:
+            found = find_folder(pretrained_model_name_or_path)
+            return found, config_of(found, config, config_overrides)
+
         strategy, context, folder, model_config = agree_on(
             distributed_config,
             _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
-            lambda: (found := find_folder(name), config_of(found, config, config_overrides)),
+            find,
             {
                 "pipeline_config": pipeline_config,
                 "peft_config": peft_config,
@@ -102,9 +106,7 @@ class _AutoModel:
             },
         )
         assert folder is not None
-        twin = build_on_meta(
-            cls._transformers_class, model_config, resolve_dtype(dtype, model_config, folder), attn_implementation
-        )
+        twin = cls._on_meta(model_config, resolve_dtype(dtype, model_config, folder), attn_implementation)
         adopt_generation_config(twin, folder)
         return ready_model(
             twin,
@@ -164,14 +166,15 @@ class _AutoModel:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.
             ConfigurationError: Another argument cannot be honoured.
         """
-        from_folder = isinstance(config, str | Path)
+
+        def find() -> tuple[None, Any]:
+            is_folder = isinstance(config, str | Path)
+            return None, config_of(find_folder(config) if is_folder else None, None if is_folder else config, {})
+
         strategy, context, _, model_config = agree_on(
             distributed_config,
             _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
-            lambda: (
-                None,
-                config_of(find_folder(config) if from_folder else None, None if from_folder else config, {}),
-            ),
+            find,
             {
                 "pipeline_config": pipeline_config,
                 "peft_config": peft_config,
@@ -179,9 +182,7 @@ class _AutoModel:
                 "attn_implementation": attn_implementation,
             },
         )
-        twin = build_on_meta(
-            cls._transformers_class, model_config, resolve_dtype(dtype, model_config, None), attn_implementation
-        )
+        twin = cls._on_meta(model_config, resolve_dtype(dtype, model_config, None), attn_implementation)
         return ready_model(
             twin,
             strategy,
@@ -190,6 +191,11 @@ class _AutoModel:
             peft_config=peft_config,
             prepare_model=prepare_model,
         )
+
+    @classmethod
+    def _on_meta(cls, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+        options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+        return build_from_config(config, dtype, cls._transformers_class, **options)
 
 
 def _sizes(

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 
 from megatron_fsdp.checkpoint.hf.index import open_folder
 from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.plan.models import read_config
+
+transformers: Any = require("transformers", "megatron_fsdp.automodel")
 
 
 def find_folder(name_or_path: str | Path) -> Path:
@@ -53,13 +55,7 @@ def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> 
     else:
         if folder is None:
             raise ConfigurationError("config is None; give a config of transformers, or a folder that has one")
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(
-                f"{folder} has no config that transformers {transformers.__version__} reads: {reason}"
-            ) from error
+        config = read_config(folder)
     for name, value in overrides.items():
         if not hasattr(config, name) or callable(getattr(type(config), name, None)):
             raise ConfigurationError(
@@ -97,35 +93,6 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | N
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ConfigurationError(f"dtype={dtype!r}; give a floating-point torch.dtype, its name, or 'auto'")
     return resolved
-
-
-def build_on_meta(
-    transformers_class: str, config: Any, dtype: torch.dtype, attn_implementation: str | None
-) -> nn.Module:
-    """A model without memory, weights tied, with the dtypes that transformers would load it in.
-
-    Raises:
-        ConfigurationError: transformers has no model of this kind for the config, or refuses to build it.
-    """
-    if Version(transformers.__version__).major < 5:
-        raise ConfigurationError(f"transformers {transformers.__version__} is installed, and 5 or later is needed")
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    auto_class: Any = getattr(transformers, transformers_class)
-    try:
-        with torch.device("meta"):
-            model: Any = auto_class.from_config(config, dtype=dtype, **options)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"transformers {transformers.__version__} builds no {transformers_class} from {type(config).__name__}: "
-            f"{reason[:400]}"
-        ) from error
-    model.tie_weights()
-    for pattern, kept in model._get_dtype_plan(dtype).items():
-        for name, param in model.named_parameters():
-            if pattern in name and param.dtype != kept:
-                param.data = param.data.to(kept)
-    return model.train()
 
 
 def adopt_generation_config(model: Any, folder: Path) -> None:

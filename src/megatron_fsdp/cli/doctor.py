@@ -12,6 +12,7 @@ from megatron_fsdp.cli.doctor_models import CausalModel, RandomTokens
 from megatron_fsdp.cli.output import write_json, write_line, write_table
 from megatron_fsdp.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require_installed
 
 if TYPE_CHECKING:
     from megatron_fsdp.doctor import ParityReport
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatronFSDPError: It could not be run.
     """
+    require_installed("numpy", "doctor")  # torch sends objects between ranks by it
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
     model_fn, batch = _what(args)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.plan.models import read_config
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class CausalModel:
 
     def __call__(self) -> nn.Module:
         """The model."""
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_config(self._config())  # type: ignore[no-untyped-call]
+        config = self._config()
+        auto: Any = require("transformers", "--hf-config").AutoModelForCausalLM
+        model: nn.Module = auto.from_config(config)
         return model.eval()
 
     def vocabulary_size(self) -> int:
@@ -41,16 +43,9 @@ class CausalModel:
         Raises:
             ConfigurationError: transformers is missing, or this is no configuration.
         """
-        try:
-            from transformers import AutoConfig
-        except ImportError as error:
-            raise ConfigurationError("--hf-config needs transformers; pip install megatron-fsdp[hf]") from error
         if not Path(self.path).exists():
             raise ConfigurationError(f"--hf-config {self.path}: there is no such file or folder; give a local one")
-        try:
-            config = AutoConfig.from_pretrained(self.path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"--hf-config {self.path} cannot be read: {error}") from error
+        config = read_config(self.path)
         if self.layers is not None:
             config.num_hidden_layers = self.layers
         return config

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_fsdp.train import main
+
 NAME = "train"
 
 
@@ -23,6 +25,4 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    from megatron_fsdp.train.program import main  # torch's elastic launcher, which other commands do not need
-
     return main(argv)

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.import_path import import_by_path
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.names import nearest_name
 from megatron_fsdp.plan.presets import PRESETS, preset_config
 
@@ -93,15 +94,57 @@ def _read(path: Path) -> Mapping[str, Any]:
     return fields
 
 
-def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
-    """A causal language model of transformers, with weights tied and the dtypes that it would be loaded in."""
+def read_config(source: str | Path) -> Any:
+    """The config of transformers in a local folder or file.
+
+    Raises:
+        ConfigurationError: transformers is missing or does not read it.
+    """
+    transformers: Any = require("transformers", str(source))
     try:
-        import transformers
-    except ImportError as error:
+        return transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    except Exception as error:
         raise ConfigurationError(
-            "models of this config come from transformers, which is not installed; install it, or give an import path "
-            "'package.module:function' that builds the model"
+            f"{source} has no config that transformers {transformers.__version__} reads: {_first_words(error)}"
         ) from error
+
+
+def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
+    """A model of transformers on the meta device, with weights tied and the dtypes that it would be loaded in.
+
+    Args:
+        config: Of transformers.
+        dtype: Of the parameters that the family does not keep in another.
+        kind: Which auto class of transformers builds it.
+        options: Further arguments of its `from_config`.
+
+    Raises:
+        ConfigurationError: transformers has no such model for the config, or refuses to build it.
+    """
+    transformers: Any = require("transformers", kind)
+    try:
+        with torch.device("meta"):
+            model: Any = getattr(transformers, kind).from_config(config, dtype=dtype, **options)
+    except Exception as error:
+        raise ConfigurationError(
+            f"transformers {transformers.__version__} builds no {kind} from {type(config).__name__}: "
+            f"{_first_words(error)}"
+        ) from error
+    model.tie_weights()
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for name, param in model.named_parameters():
+            if pattern in name and param.dtype != kept:
+                param.data = param.data.to(kept)
+    return model.train()
+
+
+def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
+    """A causal language model of transformers."""
+    transformers: Any = require(
+        "transformers",
+        "a model of this config",
+        instead="give an import path 'package.module:function' that builds the model",
+    )
     config: Any = _config(transformers, given) if isinstance(given, Mapping) else given
     if not isinstance(config, transformers.PretrainedConfig):
         raise ConfigurationError(
@@ -110,21 +153,7 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is no torch.dtype; give one such as torch.bfloat16")
     chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
-    factory: Any = transformers.AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model: Any = factory.from_config(config, dtype=chosen)
-    except Exception as error:
-        raise ConfigurationError(
-            f"transformers {transformers.__version__} builds no causal language model from {type(config).__name__}: "
-            f"{_first_words(error)}"
-        ) from error
-    model.tie_weights()
-    for pattern, kept in model._get_dtype_plan(chosen).items():
-        for name, param in model.named_parameters():
-            if pattern in name and param.dtype != kept:
-                param.data = param.data.to(kept)
-    return _checked(model, None).train()
+    return _checked(build_from_config(config, chosen), None)
 
 
 def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.planning import Plan
 from megatron_fsdp.plan.report import GIB
 
@@ -26,15 +27,12 @@ def draw_memory(plan: Plan, path: Path) -> None:
         path: The file; its suffix says the format, such as .png or .svg.
 
     Raises:
-        ConfigurationError: matplotlib is not there, or knows no such format.
+        ConfigurationError: matplotlib is missing (MissingPackageError), or knows no such format.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "a picture needs matplotlib, which is not installed; pip install matplotlib, or leave the picture out"
-        ) from error
+    require("matplotlib", "a picture", instead="leave the picture out")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     moments = plan.step.moments
     times = [1e3 * moment.time_s for moment in moments]
     held = plan.memory.held.at_all_times + plan.memory.input_bytes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.errors import TraceError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.trace.chrome import stack_rows
 from megatron_fsdp.trace.ranks import common_steps, on_one_clock
 from megatron_fsdp.trace.summary import COLUMNS, hidden_part, summarise
@@ -58,13 +58,13 @@ def timeline_png(
         steps: Which ones, of those that all ranks recorded; None: the last one.
 
     Raises:
-        TraceError: matplotlib is missing, or a step was not recorded.
+        MissingPackageError: matplotlib is missing.
+        TraceError: A step was not recorded.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TraceError(f"a picture needs matplotlib ({error}); pip install matplotlib") from None
+    require("matplotlib", "a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     chosen = common_steps(timelines)[-1:] if steps is None else [common_steps(timelines, step)[0] for step in steps]
     shown = on_one_clock(timelines)
     panels = [_bars(timeline, chosen) for timeline in shown]

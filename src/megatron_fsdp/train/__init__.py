@@ -1,1 +1,24 @@
 """A complete small trainer over the library: `python -m megatron_fsdp.train`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron_fsdp.errors import MissingPackageError
+from megatron_fsdp.optional_packages import require_installed
+
+_EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what this process is for (`program.py`), once the packages of the trainer are there; return its exit code."""
+    try:
+        for package in ("numpy", "tokenizers", "rich"):
+            require_installed(package, "the trainer")
+    except MissingPackageError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _EXIT_USAGE
+    from megatron_fsdp.train import program  # torch, which is slow to import
+
+    return program.main(argv)

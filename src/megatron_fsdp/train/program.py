@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require_installed
 from megatron_fsdp.train.launch.crew import tidy_after_launcher
 from megatron_fsdp.train.launch.failures import EXIT_USAGE, MachineLeftError, report_failure
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
@@ -21,6 +22,7 @@ from megatron_fsdp.train.launch.streams import let_go, tell
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.environment import with_environment
 from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.model_checks import needs_transformers
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import check_backend, resolve
 from megatron_fsdp.train.reporting.writers.build import require_writers
@@ -42,6 +44,8 @@ def start_ranks(argv: Sequence[str]) -> int:
         ranks = choose_ranks(options.parallel.nproc, num_accelerators=num_accelerators, num_cores=count_cores())
         resolve_here(options, ranks)
         require_writers(options.reporting)
+        if (flag := needs_transformers(options)) is not None:
+            require_installed("transformers", flag)
     except ConfigurationError as error:
         tell(f"error: {error}")
         let_go()

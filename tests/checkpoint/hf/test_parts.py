@@ -44,7 +44,7 @@ def follow(values: list[Any], steps: list[tuple[str, int, int]]) -> list[Any]:
         elif step == "unbind" and first.shape[dim] < 5 and len(first.shape) > 1:
             values = [*torch.unbind(first, dim), *values[1:]]
         elif step == "squeeze":
-            values = [first.squeeze(dim).contiguous(), *values[1:]]
+            values = [(first.squeeze(dim) if count > 1 else first.squeeze()).contiguous(), *values[1:]]
         elif step == "cat":
             fitting = [v for v in values if len(v.shape) == len(first.shape) and _fits(v.shape, first.shape, dim)]
             values = [torch.cat(fitting, dim=dim)]

@@ -1,11 +1,10 @@
-import builtins
 import math
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import MissingPackageError
 from megatron_fsdp.train.reporting.metrics import Evaluation
 from megatron_fsdp.train.reporting.plot import plot_run, smooth
 from tests.train.reporting.records import record
@@ -55,13 +54,6 @@ def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_missing_matplotlib_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    importer = builtins.__import__
-
-    def refuse(name: str, *arguments: Any, **named: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return importer(name, *arguments, **named)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match="a picture needs the package matplotlib, which is not installed"):
         plot_run(tmp_path, [record(1)], [], "title")

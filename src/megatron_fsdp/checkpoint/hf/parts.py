@@ -7,6 +7,7 @@ through transformers' own conversions, which move no data then, but leave behind
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,8 +121,10 @@ class FileTensor:
                 )
         return FileTensor(_replaced(self.shape, dim, length), tuple(found))
 
-    def squeeze(self, dim: int) -> FileTensor:
-        """Without a dimension of length 1; unchanged where it is longer."""
+    def squeeze(self, dim: int | None = None) -> FileTensor:
+        """Without a dimension of length 1, or without all such; unchanged where it is longer."""
+        if dim is None:  # up to transformers 5.18
+            return functools.reduce(FileTensor.squeeze, reversed(range(self.ndim)), self)
         dim %= max(self.ndim, 1)
         if not self.shape or self.shape[dim] != 1:
             return self

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.sources import SavedDataset, TextFiles
 
 PIECE = 2**20  # characters; a longer document is tokenized in pieces that end with a line where there is one
@@ -211,13 +212,7 @@ def dataset_bytes(folder: Path, key: str) -> int:
 
 
 def _dataset_column(folder: Path, key: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigurationError(
-            f"--data-path {folder} was saved by the package `datasets`, which is not installed: pip install datasets, "
-            "or give text, JSON lines or token ids"
-        ) from None
+    datasets: Any = require("datasets", f"--data-path {folder}", instead="give text, JSON lines or token ids")
     try:
         found: Any = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.engines.sharded import shard_decoder
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model_checks import uses_transformers
+from megatron_fsdp.train.options.model_checks import needs_transformers, uses_transformers
 
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
@@ -21,18 +21,14 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
 
     Raises:
         CheckpointError: Weights of `--hf-model` do not fit.
-        ConfigurationError: The model cannot be built or sharded so, or transformers is needed and not installed.
+        ConfigurationError: The model cannot be built or sharded so, or transformers is missing (MissingPackageError).
     """
     is_ours = not uses_transformers(job.options.model)
     if is_ours and job.engine != "torch_fsdp2":
         return shard_decoder(job, rank, build_decoder(job, vocab_size, rank.device))
-    try:
-        from megatron_fsdp.train.engines import fsdp2, sharded_pipeline, transformers_sharded
-    except ModuleNotFoundError as error:
-        what = "--use-torch-fsdp2" if is_ours else "a model of transformers"
-        raise ConfigurationError(
-            f"{what} needs the package {error.name}, which is not installed: pip install 'megatron-fsdp[hf]'"
-        ) from error
+    require("transformers", needs_transformers(job.options) or "this model")
+    from megatron_fsdp.train.engines import fsdp2, sharded_pipeline, transformers_sharded
+
     if job.engine != "torch_fsdp2" and job.sizes.pipeline > 1:
         return sharded_pipeline.shard_stages(job, rank, vocab_size)
     if job.engine != "torch_fsdp2":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp.automodel import FSDP2Config, Pipeline, build_mesh_context
-from megatron_fsdp.automodel.blueprints import build_on_meta, refuse_quantised
+from megatron_fsdp.automodel.blueprints import refuse_quantised
 from megatron_fsdp.automodel.initial_values import allocate
 from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
@@ -18,6 +18,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stage_model import tied_embedding
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.runtime.module_checks import EMPTY
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.context_cut import ContextCut
@@ -90,7 +91,7 @@ def shard_stages(job: Job, rank: Rank, vocab_size: int) -> ShardedPipelineModel:
     context = build_mesh_context(
         FSDP2Config(backend=backend_of(rank)), tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context
     )
-    twin = build_on_meta("AutoModelForCausalLM", config, job.dtype, None)
+    twin = build_from_config(config, job.dtype)
     refuse_quantised(twin)
     _refuse_tied_shards(twin, context)
     torch.manual_seed(job.options.training.seed)

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp.automodel import MegatronFSDPConfig, build_mesh_context
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.blueprints import adopt_generation_config, build_on_meta, refuse_quantised
+from megatron_fsdp.automodel.blueprints import adopt_generation_config, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.forwards import recompute_in_backward
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
@@ -20,6 +20,7 @@ from megatron_fsdp.automodel.meshes import MeshContext, get_megatron_dp_axis
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.runtime.module_checks import EMPTY
 from megatron_fsdp.train.engines.context_cut import ContextCut
 from megatron_fsdp.train.engines.experts import expert_ranks
@@ -50,7 +51,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
     context = build_mesh_context(
         MegatronFSDPConfig(backend=backend), tp_size=job.sizes.tensor, cp_size=job.sizes.context
     )
-    twin = build_on_meta("AutoModelForCausalLM", config, job.dtype, None)
+    twin = build_from_config(config, job.dtype)
     refuse_quantised(twin)
     if options.model.hf_model is not None:
         adopt_generation_config(twin, options.model.hf_model)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.experts_stand_in import balanced_experts
+from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.models.transformers_config import transformers_config
@@ -54,12 +55,8 @@ def model_flops(job: Job, vocab_size: int) -> float:
     if not uses_transformers(job.options.model):
         with torch.device("meta"):
             return float(sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM
     config = transformers_config(job.options.model, vocab_size)
-    with torch.device("meta"):
-        model = auto.from_config(config).to(torch.bfloat16)  # what grouped products take on meta
+    model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # what grouped products take on meta
     try:
         with balanced_experts(model):
             return float(sample_flops(model, job.seq_length))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.plan.models import read_config
 from megatron_fsdp.train.models.build import padded_vocab_size, required_sizes
 from megatron_fsdp.train.options.model import ModelOptions
 
@@ -27,13 +29,7 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     if not source.exists():
         flag = "--hf-model" if options.hf_model is not None else "--hf-config"
         raise ConfigurationError(f"{flag} {source} does not exist: give a local folder or file of transformers")
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source, local_files_only=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"{source} has no configuration that transformers reads: {reason[:300]}") from error
+    return read_config(source)
 
 
 def check_fits(config: Any, vocab_size: int, seq_length: int) -> int:
@@ -65,8 +61,7 @@ def check_fits(config: Any, vocab_size: int, seq_length: int) -> int:
 
 
 def _from_shape(options: ModelOptions, vocab_size: int) -> Any:
-    import transformers
-
+    transformers: Any = require("transformers", "--transformer-impl transformers")
     num_layers, dim, num_heads = required_sizes(options)
     if options.kv_channels is None and dim % num_heads:
         raise ConfigurationError(

@@ -17,6 +17,16 @@ def uses_transformers(model: ModelOptions) -> bool:
     return model.transformer_impl == "transformers" or model.hf_config is not None or model.hf_model is not None
 
 
+def needs_transformers(options: Options) -> str | None:
+    """The flag because of which the package is needed; None: there is none."""
+    model = options.model
+    if model.hf_model is not None or model.hf_config is not None:
+        return "--hf-model" if model.hf_model is not None else "--hf-config"
+    if uses_transformers(model):
+        return "--transformer-impl transformers"
+    return "--use-torch-fsdp2" if options.parallel.use_torch_fsdp2 else None
+
+
 def check_model(options: Options) -> None:
     """Refuse options that the model cannot honour, or that could do nothing.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plot_run(folder: Path, records: Sequence[StepRecord], evaluations: Sequence[
         The PNG files.
 
     Raises:
-        ConfigurationError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed.
         OSError: A file cannot be written.
     """
     paths = [folder / name for name in (LOSS_FILE, THROUGHPUT_FILE, MEMORY_FILE)]
@@ -104,11 +104,10 @@ def plot_memory(path: Path, records: Sequence[StepRecord], title: str) -> None:
 
 def _new(title: str, ylabel: str) -> tuple[Figure, Axes]:
     """An empty picture over steps."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
+    require("matplotlib", "a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=_SIZE_IN, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require_installed
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.reporting import ReportingOptions
 from megatron_fsdp.train.reporting.writers.json_lines import METRICS_FILE, JsonLines
@@ -24,15 +23,12 @@ def require_writers(options: ReportingOptions) -> None:
     """Check that what was asked for is installed; nothing is imported.
 
     Raises:
-        ConfigurationError: A package is missing.
+        MissingPackageError: A package is missing.
     """
     for name, package in _NEEDED.items():
-        if getattr(options, name) is not None and not _is_here(package):
+        if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(
-                f"{flag} needs the package {package}, which is not installed: `pip install {package}`, or leave {flag} "
-                "out"
-            )
+            require_installed(package, flag, instead="leave it out")
 
 
 def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Writer]:
@@ -57,10 +53,3 @@ def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callab
     if uri is not None:
         makers.append(("MLflow", lambda: MlflowWriter(folder, uri, config)))
     return [Careful(make, name, say) for name, make in makers]
-
-
-def _is_here(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that was put in place by hand has no spec
-        return True

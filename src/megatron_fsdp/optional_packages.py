@@ -1,0 +1,87 @@
+"""Packages that only some features need: where one is missing or too old, one sentence names the extra that brings it.
+
+The distribution is not on the package index, where its name is another's: extras are installed from a checkout.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from types import ModuleType
+
+from packaging.version import Version
+
+from megatron_fsdp.errors import MissingPackageError
+
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "hf": {"transformers": "5.1", "safetensors": "0.5"},
+    "train": {
+        "rich": "13",
+        "tokenizers": "0.20",
+        "datasets": "3",
+        "matplotlib": "3.8",
+        "tensorboard": "2.17",
+    },
+}
+"""Extra -> package -> oldest version that will do; what pyproject.toml says, which a test compares."""
+
+
+def require(package: str, for_what: str, instead: str = "") -> ModuleType:
+    """Import a package that may be missing.
+
+    Args:
+        package: Its name, and that of its module.
+        for_what: What needs it, as the subject of a sentence: "--hf-model", "a picture".
+        instead: What else the user may do: "leave the picture out".
+
+    Raises:
+        MissingPackageError: It is not installed, too old, or cannot be imported.
+    """
+    require_installed(package, for_what, instead)
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{for_what} needs the package {package}, which cannot be imported ({error}); {_cure(package, instead)}"
+        ) from error
+
+
+def require_installed(package: str, for_what: str, instead: str = "") -> None:
+    """Check the same without importing it, for a process that does not use it itself.
+
+    Raises:
+        MissingPackageError: It is not installed, or too old.
+    """
+    needed = next((packages[package] for packages in EXTRAS.values() if package in packages), "0")
+    if not _is_here(package):
+        problem = f"needs the package {package}, which is not installed"
+    elif (found := _version(package)) is not None and Version(found) < Version(needed):
+        problem = f"needs {package} {needed} or later, and {found} is installed"
+    else:
+        return
+    raise MissingPackageError(f"{for_what} {problem}; {_cure(package, instead)}")
+
+
+def _cure(package: str, instead: str) -> str:
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    how = f"pip install {package}" if extra is None else f"pip install -e '.[{extra}]' in the checkout of megatron-fsdp"
+    return f"run {how}" + (f", or {instead}" if instead else "")
+
+
+def _is_here(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module that was put in place by hand has no spec
+        return True
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    """What is installed, as far as its metadata tells."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
