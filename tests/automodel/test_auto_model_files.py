@@ -24,6 +24,7 @@ from tests.automodel.training import plain_name, strategy, whole
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
 from tests.support.parity import fixed_seed
+from tests.support.small_language_models import folder_with_code
 
 WEIGHTS = "model.safetensors"
 
@@ -99,6 +100,21 @@ def test_what_is_missing_is_drawn_if_that_is_asked_for(run_ranks: RunRanks, tmp_
     assert 0.015 < drawn.std() < 0.025  # initializer_range is 0.02
 
 
+def from_config_with(options: dict[str, Any]) -> str:
+    try:
+        AutoModelForCausalLM.from_config(config_of("llama"), distributed_config=strategy("ddp"), **options)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_from_config_refuses_what_only_transformers_own_takes(run_ranks: RunRanks) -> None:
+    for options in ({"device_map": "cpu"}, {"trust_remote_code": True}):
+        first, second = run_ranks(2, from_config_with, options)
+        assert f"{next(iter(options))}={next(iter(options.values()))!r}" in first
+        assert first == second
+
+
 def test_folders_names_and_fields_that_are_not_there_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
     empty = tmp_path / "empty"
@@ -114,6 +130,9 @@ def test_folders_names_and_fields_that_are_not_there_are_refused(run_ranks: RunR
         (str(tmp_path / "model"), {"dtype": "int8"}, "dtype='int8'"),
         (str(tmp_path / "model"), {"attn_implementation": "of_tomorrow"}, "of_tomorrow"),
         (str(tmp_path / "model"), {"peft_config": {}}, "peft_config is a dict"),
+        (str(tmp_path / "model"), {"device_map": "auto"}, "device_map='auto' puts whole layers on devices"),
+        (str(tmp_path / "model"), {"trust_remote_code": True}, "code that lies beside weights is never run here"),
+        (str(folder_with_code(tmp_path / "own")), {}, "it needs code of its own (auto_map), which is never run here"),
     ]
     for folder, options, told in cases:
         first, second = run_ranks(2, refusal, folder, "fsdp2", options)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.models import build_meta_model
+from megatron_fsdp.plan.models import build_from_config, build_meta_model, read_config
 from megatron_fsdp.plan.presets import PRESETS, preset_config
+from tests.support.small_language_models import folder_with_code
 from tests.support.tower import Tower
 
 transformers = pytest.importorskip("transformers")
@@ -126,6 +127,18 @@ def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"needs the package transformers, which is not installed; run .* or give an import path",
     ):
         build_meta_model("llama-3-8b")
+
+
+def test_code_of_a_folder_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asks on standard input"))
+    folder = folder_with_code(tmp_path / "own")
+    refused = r"it needs code of its own \(auto_map\), which is never run here; run it yourself, and register"
+    with pytest.raises(ConfigurationError, match=f"own has no config that transformers .* reads: {refused}"):
+        read_config(folder)
+    config = transformers.PretrainedConfig(auto_map={"AutoModelForCausalLM": "own.OwnModel"}, name_or_path=str(folder))
+    with pytest.raises(ConfigurationError, match=f"builds no AutoModelForCausalLM from .*: {refused}"):
+        build_from_config(config, torch.float32)
+    assert not (folder / "has_run").exists()
 
 
 def test_unknown_preset_names_the_nearest() -> None:

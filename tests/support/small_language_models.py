@@ -1,5 +1,7 @@
 """Small language models of transformers, one of each kind that computes differently."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,3 +70,14 @@ def unit_names(name: str) -> list[str]:
     """The root and the layers of a model of the table."""
     layers = "transformer.h" if name.startswith("gpt2") else "model.layers"
     return ["", *(f"{layers}.{index}" for index in range(LAYERS))]
+
+
+def folder_with_code(folder: Path) -> Path:
+    """Make a folder of a model whose classes lie beside its weights; when they are imported, `has_run` appears."""
+    folder.mkdir()
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}), encoding="utf-8")
+    code = f"import pathlib, transformers\npathlib.Path({str(folder / 'has_run')!r}).touch()\n"
+    classes = "class OwnConfig(transformers.PretrainedConfig): ...\nclass OwnModel: ...\n"
+    (folder / "own.py").write_text(code + classes, encoding="utf-8")
+    return folder

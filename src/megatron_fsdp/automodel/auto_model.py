@@ -14,6 +14,7 @@ from megatron_fsdp.automodel.blueprints import (
     adopt_generation_config,
     config_of,
     find_folder,
+    refuse_foreign,
     resolve_dtype,
 )
 from megatron_fsdp.automodel.config import DistributedConfig
@@ -52,6 +53,8 @@ class _AutoModel:
         key_mapping: Any = None,
         strict: bool = True,
         prepare_model: Callable[[nn.Module], object] | None = None,
+        device_map: None = None,
+        trust_remote_code: bool | None = False,
         **config_overrides: Any,
     ) -> Any:
         """Build a model without memory, make it parallel, and read its weights straight into the shards; collective.
@@ -77,6 +80,8 @@ class _AutoModel:
             key_mapping: As of `load_hf`.
             strict: Refuse files that lack a weight or have more. False: draw what is missing, and warn.
             prepare_model: Called with the model before it is made parallel, on the meta device: to freeze parameters.
+            device_map: Refused, as every rank holds a part of every layer.
+            trust_remote_code: Refused where true: code that lies beside weights is never run.
             config_overrides: Fields of the config.
 
         Returns:
@@ -90,6 +95,7 @@ class _AutoModel:
         """
 
         def find() -> tuple[Path, Any]:
+            refuse_foreign(device_map, trust_remote_code)
             found = find_folder(pretrained_model_name_or_path)
             return found, config_of(found, config, config_overrides)
 
@@ -138,6 +144,8 @@ class _AutoModel:
         dtype: torch.dtype | str | None = "auto",
         attn_implementation: str | None = None,
         prepare_model: Callable[[nn.Module], object] | None = None,
+        device_map: None = None,
+        trust_remote_code: bool | None = False,
     ) -> Any:
         """Build a model without memory, make it parallel, and draw its weights straight into the shards; collective.
 
@@ -158,6 +166,8 @@ class _AutoModel:
             dtype: See there; "auto" or None: what the config says, else torch's default.
             attn_implementation: See there.
             prepare_model: See there.
+            device_map: See there.
+            trust_remote_code: See there.
 
         Returns:
             See there.
@@ -168,6 +178,7 @@ class _AutoModel:
         """
 
         def find() -> tuple[None, Any]:
+            refuse_foreign(device_map, trust_remote_code)
             is_folder = isinstance(config, str | Path)
             return None, config_of(find_folder(config) if is_folder else None, None if is_folder else config, {})
 

@@ -42,6 +42,25 @@ def find_folder(name_or_path: str | Path) -> Path:
         ) from error
 
 
+def refuse_foreign(device_map: object, trust_remote_code: object) -> None:
+    """Refuse what transformers' own loaders take, and these cannot honour.
+
+    Raises:
+        ConfigurationError: One of them is given.
+    """
+    if device_map is not None:
+        raise ConfigurationError(
+            f"device_map={device_map!r} puts whole layers on devices, and here every rank holds a part of each layer; "
+            "leave it out, and divide the model by distributed_config and sizes such as tp_size"
+        )
+    if trust_remote_code:
+        raise ConfigurationError(
+            f"trust_remote_code={trust_remote_code!r}, but code that lies beside weights is never run here; leave it "
+            "out, and register classes of your own with transformers first (AutoConfig.register, "
+            "AutoModelForCausalLM.register)"
+        )
+
+
 def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:
     """The config of the model, as a copy: the one that is given, or the folder's.
 

@@ -30,7 +30,7 @@ class CausalModel:
         """The model."""
         config = self._config()
         auto: Any = require("transformers", "--hf-config").AutoModelForCausalLM
-        model: nn.Module = auto.from_config(config)
+        model: nn.Module = auto.from_config(config, trust_remote_code=False)
         return model.eval()
 
     def vocabulary_size(self) -> int:

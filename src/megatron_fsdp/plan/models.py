@@ -95,14 +95,15 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def read_config(source: str | Path) -> Any:
-    """The config of transformers in a local folder or file.
+    """The config of transformers in a local folder or file; code that lies beside it is not run.
 
     Raises:
         ConfigurationError: transformers is missing or does not read it.
     """
     transformers: Any = require("transformers", str(source))
     try:
-        return transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        # None, the default of transformers, would ask on standard input whether to run code of the folder.
+        return transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigurationError(
             f"{source} has no config that transformers {transformers.__version__} reads: {_first_words(error)}"
@@ -124,7 +125,9 @@ def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelFor
     transformers: Any = require("transformers", kind)
     try:
         with torch.device("meta"):
-            model: Any = getattr(transformers, kind).from_config(config, dtype=dtype, **options)
+            model: Any = getattr(transformers, kind).from_config(
+                config, dtype=dtype, trust_remote_code=False, **options
+            )
     except Exception as error:
         raise ConfigurationError(
             f"transformers {transformers.__version__} builds no {kind} from {type(config).__name__}: "
@@ -188,7 +191,13 @@ def _checked(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _first_words(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return (
+            "it needs code of its own (auto_map), which is never run here; run it yourself, and register its classes "
+            "with transformers first (AutoConfig.register, AutoModelForCausalLM.register)"
+        )
+    return text[:400]
 
 
 def _name(function: object) -> str:
