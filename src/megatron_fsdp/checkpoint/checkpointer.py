@@ -134,7 +134,7 @@ class Checkpointer:
         extra: Extras | None = None,
         with_rng: bool = True,
         strict: bool = True,
-        verify: bool = False,
+        verify: bool | None = None,
     ) -> LoadReport:
         """Load the latest checkpoint, or that of an iteration; arguments and errors as of `load_checkpoint`."""
         self.wait()
@@ -212,7 +212,7 @@ def load_checkpoint(
     extra: Extras | None = None,
     with_rng: bool = True,
     strict: bool = True,
-    verify: bool = False,
+    verify: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load one checkpoint; collective.
@@ -229,7 +229,8 @@ def load_checkpoint(
         with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
         strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
             fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work.
+        verify: Compare everything with the manifest first; ranks share the work. None: where there is one. It takes
+            about as long as reading.
         group: The ranks; None: all.
 
     Returns:

@@ -19,6 +19,7 @@ from megatron_fsdp.checkpoint.extras import ExtraMatch, match_extra
 from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, check_names, device_of
+from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import Match, asked_sections, match_model, note_left_out
 from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.report import LoadReport
@@ -49,7 +50,7 @@ def read_checkpoint(
     extra: Extras | None = None,
     with_rng: bool = True,
     strict: bool = True,
-    verify: bool = False,
+    verify: bool | None = None,
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
@@ -66,7 +67,8 @@ def read_checkpoint(
         with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
         strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
             fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work.
+        verify: Compare everything with the manifest first; ranks share the work. None: where there is one. It takes
+            about as long as reading.
         group: The ranks; None: all.
         facts: What else all ranks have to have been asked for alike, by name.
 
@@ -86,7 +88,7 @@ def read_checkpoint(
         report = plan.match.report(plan.iteration)
         if strict:
             report.require_complete(str(folder))
-        if verify:
+        if verify or (verify is None and Manifest.read(plan.folder.path) is not None):
             notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group)))
         objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
         return plan, report, objects, _random_states(plan.folder, model, group) if with_rng else None
@@ -96,7 +98,8 @@ def read_checkpoint(
         if with_rng:
             notes.append(_restore_rng(random_states))
 
-    asked = {"strict": str(bool(strict)), "verify": str(bool(verify))} | facts_of(optimizer, extra, with_rng)
+    compares = "where there is a manifest" if verify is None else str(bool(verify))
+    asked = {"strict": str(bool(strict)), "verify": compares} | facts_of(optimizer, extra, with_rng)
     plan, report, objects, random_states = together(doing, prepare, group, {**(facts or {}), **asked})
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)

@@ -232,12 +232,20 @@ class RunCheckpoints:
                 extra=None if finetunes else self._extra(),
                 with_rng=not without_rng,
                 strict=options.strict_fsdp_dtensor_load,
-                verify=options.verify_integrity,
+                verify=self._compares,
             )
         progress = self._state.progress
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
         for change in self._state.changes():
             self._say(f"not as it was saved, so losses may differ from one run: {change}")
+
+    @property
+    def _compares(self) -> bool | None:
+        """Whether to compare what is loaded with its checksums; None: where it has some."""
+        if self._origin.is_compared:
+            return False
+        options = self._run.job.options
+        return options.checkpoint.verify_integrity if options.is_given("verify_integrity") else None
 
     def _extra(self) -> dict[str, Any]:
         """What is saved beside weights and optimizer: the loop's own state and, in float16, the scale of the loss."""

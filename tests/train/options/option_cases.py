@@ -257,7 +257,7 @@ _CHECKPOINT = {
             "no_load_optim": ("--no-load-optim", True),
             "no_load_rng": ("--no-load-rng", True),
             "strict_fsdp_dtensor_load": ("--no-strict-fsdp-dtensor-load", False),
-            "verify_integrity": ("--verify-integrity", True),
+            "verify_integrity": ("--no-verify-integrity", False),
         },
     ),
     **plain(

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fsdp.checkpoint import checkpointer
 from tests.conftest import RunRanks
-from tests.support.train_program import by_step, differences, metrics, run, train, write_text
+from tests.support.train_program import by_step, differences, metrics, refusal, run, train, write_text
 from tests.train.recovery.test_resume import NUMBERS, POINTER, output_after_restart, saved
 
 
@@ -142,6 +142,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     run_ranks(2, train, *data, "--save", str(tmp_path / "all"), "--out", str(tmp_path / "whole"))
     run_ranks(2, output_after_restart, *options, "--exit-interval", "6")
     flip(folder / "iter_0000006")
+    named = (*data, "--load", str(folder / "iter_0000006"))
+    (refused, _) = run_ranks(2, refusal, *named, "--out", str(tmp_path / "refused"))
+    assert refused.startswith(f"CheckpointError: loading {folder}/iter_0000006 failed (rank")
+    assert " is damaged: " in refused
+    run_ranks(2, train, *named, "--no-verify-integrity", "--out", str(tmp_path / "trusting"))
     next((folder / "iter_0000004").glob("*.distcp")).unlink()
     told = run_ranks(2, output_after_restart, *options)[0]
     for step in (6, 4):

@@ -25,7 +25,8 @@ class CheckpointOptions:
         no_load_optim: Load no optimizer state: the optimizer begins anew.
         no_load_rng: Load no random states.
         strict_fsdp_dtensor_load: Refuse a checkpoint that does not fit, in place of loading what fits.
-        verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded.
+        verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded; those that it
+            has, or where the flag is given, those that it must have.
         ckpt_format: Only fsdp_dtensor is written and read here.
         dump_param_to_param_group_map: Write which parameter group each parameter belongs to into this folder, for the
             converter.
@@ -42,7 +43,7 @@ class CheckpointOptions:
     no_load_optim: bool = False
     no_load_rng: bool = False
     strict_fsdp_dtensor_load: bool = True
-    verify_integrity: bool = False
+    verify_integrity: bool = True
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "fsdp_dtensor"
     dump_param_to_param_group_map: Path | None = None
 

@@ -30,10 +30,12 @@ class Origin:
     Attributes:
         folder: Checkpoint, or folder of checkpoints, to load; None: it begins with fresh weights.
         is_own: Whether this run has saved it itself, before it was started again; then all of it is loaded.
+        is_compared: Whether all of it was compared with its checksums just now.
     """
 
     folder: Path | None = None
     is_own: bool = False
+    is_compared: bool = False
 
 
 def find_origin(job: Job, say: Say) -> Origin:
@@ -54,7 +56,7 @@ def find_origin(job: Job, say: Say) -> Origin:
     if job.load_is_optional and options.save is not None:
         found = newest_sound(options.save, say)
         if found is not None:
-            return Origin(found, is_own=job.restarts > 0)
+            return Origin(found, is_own=job.restarts > 0, is_compared=True)
         if options.load is None or options.load.resolve() == options.save.resolve():
             say(f"{options.save} holds no checkpoint yet: starting from the first step")
             return Origin()
