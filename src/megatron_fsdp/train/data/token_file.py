@@ -120,7 +120,7 @@ def crc32_of(files: tuple[TokenFile, ...]) -> int:
     found = 0
     for file in files:
         for _, block in _blocks(file.open()):
-            found = zlib.crc32(block, found)
+            found = zlib.crc32(block.data, found)
     return found
 
 
