@@ -182,7 +182,7 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
         assert all(same_there), variant
         assert steps == steps_there
         wanted = {"leave_one_out": {3.0, 5.0}, "set_back_one_number": {2.0, 5.0}, "forget_one_state": {2.0, 5.0}}
-        assert set(steps) == wanted.get(deed.__name__, {5.0})
+        assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
 
 def memory_of_state() -> tuple[int, int]:
@@ -221,7 +221,9 @@ def order_of_state() -> tuple[list[int], list[int]]:
 
 def test_state_is_in_the_order_of_parameters_on_every_rank(run_ranks: RunRanks) -> None:
     for order, saved in run_ranks(3, order_of_state):
-        assert order == saved == sorted(order)
+        assert order == sorted(order)
+        assert saved == sorted(saved)
+        assert set(order) < set(saved)  # which has blank state of the parameter that was not used
 
 
 # ---- hooks, failures and what cannot be joined -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
@@ -562,3 +564,27 @@ def test_an_optimizer_takes_no_second_model_later(run_ranks: RunRanks) -> None:
             "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
             "parameters of all models"
         )
+
+
+def collect_a_model_between_hooks() -> bool:
+    """A model that is garbage is collected while torch iterates over its hooks for the steps of all optimizers."""
+    garbage: Any = wrap(3)
+    garbage.cycle = [garbage]
+    reference = weakref.ref(garbage)
+    del garbage
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    handle = register_optimizer_step_post_hook(lambda *_: collect())
+    try:
+        torch.optim.SGD([weight], lr=0.1).step()
+    finally:
+        handle.remove()
+    return reference() is None
+
+
+def collect() -> None:
+    gc.collect()
+
+
+def test_a_model_may_be_collected_during_a_step_of_others(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, collect_a_model_between_hooks) == [True, True]

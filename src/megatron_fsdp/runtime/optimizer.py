@@ -451,12 +451,20 @@ class StepWatcher(Protocol):
 
 def watch_optimizers(watcher: StepWatcher) -> None:
     """Tell a model of every step of any optimizer in the process, connected or not, for as long as the model lives."""
-    reference = weakref.ref(watcher)
+    _watchers().add(watcher)
+
+
+@functools.cache
+def _watchers() -> weakref.WeakSet[StepWatcher]:
+    """Register torch's global hook, once, and return who hears of it.
+
+    The hook stays: a model may be collected while torch iterates over its hooks, which must not change then.
+    """
+    watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 
     def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.note_step(optimizer)
+        for watcher in tuple(watchers):
+            watcher.note_step(optimizer)
 
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(watcher, handle.remove)
+    register_optimizer_step_post_hook(after_step)
+    return watchers

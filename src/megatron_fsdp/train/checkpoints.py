@@ -308,5 +308,5 @@ def in_options() -> Iterator[None]:
 
 def numbers_in(folder: Path, above: int) -> frozenset[int]:
     """The steps above one that folders of checkpoints here are named after, whole or not."""
-    found = (iteration_of(path.name) for path in folder.iterdir())
+    found = (iteration_of(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return frozenset(number for number in found if number is not None and number > above)
