@@ -229,8 +229,8 @@ def load_checkpoint(
         with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
         strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
             fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work. None: where there is one. It takes
-            about as long as reading.
+        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
+            None: where there is one, and without the sections that are not loaded.
         group: The ranks; None: all.
 
     Returns:

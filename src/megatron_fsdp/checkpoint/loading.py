@@ -18,7 +18,7 @@ from megatron_fsdp.checkpoint.extra_optimizer import as_extra
 from megatron_fsdp.checkpoint.extras import ExtraMatch, match_extra
 from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, Extras, check_names, device_of
+from megatron_fsdp.checkpoint.live_state import ITERATION, OPTIMIZER, Extras, check_names, device_of
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import Match, asked_sections, match_model, note_left_out
 from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
@@ -67,8 +67,8 @@ def read_checkpoint(
         with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
         strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
             fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work. None: where there is one. It takes
-            about as long as reading.
+        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
+            None: where there is one, and without the sections that are not loaded.
         group: The ranks; None: all.
         facts: What else all ranks have to have been asked for alike, by name.
 
@@ -89,7 +89,9 @@ def read_checkpoint(
         if strict:
             report.require_complete(str(folder))
         if verify or (verify is None and Manifest.read(plan.folder.path) is not None):
-            notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group)))
+            unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {rng.SECTION})}
+            without = () if verify else unread
+            notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group), without))
         objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
         return plan, report, objects, _random_states(plan.folder, model, group) if with_rng else None
 
