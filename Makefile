@@ -26,10 +26,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-full fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test test-full mutants fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test test-full fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test test-full mutants fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -61,6 +61,10 @@ test: $(READY)
 
 test-full: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+# Faults planted one at a time: which test finds each (CONTRIBUTING.md); ARGS="--only norm", ARGS="--list".
+mutants: $(READY)
+	$(PY) tools/mutants.py $(ARGS)
 
 # Random models, meshes, strategies and options against one process; ARGS="--cases 1000 --first-seed 0".
 fuzz: $(READY)

@@ -1,0 +1,78 @@
+"""The faults of `make mutants` can be planted, and what it says of a test run is what happened."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_tree import ROOT
+from tools.mutants import Mutant, Outcome, as_table, failing_test, load_mutants, main
+
+MUTANTS = load_mutants()
+
+
+def is_there(test: str) -> bool:
+    """Whether there is such a file, folder or function."""
+    path, _, function = test.partition("::")
+    return (ROOT / path).exists() and (not function or f"def {function}(" in (ROOT / path).read_text())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_fault_can_be_planted_and_its_first_tests_are_there(mutant: Mutant) -> None:
+    ast.parse(mutant.planted(ROOT))
+    assert mutant.new != mutant.old
+    assert mutant.tests
+    assert [test for test in mutant.tests if not is_there(test)] == []
+
+
+def test_the_table_of_the_guide_has_these_faults() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| ")]
+    names = {row[0].removeprefix("| ") for row in rows}
+    assert [mutant.name for mutant in MUTANTS if mutant.name not in names] == []
+
+
+def test_a_fault_whose_text_has_moved_is_stale(tmp_path: Path) -> None:
+    fault = Mutant("x", "a.py", "+ 1", "+ 2", ("tests",))
+    for text in ("n + 2", "n + 1 + 1"):
+        (tmp_path / "a.py").write_text(text)
+        with pytest.raises(ValueError, match="the fault 'x' is stale"):
+            fault.planted(tmp_path)
+    (tmp_path / "a.py").write_text("n + 1")
+    assert fault.planted(tmp_path) == "n + 2"
+
+
+RUNS = {
+    "def test_a(): pass": None,
+    "import pytest\n@pytest.mark.parametrize('x', ['a b'])\ndef test_a(x): assert not x": "test_it.py::test_a[a b]",
+    "import nothing_of_this_name": "test_it.py",
+}
+
+
+@pytest.mark.parametrize(("text", "found"), RUNS.items(), ids=["passes", "fails", "cannot be imported"])
+def test_the_first_failing_test_is_named(tmp_path: Path, text: str, found: str | None) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text(text)
+    assert failing_test(tmp_path, ["tests"], 600.0) == (None if found is None else f"tests/{found}")
+
+
+def test_a_hang_is_ended_and_found(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("import threading; threading.Event().wait()")
+    assert failing_test(tmp_path, ["."], 1.0) == "a hang of ."
+
+
+def test_a_run_without_tests_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with status 5"):
+        failing_test(tmp_path, ["."], 600.0)
+
+
+def test_results_are_a_table() -> None:
+    mutant = MUTANTS[0]
+    outcomes = [Outcome(mutant, "tests/t.py::test_a"), Outcome(mutant, "tests/t.py", is_short=False), Outcome(mutant)]
+    told = [line.rpartition(" | ")[2] for line in as_table(outcomes).splitlines()[4:]]
+    assert told == ["`tests/t.py::test_a` |", "full suite only: `tests/t.py` |", "missed |"]
+    assert as_table(outcomes).splitlines()[0].endswith("the short suite finds 1 of 3.")
+
+
+def test_faults_are_listed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--only", "NORM"]) == 0
+    assert 0 < len(capsys.readouterr().out.splitlines()) < len(MUTANTS)
