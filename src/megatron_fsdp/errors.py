@@ -54,7 +54,13 @@ class LifetimeError(MegatronFSDPError, RuntimeError):
 
 
 class CheckpointError(MegatronFSDPError, RuntimeError):
-    """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it."""
+    """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it.
+
+    Files may hold names and numbers of any length: of a long message the begin and the end are kept.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= 2000 else f"{message[:1500]} [...] {message[-300:]}")
 
 
 class TraceError(MegatronFSDPError, ValueError):

@@ -130,7 +130,7 @@ def multipliers() -> dict[str, bytes]:
         "a huge number": whole(b"\x8b" + struct.pack("<i", 2000) + b"\x7f" * 2000),
         "an array of another size": whole(call("numpy", "ndarray", (1 << 30,))),
         "a new array": whole(b"cnumpy\nndarray\n" + _plain(((1 << 30,),)) + b"\x81"),
-        "an index of a range": whole(index + b"(" + _plain("w") + call("builtins", "range", 10**12) + b"tR"),
+        "an index of a range": whole(index + b"(" + _plain("w") + call("builtins", "range", 10**8) + b"tR"),
         "hash of nested indices": whole(index + b")\x81" + _put(0), *indices, b"}" + _get(59) + b"Ns"),
         "large keys of one hash": whole(_plain(dict.fromkeys(n * ((1 << 61) - 1) for n in range(16, 3000)))),
         "complex keys of one hash": whole(_plain(dict.fromkeys(complex(-1000003.0 * n, n) for n in range(3000)))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import mmap
 import struct
 import zipfile
@@ -40,7 +39,7 @@ class Archive:
         where: Names it in messages.
 
     Attributes:
-        records: By name, without the folder that torch puts around them; no two share bytes.
+        records: By name, without the folder that torch puts around them; no longer together than the archive.
         nbytes: Of the archive.
 
     Raises:
@@ -71,9 +70,8 @@ class Archive:
             if name in self.records:
                 raise CheckpointError(f"{where} is damaged: it has {name!a} twice")
             self.records[name] = self._record(info, directory)
-        in_order = sorted(self.records.values(), key=lambda record: record.start)
-        if any(record.start + record.length > after.start for record, after in itertools.pairwise(in_order)):
-            raise CheckpointError(f"{where} is damaged: contents of its files lie in one another")
+        if sum(record.length for record in self.records.values()) > self.nbytes:
+            raise CheckpointError(f"{where} is damaged: the files in it lie in one another")
 
     def _record(self, info: zipfile.ZipInfo, directory: int) -> Record:
         """Where the contents lie, by the header in front of them."""

@@ -27,7 +27,13 @@ def run_guarded(parser: Parser, argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, RecursionError, MemoryError) as error:
+    except MemoryError:
+        write_error("there is not enough memory for this; free some, or use another machine")
+        return EXIT_ERROR
+    except RecursionError:
+        write_error("what it holds nests too deep for this")
+        return EXIT_ERROR
+    except OSError as error:
         write_error(f"{type(error).__name__}: {error}")
         return EXIT_ERROR
     return status

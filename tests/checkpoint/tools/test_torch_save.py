@@ -232,7 +232,7 @@ def test_a_damaged_structure_file_is_refused(tmp_path: Path) -> None:
         '{"keys": [[[], "1"]], "empty": []}',
     ):
         (tmp_path / "dcp" / "structure.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"structure\.json is damaged"):
+        with pytest.raises(CheckpointError, match=r"structure\.json (is damaged|cannot be read)"):
             to_torch_save(CheckpointFolder(tmp_path / "dcp"), tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 

@@ -215,7 +215,7 @@ def test_an_error_names_options_and_no_arguments() -> None:
     ("words", "options"),
     [
         ("--save-interval does nothing here, since there is no folder to save to", ("--save-interval", "3")),
-        ("--verify-integrity does nothing here, since nothing is loaded", ("--verify-integrity",)),
+        ("--verify-integrity does nothing here, since nothing is loaded", ("--no-verify-integrity",)),
         ("invalid --keep-last 0: give 1 or more", ("--save", "a", "--keep-last", "0")),
         ("--ckpt-format torch_dist is not written or read", ("--ckpt-format", "torch_dist")),
         ("--max-restarts does nothing here, since ranks go on from what they have saved", ("--max-restarts", "2")),

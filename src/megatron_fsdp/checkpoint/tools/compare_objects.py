@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.data_unpickler import Opaque
+from megatron_fsdp.checkpoint.reading_budget import shortened
 
 _SHOWN = 60
 
@@ -46,7 +47,7 @@ def first_difference(a: Any, b: Any, path: str = "") -> str | None:
 
 def _of_mappings(a: Mapping[Any, Any], b: Mapping[Any, Any], path: str) -> str | None:
     for key in sorted({*a, *b}, key=str):
-        inner = f"{path}.{key}" if path else str(key)
+        inner = shortened(f"{path}.{key}" if path else str(key))
         if key not in a or key not in b:
             return f"{inner} is only in {'B' if key not in a else 'A'}"
         found = first_difference(a[key], b[key], inner)
@@ -59,7 +60,7 @@ def _of_sequences(a: Any, b: Any, path: str) -> str | None:
     if len(a) != len(b):
         return f"{path or 'it'} has {len(a)} elements in A and {len(b)} in B"
     for place, (left, right) in enumerate(zip(a, b, strict=True)):
-        found = first_difference(left, right, f"{path}[{place}]")
+        found = first_difference(left, right, shortened(f"{path}[{place}]"))
         if found is not None:
             return found
     return None

@@ -17,13 +17,14 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.reading_budget import MAX_DEPTH, ReadingBudget, read_json, shortened
 from megatron_fsdp.errors import CheckpointError
 
 KeyPath = tuple[str | int, ...]
 
 STRUCTURE_FILE = "structure.json"
 _MAX_LIST = 1 << 20
-_MAX_BYTES = 1 << 30
+_MAX_LITERAL = 1000
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,15 @@ class Structure:
         path = folder / STRUCTURE_FILE
         if not path.is_file():
             return cls()
+        found = read_json(path)
         try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise ValueError("it is larger than any such file")
-            found = json.loads(path.read_text(encoding="utf-8"))
             keys = tuple((_path(parts), str(literal)) for parts, literal in found["keys"])
             empty = tuple((_path(parts), str(kind)) for parts, kind in found["empty"])
             for _, literal in keys:
-                hash(ast.literal_eval(literal))
-        except (OSError, ValueError, KeyError, TypeError, SyntaxError, RecursionError) as error:
+                _key_of(literal)
+        except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             raise CheckpointError(
-                f"{path} is damaged ({error}); remove it if the shape of the state is unimportant"
+                f"{path} is damaged ({shortened(str(error))}); remove it if the shape of the state is unimportant"
             ) from error
         return cls(keys, empty)
 
@@ -84,12 +83,35 @@ def nested_paths(folder: CheckpointFolder) -> dict[str, KeyPath] | None:
         raise CheckpointError(f"{folder.path}: the metadata say nonsense about how keys nest ({error})") from error
 
 
+def _key_of(literal: str) -> Any:
+    """The key of a dict that a literal of Python writes.
+
+    Raises:
+        ValueError: It is none, or longer than anyone writes; Python's parser takes a hundred times its length.
+    """
+    if len(literal) > _MAX_LITERAL:
+        raise ValueError(f"a key of {len(literal)} characters")
+    key = ast.literal_eval(literal)
+    hash(key)
+    return key
+
+
 def _path(parts: Any) -> KeyPath:
-    if not isinstance(parts, tuple | list) or not parts:
+    if not isinstance(parts, tuple | list) or not 0 < len(parts) <= MAX_DEPTH:
         raise ValueError(f"{str(parts)[:100]} is no path")
     if not all(type(part) is str or (type(part) is int and 0 <= part < _MAX_LIST) for part in parts):
         raise ValueError(f"{str(parts)[:100]} is no path of names and indices")
     return tuple(parts)
+
+
+def count_paths(state: Mapping[Any, Any], budget: ReadingBudget) -> None:
+    """Count the flat keys of a state before they are made: each holds the names of all that is around it.
+
+    Raises:
+        OverBudgetError: They are far longer together than the file that the state is from.
+    """
+    for path, *_ in _containers(state, ()):
+        budget.spend(sum(len(str(part)) for part in path))
 
 
 def flattened(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], dict[str, KeyPath], Structure, list[str]]:
@@ -204,6 +226,6 @@ def _restored(value: Any, path: KeyPath, literals: Mapping[KeyPath, str]) -> Any
     found = {}
     for key, inner in value.items():
         literal = literals.get((*path, key))
-        name = key if literal is None or str(ast.literal_eval(literal)) != key else ast.literal_eval(literal)
+        name = key if literal is None or str(_key_of(literal)) != key else _key_of(literal)
         found[name] = _restored(inner, (*path, key), literals)
     return found

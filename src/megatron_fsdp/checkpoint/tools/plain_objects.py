@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.data_unpickler import Opaque
+from megatron_fsdp.checkpoint.reading_budget import shortened
 
 _AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype, torch.device, torch.Size})
 
@@ -29,12 +30,12 @@ def plain(value: Any, key: str, notes: list[str]) -> Any:
     if type(value) in _AS_IT_IS or isinstance(value, torch.Tensor):  # NumPy's float64 is a float, and not the same
         return value
     if isinstance(value, Mapping):
-        changed = {plain(k, key, notes): plain(inner, f"{key}.{k}", notes) for k, inner in value.items()}
+        changed = {plain(k, key, notes): plain(inner, shortened(f"{key}.{k}"), notes) for k, inner in value.items()}
         if isinstance(value, collections.OrderedDict | collections.Counter):
             return type(value)(changed)
         return changed
     if isinstance(value, list | tuple | set):
-        return type(value)([plain(inner, f"{key}.{place}", notes) for place, inner in enumerate(value)])
+        return type(value)([plain(inner, shortened(f"{key}.{place}"), notes) for place, inner in enumerate(value)])
     return _converted(value, key, notes)
 
 
