@@ -93,7 +93,11 @@ def temporary_folders() -> set[str]:
 
 def leftovers(saved: Path, before: set[str], ranks: list[int]) -> list[str]:
     """What a program that is over has left: hidden files of saves, temporary folders, processes."""
-    found = [f"{path.name} in the folder of checkpoints" for path in saved.iterdir() if path.name.startswith(".")]
+    found = [
+        f"{path.name} in the folder of checkpoints"
+        for path in saved.iterdir()
+        if path.name.startswith((".iter_", ".latest_"))
+    ]
     found += [f"the folder {name}" for name in sorted(temporary_folders() - before)]
     return found + [f"process {pid}" for pid in ranks if Path(f"/proc/{pid}").exists()]
 

@@ -59,12 +59,8 @@ class Announcement:
 
     def agrees_with(self, other: Announcement) -> bool:
         """Whether both may go on together."""
-        return (self.deed, self.unit, self.num_bytes, self.steps) == (
-            other.deed,
-            other.unit,
-            other.num_bytes,
-            other.steps,
-        )
+        mine = self.deed, self.unit, self.num_bytes, self.steps
+        return mine == (other.deed, other.unit, other.num_bytes, other.steps)
 
     def told(self, labels: Sequence[str]) -> str:
         """In words, as the predicate of a sentence about one rank."""

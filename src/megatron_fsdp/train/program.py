@@ -59,9 +59,7 @@ def run_rank(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_DFL)  # end at once and quietly, even inside a collective
     with suppress(RuntimeError, OSError, ValueError):  # standard error may be closed
         faulthandler.enable()  # a rank that ends by SIGSEGV or SIGBUS shows its stacks
-        signal.signal(
-            signal.SIGABRT, signal.SIG_DFL
-        )  # which back ends raise, with words of their own, when a peer ends
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)  # back ends raise it when a peer ends, with words of their own
     index = int(os.environ["RANK"])
     try:
         from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need

@@ -85,7 +85,7 @@ def test_asked_to_end_while_it_saves(numbers: tuple[int, ...], saving: tuple[str
     assert (code, errors) == (143, "stopped; what was written so far is kept\n")
     assert f"stopped and saved after {done} steps" in " ".join(shown.split())
     assert (run.saved / "latest_checkpointed_iteration.txt").read_text().strip() == str(done)
-    assert [path.name for path in run.saved.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in run.saved.iterdir() if path.name.startswith((".iter_", ".latest_"))] == []
 
 
 def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) -> None:
