@@ -233,6 +233,11 @@ def _dots(found: Metadata) -> None:
     found.state_dict_metadata["a" + ".a" * 1000] = found.state_dict_metadata[WEIGHT]
 
 
+def _other_spelling(found: Metadata) -> None:
+    """As many names for one file as one likes."""
+    found.storage_data.update({index: _StorageInfo("./__0_0.distcp", 0, 9) for index in found.storage_data})
+
+
 def _long_file(found: Metadata) -> None:
     found.storage_data.update({index: _StorageInfo("x" * 1_000_000, 0, 9) for index in found.storage_data})
 
@@ -256,12 +261,13 @@ def _description(found: Metadata) -> None:
         (_more_dims_than_torch_has, "something else where lengths should stand"),
         (_shared_chunks, "far more memory"),
         (_claims, "far more memory"),
-        (_same_bytes, "each stands for many"),
+        (_same_bytes, "the same ones again and again"),
         (_lists, "far more memory"),
         (_long_path, "no path"),
         (_long_key, "a key of 1000000 characters"),
         (_dots, "and 1000 dots"),
         (_long_file, "not a file of the folder"),
+        (_other_spelling, "not a file of the folder"),
         (_transforms, "a few named transforms"),
         (_description, "far more memory"),
     ],
@@ -427,6 +433,12 @@ def test_literals_in_the_file_of_the_shape_are_short(tmp_path: Path) -> None:
     for literal in ("0," * 10_000, "(" * 5000, "-" * 5000 + "1"):
         (tmp_path / "structure.json").write_text(json.dumps({"keys": [[["w"], literal]], "empty": []}))
         refused(lambda: Structure.read(tmp_path), "a key of ")
+
+
+def test_lists_in_the_file_of_the_shape_are_counted(tmp_path: Path) -> None:
+    empty = [[[str(number), (1 << 20) - 1], "dict"] for number in range(100)]
+    (tmp_path / "structure.json").write_text(json.dumps({"keys": [], "empty": empty}))
+    refused(lambda: Structure.read(tmp_path), "far more memory")
 
 
 def test_numbers_in_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

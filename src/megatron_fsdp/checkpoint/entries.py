@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -190,13 +190,24 @@ def check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
 
     Raises:
         CheckpointError: A key has no path of names and small numbers.
-        OverBudgetError: The lists that the numbers stand for, as long as the largest index, are too long together.
+        OverBudgetError: As of `count_lists`.
     """
-    paths: Any = getattr(metadata, "planner_data", None)
-    lengths: dict[tuple[Any, ...], int] = {}
-    for key, path in paths.items() if isinstance(paths, dict) else ():
+    found: Any = getattr(metadata, "planner_data", None)
+    paths = found if isinstance(found, dict) else {}
+    for key, path in paths.items():
         if not (isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(map(_is_step, path))):
             raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
+    count_lists(paths.values(), budget)
+
+
+def count_lists(paths: Iterable[tuple[Any, ...]], budget: ReadingBudget) -> None:
+    """Count the lists that numbers in paths stand for: each is as long as its largest index.
+
+    Raises:
+        OverBudgetError: They are too long together.
+    """
+    lengths: dict[tuple[Any, ...], int] = {}
+    for path in paths:
         for place, step in enumerate(path):
             if type(step) is int and step >= (known := lengths.get(path[:place], 0)):
                 lengths[path[:place]] = step + 1
@@ -211,8 +222,7 @@ def is_plain_name(name: object) -> bool:
     """Whether it names a file of a folder, and nothing outside of it."""
     if not isinstance(name, str) or not name.isprintable() or "\\" in name or len(name.encode()) > _MAX_NAME_BYTES:
         return False
-    path = PurePosixPath(name)
-    return not path.is_absolute() and len(path.parts) == 1 and name not in (".", "..")
+    return PurePosixPath(name).name == name and name not in ("", "..")
 
 
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

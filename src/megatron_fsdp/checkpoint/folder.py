@@ -98,7 +98,7 @@ class CheckpointFolder:
             elif has < needed:
                 found[name] = f"is cut off: {has} bytes of at least {needed}"
             elif told[name] > has * MAX_SHARING:
-                found[name] = f"has {has} bytes, of which the metadata make {told[name]}: each stands for many"
+                found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
         return found
 
     def require_files(self) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from megatron_fsdp.checkpoint.entries import count_lists
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.reading_budget import MAX_DEPTH, ReadingBudget, read_json, shortened
+from megatron_fsdp.checkpoint.restricted_pickle import reading
 from megatron_fsdp.errors import CheckpointError
 
 KeyPath = tuple[str | int, ...]
@@ -65,6 +67,7 @@ class Structure:
             raise CheckpointError(
                 f"{path} is damaged ({shortened(str(error))}); remove it if the shape of the state is unimportant"
             ) from error
+        reading(str(path), lambda: count_lists((place for place, _ in empty), ReadingBudget(path.stat().st_size)))
         return cls(keys, empty)
 
 
