@@ -17,7 +17,7 @@ from packaging.version import Version
 from megatron_fsdp.errors import MissingPackageError
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
-    "hf": {"transformers": "5.1", "safetensors": "0.5"},
+    "hf": {"transformers": "5.23", "safetensors": "0.5"},
     "train": {
         "rich": "13",
         "tokenizers": "0.20",
