@@ -158,8 +158,8 @@ def test_figures_of_a_machine_enter_as_they_should() -> None:
     [
         ({"speed": 1.0}, "has no 'speed'"),
         ({"flops": 0.0}, "flops=0.0 of machine 'h100'"),
-        ({"memory_bytes": math.inf}, "invalid memory_bytes=inf: give a number"),
-        ({"link_bytes_per_s": math.nan}, "invalid link_bytes_per_s=nan: give a number"),
+        ({"memory_bytes": math.inf}, "invalid memory_bytes=inf: give a finite number"),
+        ({"link_bytes_per_s": math.nan}, "invalid link_bytes_per_s=nan: give a finite number"),
         ({"flops_efficiency": 5.0}, "flops_efficiency=5.0 of machine 'h100' is a part"),
         ({"reserved_bytes": 1e12}, "leave nothing of"),
     ],

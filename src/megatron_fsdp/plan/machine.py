@@ -132,7 +132,7 @@ class Machine:
         known = {field.name for field in fields(self)} - {"name"}
         for name in changes:
             if not math.isfinite(changes[name]):
-                raise ConfigurationError(f"invalid {name}={changes[name]}: give a number")
+                raise ConfigurationError(f"invalid {name}={changes[name]}: give a finite number")
             if name not in known:
                 raise ConfigurationError(f"a machine has no {name!r}; it has {', '.join(sorted(known))}")
         whole = {name: int(value) if name.endswith(("_bytes", "_node")) else value for name, value in changes.items()}
