@@ -133,6 +133,7 @@ CASES: dict[str, ModelCase] = {
 SCRIPTS = (begin_frozen, keep_gradients, change_between_microbatches, change_before_backward)
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_frozen_and_thawed_parameters_equal_one_process(run_ranks: RunRanks, strategy: int) -> None:
     for number, (name, case) in enumerate(CASES.items()):
@@ -205,6 +206,7 @@ def all_but_the_head() -> nn.Module:
 PARTLY_FROZEN = MODEL_CASES["partly_frozen"]
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_what_was_frozen_when_sharded_trains_once_it_is_thawed(run_ranks: RunRanks, strategy: int) -> None:
     scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
@@ -266,6 +268,7 @@ def evaluate_a_teacher(strategy: int) -> tuple[Tensor, Tensor, bool, int]:
     return first, second, moved or has_gradients, teacher.traffic().reduce_bytes
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_a_frozen_teacher_is_evaluated_and_left_alone(run_ranks: RunRanks, strategy: int) -> None:
     expected = build()(next(batches(1))[0]).detach().chunk(2)
@@ -296,6 +299,7 @@ def count_agreements(strategy: int) -> tuple[list[int], list[int]]:
     return counts, reductions
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_ranks_agree_once_when_something_changes_and_never_in_a_steady_step(run_ranks: RunRanks, strategy: int) -> None:
     for counts, reductions in run_ranks(2, count_agreements, strategy):
@@ -336,6 +340,7 @@ def freeze_on_one(model: MegatronFSDP) -> None:
     model.module.layers[0].requires_grad_(dist.get_rank() == 0)
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_ranks_that_freeze_different_parameters_stop_with_one_message(run_ranks: RunRanks, strategy: int) -> None:
     (first, goes_on), (second, _) = run_ranks(2, disagree, strategy, {}, freeze_another)
@@ -351,6 +356,7 @@ def test_ranks_that_freeze_different_parameters_stop_with_one_message(run_ranks:
     assert goes_on
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_a_change_on_one_rank_only_stops_all_at_once(run_ranks: RunRanks, strategy: int) -> None:
     """Ranks of one machine meet the change by their next gather or reduction."""
