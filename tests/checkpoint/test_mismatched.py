@@ -30,7 +30,7 @@ REFUSALS = {
     "other names": "describe different checkpoints",
     "a hostile object": "asks to import builtins.eval",
     "hostile metadata": "asks to import builtins.eval",
-    "a damaged manifest": "manifest.json is damaged",
+    "a damaged manifest": "manifest.json cannot be read as JSON",
     "nonsense for paths": "that it nests in something that is no path",
 }
 
