@@ -107,11 +107,6 @@ def refuse(changes: dict[str, Any], hybrid: bool) -> str:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
-    "hybrid experts without their group": (
-        {"hybrid_fsdp_expt_group": None},
-        True,
-        ("expt_device_mesh", "hybrid_fsdp_expt_group"),
-    ),
     "the group of experts without their mesh": (
         {"expt_device_mesh": None},
         True,
