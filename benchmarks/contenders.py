@@ -24,7 +24,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.comm.axis import Traffic
 
 FLOOR = "floor"
 FSDP2 = "fsdp2"

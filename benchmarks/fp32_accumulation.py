@@ -23,8 +23,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.multiprocessing.spawn import spawn
 
 from megatron_fsdp import reduce_scatter_with_fp32_accumulation
-from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.buffer.local_sums import sum_received
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.local_sums import sum_received
 
 INDEPENDENT = "independent"
 AGREEING = "agreeing"

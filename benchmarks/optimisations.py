@@ -47,7 +47,7 @@ def _nothing(*_: object) -> None:
 @contextmanager
 def no_flat_runs() -> Iterator[None]:
     """Optimizers step on one tensor for each parameter."""
-    from megatron_fsdp.runtime import flat_runs
+    from megatron_fsdp.optim import local_step as flat_runs
 
     with mock.patch.object(flat_runs, "_continues", _never):
         yield
@@ -56,7 +56,7 @@ def no_flat_runs() -> Iterator[None]:
 @contextmanager
 def no_local_step() -> Iterator[None]:
     """Optimizers step on DTensors."""
-    from megatron_fsdp.runtime import local_step
+    from megatron_fsdp.optim import local_step
 
     with mock.patch.dict(local_step._SLOTS, clear=True):
         yield
@@ -65,7 +65,7 @@ def no_local_step() -> Iterator[None]:
 @contextmanager
 def no_exchange() -> Iterator[None]:
     """Gradients are reduced by the back end's own reduce-scatter."""
-    from megatron_fsdp.buffer.collectives import Axis
+    from megatron_fsdp.comm.axis import Axis
 
     with mock.patch.object(Axis, "exchanges_pairwise", property(lambda _axis: False)):
         yield
@@ -74,7 +74,7 @@ def no_exchange() -> Iterator[None]:
 @contextmanager
 def no_kept_slots() -> Iterator[None]:
     """Units that are still gathered when backward begins are gathered again."""
-    from megatron_fsdp.runtime.schedule import Scheduler
+    from megatron_fsdp.engine.schedule import Scheduler
 
     begin = Scheduler.backward_begins
 
@@ -90,7 +90,7 @@ def no_kept_slots() -> Iterator[None]:
 @contextmanager
 def no_overlap() -> Iterator[None]:
     """Whoever launches a collective waits for it there and then."""
-    from megatron_fsdp.buffer.lanes import HostLane
+    from megatron_fsdp.comm.lanes import HostLane
 
     submit = HostLane.submit
     with mock.patch.object(
@@ -108,7 +108,7 @@ def _at_once(launch: Callable[[], Any]) -> None:
 @contextmanager
 def no_flat_norm() -> Iterator[None]:
     """The norm is taken over one tensor for each parameter."""
-    from megatron_fsdp.unit.gradients import GradientBuffers
+    from megatron_fsdp.engine.gradients import GradientBuffers
 
     with mock.patch.object(GradientBuffers, "shown_as_one", _nothing):
         yield
@@ -116,7 +116,7 @@ def no_flat_norm() -> Iterator[None]:
 
 def no_returned_gradients() -> AbstractContextManager[object]:
     """Main gradients keep their memory when they are cleared."""
-    return mock.patch("megatron_fsdp.unit.main_gradient.MainGradient.release", _nothing)
+    return mock.patch("megatron_fsdp.engine.gradients.MainGradient.release", _nothing)
 
 
 _NO_PREFETCH = {"forward_prefetch_units": 0, "backward_prefetch_units": 0}

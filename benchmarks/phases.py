@@ -26,7 +26,7 @@ from benchmarks.phase_readings import (
 )
 from benchmarks.phase_worker import run_rank
 from benchmarks.workloads import WORKLOADS
-from megatron_fsdp.layout import plan_layout
+from megatron_fsdp.sharding.layout import plan_layout
 
 _OF_ALL = (FSDP2, OURS[3])
 _IMPORTS = {

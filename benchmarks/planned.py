@@ -10,9 +10,9 @@ from benchmarks.contenders import Setting
 from benchmarks.readings import Request
 from benchmarks.workloads import build_model
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.buffer.futex import has_futex
-from megatron_fsdp.buffer.share import resolve_shared_memory
 from megatron_fsdp.plan.front import plan
+from megatron_fsdp.shm.futex import has_futex
+from megatron_fsdp.shm.share import resolve_shared_memory
 
 
 def planned_peak(request: Request, setting: Setting) -> int | None:

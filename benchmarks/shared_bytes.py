@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch.profiler import record_function
 
-from megatron_fsdp.buffer.shared_block import SharedBlock
+from megatron_fsdp.shm.shared_block import SharedBlock
 
 _EVENT = "[shared memory] "
 

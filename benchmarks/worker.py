@@ -27,7 +27,7 @@ from benchmarks.planned import planned_peak
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
 from benchmarks.shared_bytes import blocks_seen, noted_bytes, shared_ranges
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
-from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.comm.axis import Traffic
 
 _PATIENCE = timedelta(minutes=5)
 """How long ranks wait for one that is gone."""

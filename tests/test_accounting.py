@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fsdp.accounting import (
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     PassingBytes,
     PersistentBytes,
@@ -17,9 +18,8 @@ from megatron_fsdp.accounting import (
     step_traffic,
     transient_bytes,
 )
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.weight_plan import WeightAllocator
+from megatron_fsdp.sharding.memory_plan import WeightAllocator
+from megatron_fsdp.sharding.placement import ShardingStrategy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from megatron_fsdp.boxes import Box, boxes_of_range
+from megatron_fsdp.sharding.shards import Box, boxes_of_range
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

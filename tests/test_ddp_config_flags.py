@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from megatron_fsdp.ddp_config_flags import (
+from megatron_fsdp.config.ddp_config_flags import (
     DTYPE_CHOICES,
     MEGATRON_DEFAULTS,
     add_flags,

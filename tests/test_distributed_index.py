@@ -6,8 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 RunRanks = Callable[..., list[Any]]
 

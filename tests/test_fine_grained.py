@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, fully_shard
-from megatron_fsdp.fine_grained import refine_units
-from megatron_fsdp.units import find_units
+from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.models import MODEL_CASES

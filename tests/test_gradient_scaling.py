@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.buffer.lanes import HostLane
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.lanes import HostLane
+from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.gradient_scaling import GradientReduction, gradient_reduction
-from megatron_fsdp.layout import plan_layout
 from megatron_fsdp.mixed_precision import ResolvedPrecision
-from megatron_fsdp.placement import Placement
-from megatron_fsdp.unit.gradients import GradientBuffers
+from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
+from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.placement import Placement
 
 
 def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor:

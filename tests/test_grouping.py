@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.grouping import GroupKey, ParameterGroupSpec, ParameterInfo, cut_groups, group_parameters
-from megatron_fsdp.layout import Granularity
+from megatron_fsdp.sharding.layout import Granularity
+from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, ParameterInfo, cut_groups, group_parameters
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -18,7 +18,7 @@ from tests.support.source_tree import (
     short_name,
 )
 
-DEVICE_FILES = {"src/megatron_fsdp/buffer/lanes.py", "src/megatron_fsdp/runtime/executor.py"}
+DEVICE_FILES = {"src/megatron_fsdp/comm/lanes.py", "src/megatron_fsdp/engine/executor.py"}
 """The only files that may name `torch.cuda`."""
 
 _API_MODULES = {
@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Layer -> the layers it may import at run time; the picture is section 4 of docs/design.md."""
 
-PURE_BUT_THIN = {"megatron_fsdp.distributed_index"}
+PURE_BUT_THIN = {"megatron_fsdp.sharding.mesh"}
 """Pure-layer modules that may know process groups, because holding them is all they do."""
 
 
@@ -156,7 +156,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("megatron_fsdp.__init__", "front"),
         ("megatron_fsdp.fully_shard", "api"),
         ("megatron_fsdp.errors", "pure"),
-        ("megatron_fsdp.runtime.executor", "runtime"),
+        ("megatron_fsdp.engine.executor", "runtime"),
     ],
 )
 def test_layers_are_read_from_module_names(module: str, layer: str) -> None:
@@ -184,7 +184,7 @@ def test_import_rule_sees_upward_imports_and_spares_type_checking(
     )
     (package / "errors.py").write_text("")
     assert forbidden_imports(low) == [
-        "megatron_fsdp/buffer/low.py:3 (buffer) imports megatron_fsdp.runtime.executor (runtime)",
+        "megatron_fsdp/buffer/low.py:3 (buffer) imports megatron_fsdp.engine.executor (runtime)",
         "megatron_fsdp/buffer/low.py:8 (buffer) imports megatron_fsdp.fully_shard (api)",
     ]
     assert unannotated(low) == ["megatron_fsdp/buffer/low.py:7 late: return"]

@@ -9,10 +9,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.accounting import GroupFootprint, StepTraffic, persistent_bytes, step_traffic
-from megatron_fsdp.buffer.futex import has_futex
-from megatron_fsdp.hybrid_accounting import outer_step_traffic, part_numel, pending_bytes
-from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.sharding.accounting import (
+    GroupFootprint,
+    StepTraffic,
+    outer_step_traffic,
+    part_numel,
+    pending_bytes,
+    persistent_bytes,
+    step_traffic,
+)
+from megatron_fsdp.sharding.placement import ShardingStrategy
+from megatron_fsdp.shm.futex import has_futex
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build
 

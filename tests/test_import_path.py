@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.import_path import import_by_path
 
 
 @pytest.fixture

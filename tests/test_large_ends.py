@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_fsdp.fine_grained import refine_units
-from megatron_fsdp.large_ends import large_ends
-from megatron_fsdp.units import UnitPlan, find_units
+from megatron_fsdp.sharding.units import UnitPlan, find_units, large_ends, refine_units
 
 FEATURES = 4
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.layout import Granularity, GranularityKind, Layout, plan_layout
+from megatron_fsdp.sharding.layout import Granularity, GranularityKind, Layout, plan_layout
 
 STRICT_ROWS = Granularity.blocks(1)
 
@@ -193,7 +193,7 @@ def test_many_tensors_on_many_shards_stay_within_the_bound() -> None:
 
 def test_a_layout_is_the_same_in_another_process() -> None:
     shapes = [(11, 7), (5, 13), (3, 3, 3), (17,), (), (6, 10)]
-    code = f"from megatron_fsdp.layout import plan_layout; print(plan_layout({shapes}, 5, alignment_numel=2))"
+    code = f"from megatron_fsdp.sharding.layout import plan_layout; print(plan_layout({shapes}, 5, alignment_numel=2))"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(plan_layout(shapes, 5, alignment_numel=2))

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.layout import Granularity, GranularityKind, Layout, plan_layout
+from megatron_fsdp.sharding.layout import Granularity, GranularityKind, Layout, plan_layout
 from tests.test_layout_properties import Problem, checked, inner_edges, problems
 
 NCCL_MULTIPLE = 2**16

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.layout import Granularity, GranularityKind, Layout, plan_layout
+from megatron_fsdp.sharding.layout import Granularity, GranularityKind, Layout, plan_layout
 
 Problem = dict[str, Any]  # keyword arguments of plan_layout
 

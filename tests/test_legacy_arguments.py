@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.legacy_arguments import CurrentArguments, LegacyArguments, resolve_legacy_arguments
+from megatron_fsdp.fully_shard import CurrentArguments, LegacyArguments, resolve_legacy_arguments
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 
 FP32, BF16 = torch.float32, torch.bfloat16

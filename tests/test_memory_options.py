@@ -8,8 +8,7 @@ from torch import nn
 
 from megatron_fsdp import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.memory_options import MemoryOptions, resolve_memory_options
-from megatron_fsdp.weight_plan import WeightAllocator
+from megatron_fsdp.sharding.memory_plan import MemoryOptions, WeightAllocator, resolve_memory_options
 
 DEFAULTS: dict[str, Any] = {
     "disable_bucketing": False,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.layout import plan_layout
+from megatron_fsdp.sharding.layout import plan_layout
 from tools.padding_table import BF16_ALIGNMENT_NUMEL, RANK_COUNTS, groups, lcm_rule_numel, render
 
 GROUPS = {group.name: group for group in groups()}

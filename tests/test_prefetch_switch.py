@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.runtime.schedule import Action, Operation
+from megatron_fsdp.engine.schedule import Action, Operation
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
 

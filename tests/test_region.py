@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import Placement
-from megatron_fsdp.region import Region, held_region, shard_count
+from megatron_fsdp.sharding.placement import Placement, Region, held_region, shard_count
 
 R, S = Placement.REPLICATE, Placement.SHARD
 

@@ -9,16 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.layout import Granularity, plan_layout
-from megatron_fsdp.shard_description import (
+from megatron_fsdp.sharding.layout import Granularity, plan_layout
+from megatron_fsdp.sharding.shards import (
     BufferCut,
     ListedCut,
     MeshUse,
     ShardDescription,
     TensorParallelCut,
     described_as_whole,
+    elements_before,
+    narrow_description,
+    split_lengths,
+    split_ranges,
 )
-from megatron_fsdp.shard_split import elements_before, narrow_description, split_lengths, split_ranges
 
 
 @st.composite

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.units import UnitPlan, UnitSpec, find_units, plan_lines
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, plan_lines
 
 
 class Leaf(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.weight_plan import (
+from megatron_fsdp.sharding.memory_plan import (
     Place,
     UnitWeights,
     WeightAllocator,

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.ddp_config_checks import CHOICES, EXCLUSIONS, IMPLICATIONS, NEEDS
-from megatron_fsdp.ddp_config_flags import (
+from megatron_fsdp.config.ddp_config_checks import CHOICES, EXCLUSIONS, IMPLICATIONS, NEEDS
+from megatron_fsdp.config.ddp_config_flags import (
     DTYPE_CHOICES,
     MEGATRON_DEFAULTS,
     field_meanings,
@@ -43,7 +43,7 @@ A switch that is harmless but idle without another one is accepted, as the publi
     DistributedDataParallelConfig.from_dict(config.to_dict())   # plain values, fit for JSON
     DistributedDataParallelConfig.from_yaml(config.to_yaml())   # YAML text; from_yaml(Path("ddp.yaml")) reads a file
 
-    from megatron_fsdp.ddp_config_flags import add_flags, config_from_flags, flags_of
+    from megatron_fsdp.config.ddp_config_flags import add_flags, config_from_flags, flags_of
 
     parser = argparse.ArgumentParser()
     add_flags(parser)

@@ -6,7 +6,7 @@ Usage: python tools/padding_table.py > docs/padding.md
 import math
 from dataclasses import dataclass
 
-from megatron_fsdp.layout import plan_layout
+from megatron_fsdp.sharding.layout import plan_layout
 
 Shape = tuple[int, ...]
 

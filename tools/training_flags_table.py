@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_fsdp.ddp_config_flags import field_meanings, flag_of
+from megatron_fsdp.config.ddp_config_flags import field_meanings, flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.train.options.fields import Option, options_of
 from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED

@@ -28,13 +28,13 @@ from megatron_fsdp.package_info import (
 )
 
 if TYPE_CHECKING:
-    from megatron_fsdp.buffer.fp32_accumulation import reduce_scatter_with_fp32_accumulation
+    from megatron_fsdp.comm.reduction import reduce_scatter_with_fp32_accumulation
     from megatron_fsdp.ddp import DistributedDataParallel
     from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-    from megatron_fsdp.distributed_index import FSDPDistributedIndex
     from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 __all__ = [
     "DistributedDataParallel",

@@ -8,11 +8,10 @@ from typing import Any, Self
 
 import torch
 
-from megatron_fsdp.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
-from megatron_fsdp.ddp_config_checks import checked_values, idle_settings, with_implications
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.notices import warn_caller
-from megatron_fsdp.yaml_mapping import read_mapping, write_mapping
+from megatron_fsdp.config.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
+from megatron_fsdp.config.ddp_config_checks import checked_values, idle_settings, with_implications
+from megatron_fsdp.config.yaml_mapping import read_mapping, write_mapping
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 
 @explains_fields

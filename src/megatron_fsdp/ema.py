@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.unit.param_group import ParameterGroup
 
 
 class ShardedEMA:

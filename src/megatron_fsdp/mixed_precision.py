@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megatron_fsdp.arguments import explains_fields
+from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

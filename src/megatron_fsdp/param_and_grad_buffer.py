@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp.buffer.exchange import gather_objects
-from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.comm.groups import gather_objects
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.tensor_parallel import local_part, part_of
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.shard_description import ListedCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
-from megatron_fsdp.unit.param_group import ParameterGroup
-from megatron_fsdp.unit.tensor_parallel import local_part, part_of
 
 
 class ParamAndGradBuffer:

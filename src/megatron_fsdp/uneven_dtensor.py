@@ -15,13 +15,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp.buffer.real_values import is_simulated
-from megatron_fsdp.dtensor.chunks import describe_chunks
-from megatron_fsdp.dtensor.foreign import boxes_here, check_dtensor, foreign_full, sharded_dims, single_chunk
-from megatron_fsdp.dtensor.gather import gather_full
-from megatron_fsdp.dtensor.split import split_tensor
+from megatron_fsdp.comm.real_values import is_simulated
+from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full
+from megatron_fsdp.dtensor.foreign import (
+    boxes_here,
+    check_dtensor,
+    foreign_full,
+    sharded_dims,
+    single_chunk,
+    split_tensor,
+)
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.errors import warn_caller
 
 _CHUNK_METHOD = "__create_chunk_list__"
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.distributed_index import FSDPDistributedIndex as FSDPDistributedIndex  # clients look for it here
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex as FSDPDistributedIndex  # clients look for it here
 
 _MODE_DIMS = {"column": 0, "row": 1}
 

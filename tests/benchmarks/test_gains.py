@@ -16,8 +16,9 @@ from benchmarks.plots import savings
 from benchmarks.reasons import REASONS
 from benchmarks.sections import ablation_table, breakdown_section, checkpoint_section
 from benchmarks.variants import PLAIN, variants
-from megatron_fsdp.buffer.collectives import Axis
-from megatron_fsdp.runtime import flat_runs, local_step
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.optim import local_step
+from megatron_fsdp.optim import local_step as flat_runs
 from tests.benchmarks.documents import comparison, contender, spread
 from tests.support.source_tree import ROOT
 

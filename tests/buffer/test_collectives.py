@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.collectives import Axis, Traffic
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer
-from megatron_fsdp.buffer.local_sums import sum_received
-from megatron_fsdp.layout import plan_layout
-from megatron_fsdp.placement import Placement
-from megatron_fsdp.region import held_region
+from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.local_sums import sum_received
+from megatron_fsdp.engine.buffer import FlatBuffer
+from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.placement import Placement, held_region
 from tests.conftest import RunRanks
 
 RANKS = [1, 2, 3, 4]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.exchange import SMALL_BYTES, gather_objects
+from megatron_fsdp.comm.groups import SMALL_BYTES, gather_objects
 from tests.conftest import RunRanks
 
 _OVERHEAD = 8  # bytes of the length, in front of each object

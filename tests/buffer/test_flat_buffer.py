@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.buffer.flat_buffer import FlatBuffer, full_view, padding_ranges, piece_view
-from megatron_fsdp.layout import Layout, plan_layout
-from megatron_fsdp.region import Region
+from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
+from megatron_fsdp.sharding.layout import Layout, plan_layout
+from megatron_fsdp.sharding.placement import Region
 
 CPU = torch.device("cpu")
 SHAPES = [(5, 3), (7,), (2, 2, 3), (), (0, 4), (1,)]

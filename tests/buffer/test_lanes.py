@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.lanes import HostLane, StreamLane, make_lane, resolve_device
+from megatron_fsdp.comm.lanes import HostLane, StreamLane, make_lane, resolve_device
 
 
 class LoggedWork:

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistBackendError
 
-from megatron_fsdp.buffer.futex import Bell, has_futex
-from megatron_fsdp.buffer.mailbox import _RING as RING
-from megatron_fsdp.buffer.mailbox import Mailboxes
-from megatron_fsdp.buffer.shared_arena import (
+from megatron_fsdp.shm.futex import Bell, has_futex
+from megatron_fsdp.shm.mailbox import _RING as RING
+from megatron_fsdp.shm.mailbox import Mailboxes
+from megatron_fsdp.shm.shared_arena import (
     ARENA_BYTES,
     HEADER_BYTES,
     Arena,

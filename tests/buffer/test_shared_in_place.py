@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.futex import has_futex
-from megatron_fsdp.buffer.shared_arena import PAGE_BYTES
-from megatron_fsdp.buffer.shared_memory import SharedMemory
+from megatron_fsdp.shm.futex import has_futex
+from megatron_fsdp.shm.shared_arena import PAGE_BYTES
+from megatron_fsdp.shm.shared_memory import SharedMemory
 from tests.buffer.test_shared_memory import finish, shared_axis, values
 from tests.conftest import RunRanks
 

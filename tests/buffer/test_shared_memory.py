@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import fully_shard, fully_shard_model
-from megatron_fsdp.buffer import share, shared_arena, shared_memory
-from megatron_fsdp.buffer.collectives import Axis, Traffic
-from megatron_fsdp.buffer.futex import has_futex
-from megatron_fsdp.buffer.local_sums import sum_received
-from megatron_fsdp.buffer.pools import pack_bytes
-from megatron_fsdp.buffer.share import VARIABLE, over_shared_memory, resolve_shared_memory
-from megatron_fsdp.buffer.shared_arena import started_at
+from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.local_sums import sum_received
+from megatron_fsdp.engine.pools import pack_bytes
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.shm import share, shared_arena, shared_memory
+from megatron_fsdp.shm.futex import has_futex
+from megatron_fsdp.shm.share import VARIABLE, over_shared_memory, resolve_shared_memory
+from megatron_fsdp.shm.shared_arena import started_at
 from tests.conftest import RunRanks
 
 pytestmark = pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")

@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_fsdp.buffer.weight_memory import WeightMemory
-from megatron_fsdp.weight_plan import UnitWeights, WeightAllocator, plan_weights
+from megatron_fsdp.engine.memory import WeightMemory
+from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightAllocator, plan_weights
 
 SIZES = (1024, 256, 256, 512)
 

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.packing import ALIGNMENT_BYTES, pack
 from megatron_fsdp.checkpoint.staging import StagingBuffers
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.parity import fixed_seed

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_fsdp.boxes import boxes_of_range
 from megatron_fsdp.checkpoint import checksum
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
+from megatron_fsdp.sharding.shards import boxes_of_range
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 

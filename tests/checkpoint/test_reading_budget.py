@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint import reading_budget
 from megatron_fsdp.checkpoint.entries import cover_problem
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
@@ -46,6 +45,7 @@ from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 from tests.support import hostile
 from tests.support.byte_damage import saved_bytes
 from tests.support.hostile_readers import STEP, WEIGHT, write_linear

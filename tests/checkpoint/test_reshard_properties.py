@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_fsdp.dtensor.chunks import LocalChunks
-from megatron_fsdp.layout import Granularity
-from megatron_fsdp.shard_description import ShardDescription
+from megatron_fsdp.sharding.layout import Granularity
+from megatron_fsdp.sharding.shards import ShardDescription
 from tests.support.simulated_ranks import Arrangement, Tensors, descriptions
 
 MAX_RANKS = 16

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.ddp.bucket_plan import cut_buckets, plan_buckets, plan_readers
-from megatron_fsdp.grouping import ParameterInfo, key_of
+from megatron_fsdp.sharding.units import ParameterInfo, key_of
 
 
 def info(name: str, numel: int, dtype: torch.dtype = torch.float32, **other: bool) -> ParameterInfo:

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
+from megatron_fsdp.engine.schedule import Operation, ScheduleConfig
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.runtime.schedule import Operation
-from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 
 BUCKETS = 4
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megatron_fsdp.engine.delayed_linear import DelayedLinear, delay_weight_gradients, undelay_weight_gradients
+from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime.delayed_linear import DelayedLinear, delay_weight_gradients, undelay_weight_gradients
-from megatron_fsdp.runtime.weight_gradient_queue import WeightGradientQueue
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
-from megatron_fsdp.description import Description
+from megatron_fsdp.describe.description import Description
 from megatron_fsdp.plan.simulate import simulated_ranks
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
 

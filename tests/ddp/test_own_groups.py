@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
-from megatron_fsdp.buffer.own_group import timeout_of
+from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.ddp import DistributedOptimizer
 from tests.conftest import RunRanks
 from tests.support.settling import settled

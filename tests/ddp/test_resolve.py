@@ -11,7 +11,7 @@ from megatron_fsdp import DistributedDataParallelConfig, MixedPrecisionPolicy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.support.ddp_configs import valid_configs
 
 Fields = dict[str, Any]

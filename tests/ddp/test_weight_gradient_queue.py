@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime.weight_gradient_queue import WeightGradientQueue
 
 
 class _InBackward(torch.autograd.Function):

@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.cli.main import main
+from megatron_fsdp.debug.verify_ranks import fold
+from megatron_fsdp.engine.collective_log import PHASES, Beat, Mark, Record, Ring
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.compare import Difference, first_mismatch
 from megatron_fsdp.hang.explain import Kind, explain
 from megatron_fsdp.hang.flight_recorder import last_entries, read_flight
@@ -17,10 +20,6 @@ from megatron_fsdp.hang.reading import Logs, RankLog
 from megatron_fsdp.hang.state import Operation, state_of
 from megatron_fsdp.hang.words import listed, subject
 from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
-from megatron_fsdp.runtime.observer import Phase
-from megatron_fsdp.runtime.ring_format import Beat, Mark, Record
-from megatron_fsdp.runtime.ring_log import PHASES, Ring
-from megatron_fsdp.runtime.rolling_hash import fold
 
 _SECOND = 10**9
 _NOW = 1000 * _SECOND

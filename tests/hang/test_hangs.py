@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
-from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
 from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.shm.futex import has_futex
 from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until, until_said
 
 _LAYER_2 = (

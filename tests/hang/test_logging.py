@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
+from megatron_fsdp.engine.collective_log import Mark, Ring
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang import opening
 from megatron_fsdp.hang.flight_recorder import dump_flight, read_flight
@@ -19,9 +21,6 @@ from megatron_fsdp.hang.processes import this_process
 from megatron_fsdp.hang.reading import read_folder
 from megatron_fsdp.hang.state import Doing, state_of
 from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
-from megatron_fsdp.runtime.observer import Phase
-from megatron_fsdp.runtime.ring_format import Mark
-from megatron_fsdp.runtime.ring_log import Ring
 from tests.conftest import RunRanks
 from tests.support.hanging import step
 from tests.support.usage_models import Layer, Ordered

@@ -9,28 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.processes import Process, is_alive, this_process
-from megatron_fsdp.hang.reading import read_folder, read_log
-from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name, is_log_name
-from megatron_fsdp.runtime.hang_settings import HangSettings, resolve_hang_log
-from megatron_fsdp.runtime.ring_format import (
+from megatron_fsdp.debug.verify_ranks import fold
+from megatron_fsdp.engine.collective_log import (
+    PHASES,
     RECORD_BYTES,
     WORDS_BYTES,
     Beat,
+    HangSettings,
     Mark,
     Record,
+    Ring,
     new_file,
     read_beat,
     read_head,
     read_records,
     read_words,
+    resolve_hang_log,
     write_beat,
     write_record,
     write_words,
 )
-from megatron_fsdp.runtime.ring_log import PHASES, Ring
-from megatron_fsdp.runtime.rolling_hash import fold
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.processes import Process, is_alive, this_process
+from megatron_fsdp.hang.reading import read_folder, read_log
+from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name, is_log_name
 
 _RECORDS = st.builds(
     Record,

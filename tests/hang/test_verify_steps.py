@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime.verify_ranks import (
+from megatron_fsdp.debug.verify_ranks import (
     DEFAULT_TIMEOUT_S,
     VARIABLE,
     compares_steps,
     resolve_verify_ranks,
 )
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.hanging import misbehaving, step, until_said
 from tests.support.settling import settled

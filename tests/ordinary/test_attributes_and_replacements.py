@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.engine.hooks import SideOutputs
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.side_outputs import SideOutputs
 from tests.conftest import RunRanks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard_model
+from megatron_fsdp.engine.participation import UnitCall, unit_calls
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime.participation import UnitCall, unit_calls
 from tests.conftest import RunRanks
 from tests.support.experts import Expert, Experts, let_take_part
 from tests.support.models import ModelCase

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.debug import verify_ranks as row_exchange
+from megatron_fsdp.debug.verify_ranks import DEFAULT_TIMEOUT_S, VARIABLE, resolve_verify_ranks
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime import row_exchange
-from megatron_fsdp.runtime.verify_ranks import DEFAULT_TIMEOUT_S, VARIABLE, resolve_verify_ranks
 from tests.conftest import RunRanks
 from tests.support.experts import Expert, Experts, let_take_part
 from tests.support.sharded_run import FP32, Outcome, Run, Scenario, Setting, assert_parity, reference, run_sharded

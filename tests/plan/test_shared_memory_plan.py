@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.front import plan
+from megatron_fsdp.shm.futex import has_futex
 from tests.conftest import RunRanks
 from tests.support.tower import FEATURES, Floor, Tower
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard
-from megatron_fsdp.buffer.real_values import real_values
+from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
-from megatron_fsdp.unit.tensor_parallel import local_part
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.parity import fixed_seed

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.accounting import (
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     StepTraffic,
     TransientBytes,
@@ -20,9 +21,8 @@ from megatron_fsdp.accounting import (
     step_traffic,
     transient_bytes,
 )
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.weight_plan import WeightAllocator
+from megatron_fsdp.sharding.memory_plan import WeightAllocator
+from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies

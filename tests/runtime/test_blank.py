@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from megatron_fsdp.runtime.blank import blank_parameter, blank_tensor, own_part
+from megatron_fsdp.engine.meta_init import blank_parameter, blank_tensor, own_part
 from tests.conftest import RunRanks
 
 CPU = torch.device("cpu")

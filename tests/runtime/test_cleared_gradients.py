@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.layout import Layout, plan_layout
-from megatron_fsdp.region import Region
-from megatron_fsdp.unit.main_gradient import MainGradient
+from megatron_fsdp.engine.gradients import MainGradient
+from megatron_fsdp.sharding.layout import Layout, plan_layout
+from megatron_fsdp.sharding.placement import Region
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss

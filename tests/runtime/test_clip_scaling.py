@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp.runtime.grad_norm import _is_known_to_be_one
+from megatron_fsdp.optim.grad_norm import _is_known_to_be_one
 from tests.conftest import RunRanks
 from tests.runtime.test_local_step import wrap
 from tests.support.api_net import backward, batches, build

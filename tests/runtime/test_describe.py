@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.buffer.real_values import real_values
-from megatron_fsdp.description import Description
+from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.describe.description import Description
+from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
-from megatron_fsdp.unit.tensor_parallel import local_part
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.parity import fixed_seed

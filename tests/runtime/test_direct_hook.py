@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp.unit.direct_hook import direct_hook
+from megatron_fsdp.engine.engine import direct_hook
 
 
 def parameter(value: float) -> nn.Parameter:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.runtime.fingerprint import fingerprint, fingerprints, lowest_and_highest, mixed_words
+from megatron_fsdp.comm.fingerprint import fingerprint, fingerprints, lowest_and_highest, mixed_words
 from tests.conftest import RunRanks
 
 Fingerprint = Callable[[torch.Tensor], torch.Tensor]

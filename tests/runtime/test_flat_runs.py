@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.runtime.flat_runs import Run, find_runs
+from megatron_fsdp.optim.local_step import Run, find_runs
 from tests.conftest import RunRanks
 from tests.runtime.test_local_step import VARIANTS, connect, odd, wrap
 from tests.support.api_net import backward, batches, build, mesh

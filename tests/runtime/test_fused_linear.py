@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.runtime import engine
-from megatron_fsdp.runtime.fused_linear import FusedLinear
-from megatron_fsdp.unit.gradients import GradientBuffers
+from megatron_fsdp.engine import engine
+from megatron_fsdp.engine.fused_linear import FusedLinear
+from megatron_fsdp.engine.gradients import GradientBuffers
 from tests.conftest import RunRanks
 
 WIDTH = 8

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.runtime import group_runs
+from megatron_fsdp.optim import local_step as group_runs
 from tests.conftest import RunRanks
 from tests.runtime.test_flat_runs import difference_after, tight, two_groups
 from tests.runtime.test_local_step import VARIANTS, connect, wrap

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError
-from megatron_fsdp.runtime.large_gradients import LargeGradientCheck
 from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.buffer.lanes import HostLane, HostTicket
-from megatron_fsdp.buffer.pools import Block, BucketPool
-from megatron_fsdp.buffer.weight_memory import WeightMemory
+from megatron_fsdp.comm.lanes import HostLane, HostTicket
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.gradients import GradientBuffers
+from megatron_fsdp.engine.memory import WeightMemory
+from megatron_fsdp.engine.pools import Block, BucketPool
+from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError
-from megatron_fsdp.runtime.executor import Executor
-from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
-from megatron_fsdp.unit.gradients import GradientBuffers
-from megatron_fsdp.unit.unit import Unit
 from tests.conftest import RunRanks
 from tests.support.parity import fixed_seed
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss

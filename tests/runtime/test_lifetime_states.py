@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp.debug.delays import Delays, checked_delays, resolve_delays
+from megatron_fsdp.debug.lifetime_states import AT_REST, LEGAL, Event, Memory, State, next_state
+from megatron_fsdp.debug.lifetimes import resolve_check_lifetimes
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
-from megatron_fsdp.runtime.delays import Delays, checked_delays, resolve_delays
-from megatron_fsdp.runtime.lifetime_states import AT_REST, LEGAL, Event, Memory, State, next_state
-from megatron_fsdp.runtime.lifetimes import resolve_check_lifetimes
 
 _LIVES = {
     Memory.WEIGHTS: [Event.GATHER, Event.ARRIVE, Event.COMPUTE, Event.COMPUTE, Event.RELEASE],

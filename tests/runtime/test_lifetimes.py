@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.buffer.lanes import Moment
+from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.ddp.distributed_optimizer import DistributedOptimizer
+from megatron_fsdp.debug.delays import DelayObserver, Delays, inject_delays
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.runtime.delays import DelayObserver, Delays, inject_delays
-from megatron_fsdp.runtime.observer import Phase
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
@@ -263,7 +263,7 @@ def _draws(seed: int) -> tuple[list[float], list[float]]:
 
     observer = DelayObserver(Delays(seed, 1.0), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.runtime.delays.hold_up", note)
+        patch.setattr("megatron_fsdp.debug.delays.hold_up", note)
         for phase in Phase:
             observer.begins(phase, 0)
         computing = list(drawn)

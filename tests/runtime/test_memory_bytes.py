@@ -1,4 +1,4 @@
-"""What one rank holds, to the byte, against the formulas of `megatron_fsdp.accounting`."""
+"""What one rank holds, to the byte, against the formulas of `megatron_fsdp.sharding.accounting`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.accounting import (
+from megatron_fsdp.describe.model import MemoryUse
+from megatron_fsdp.engine.pools import pack_bytes
+from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     PassingBytes,
     PersistentBytes,
@@ -21,9 +23,7 @@ from megatron_fsdp.accounting import (
     persistent_bytes,
     transient_bytes,
 )
-from megatron_fsdp.buffer.pools import pack_bytes
-from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.runtime.footprint import MemoryUse
+from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.models import MODEL_CASES

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.buffer.lanes import Moment
-from megatron_fsdp.runtime.observer import Observer, Phase
+from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.engine.observer import Observer, Phase
 from tests.conftest import RunRanks
 from tests.support.parity import fixed_seed
 from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss

@@ -1,6 +1,6 @@
 """A recorded order foretells what the last pass needed, for as long as the pass keeps to it."""
 
-from megatron_fsdp.runtime.order import RecordedOrder, StepLength
+from megatron_fsdp.engine.schedule import RecordedOrder, StepLength
 
 
 def record(order: RecordedOrder, *units: int) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_fsdp.engine.schedule import Action, Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
-from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 from tests.conftest import RunRanks
 from tests.support.models import ModelCase
 from tests.support.sharded_run import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.runtime.same_objects import SameObjects, SameState
+from megatron_fsdp.optim.local_step import SameObjects, SameState
 
 State = dict[Any, Any]
 

@@ -5,9 +5,8 @@ Operations read `gather3@1` (unit 3 into slot 1), `wait3`, `release3`, `reduce3`
 
 import pytest
 
+from megatron_fsdp.engine.schedule import Action, Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
-from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 from tests.support.schedule_language import Play, play
 
 FORWARD = "F0> F1> F1< F2> F2< F3> F3< F0<"

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.runtime.schedule import ROOT, Action, Operation, Scheduler
-from megatron_fsdp.runtime.schedule_config import ScheduleConfig
+from megatron_fsdp.engine.schedule import ROOT, Action, Operation, ScheduleConfig, Scheduler
 from tests.support.schedule_language import Play
 
 _MAX_UNITS = 6

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.buffer.futex import has_futex
-from megatron_fsdp.buffer.pools import pack_bytes
+from megatron_fsdp.engine.pools import pack_bytes
+from megatron_fsdp.shm.futex import has_futex
 from tests.conftest import RunRanks
 
 pytestmark = pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")

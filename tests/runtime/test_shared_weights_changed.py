@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.shm.futex import has_futex
 from tests.conftest import RunRanks
 
 

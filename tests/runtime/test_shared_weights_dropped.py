@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.buffer.futex import has_futex
-from megatron_fsdp.buffer.shared_arena import HEADER_BYTES
+from megatron_fsdp.shm.futex import has_futex
+from megatron_fsdp.shm.shared_arena import HEADER_BYTES
 from tests.buffer.test_mailbox import make_pair
 from tests.buffer.test_shared_in_place import memory
 from tests.conftest import RunRanks

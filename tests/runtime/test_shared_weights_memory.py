@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp.buffer.futex import has_futex
+from megatron_fsdp.shm.futex import has_futex
 from tests.buffer.test_shared_in_place import memory
 from tests.buffer.test_shared_memory import finish
 from tests.conftest import RunRanks

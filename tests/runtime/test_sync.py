@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fsdp.runtime.sync import Reach, SyncMode
+from megatron_fsdp.engine.schedule import Reach, SyncMode
 
 # auto_sync, is_last_microbatch, defer_all -> syncs, reduces with whole pending gradients, ... with sharded ones
 TABLE = [

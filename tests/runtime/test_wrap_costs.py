@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.runtime import sharding as sharding_file
-from megatron_fsdp.runtime.group_plans import GroupPlans
+from megatron_fsdp.engine import domains as sharding_file
+from megatron_fsdp.engine.wrap import GroupPlans
 from tests.conftest import RunRanks
 
 COLLECTIVES = (

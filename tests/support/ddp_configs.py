@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from megatron_fsdp.ddp_config_checks import CHOICES, EXCLUSIONS, NEEDS
+from megatron_fsdp.config.ddp_config_checks import CHOICES, EXCLUSIONS, NEEDS
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 
 _COUNTS = st.integers(min_value=1, max_value=2**63 - 1)

@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.buffer.lanes import LaneWatch, StreamLane
-from megatron_fsdp.buffer.share import VARIABLE as SHARED_MEMORY_VARIABLE
-from megatron_fsdp.runtime import executor
+from megatron_fsdp.comm.lanes import LaneWatch, StreamLane
+from megatron_fsdp.engine import executor
+from megatron_fsdp.shm.share import VARIABLE as SHARED_MEMORY_VARIABLE
 
 
 class StreamOrderError(AssertionError):

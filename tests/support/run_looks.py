@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from megatron_fsdp.runtime import local_step
-from megatron_fsdp.runtime.flat_runs import find_runs
+from megatron_fsdp.optim import local_step
+from megatron_fsdp.optim.local_step import find_runs
 
 
 @contextlib.contextmanager

@@ -12,8 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp.runtime.schedule import Operation, Scheduler
-from megatron_fsdp.runtime.schedule_config import ScheduleConfig
+from megatron_fsdp.engine.schedule import Operation, ScheduleConfig, Scheduler
 
 _EVENT = re.compile(
     r"(?P<kind>[FfB])(?P<unit>\d+)(?P<edge>[<>])|(?P<single>[gGPA])(?P<single_unit>\d+)|(?P<bare>[EWR])"

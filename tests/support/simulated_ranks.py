@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.buffer.collectives import Axis, Traffic
-from megatron_fsdp.grouping import ParameterInfo, group_parameters
-from megatron_fsdp.layout import Granularity
+from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.runtime.domain import Domain
-from megatron_fsdp.runtime.sharding import Sharding
-from megatron_fsdp.shard_description import ShardDescription
+from megatron_fsdp.sharding.layout import Granularity
+from megatron_fsdp.sharding.placement import ShardingStrategy
+from megatron_fsdp.sharding.shards import ShardDescription
+from megatron_fsdp.sharding.units import ParameterInfo, group_parameters
 
 _TENSOR_PARALLEL = {0: "column", 1: "row"}
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fsdp.buffer.share import VARIABLE
+from megatron_fsdp.shm.share import VARIABLE
 
 
 def over_sockets(fn: Callable[..., Any], *args: Any) -> Any:

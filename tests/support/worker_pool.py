@@ -41,7 +41,7 @@ _PRELOADED_MODULES = [
     "torch.distributed.device_mesh",
     "torch._dynamo",  # which the first optimizer of a process imports
     "megatron_fsdp.ddp",
-    "megatron_fsdp.mesh_arguments",
+    "megatron_fsdp.sharding.mesh",
     "megatron_fsdp.megatron_fsdp",
     "megatron_fsdp.fully_shard",
     "tests.support.worker_main",

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_fsdp.buffer.lanes import HostClock, Moment
-from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.comm.lanes import HostClock, Moment
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace.build import Times, build_timeline
 from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, encode
 from megatron_fsdp.trace.timeline import OPTIMIZER, Collective, MemorySample, StepWindow, Timeline

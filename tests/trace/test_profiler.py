@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace import trace
 from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
 from tests.conftest import RunRanks

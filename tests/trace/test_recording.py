@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.accounting import step_traffic
-from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError, TraceError
-from megatron_fsdp.hybrid_accounting import outer_step_traffic
-from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.sharding.accounting import outer_step_traffic, step_traffic
+from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks

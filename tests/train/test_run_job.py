@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp.buffer.futex import has_futex
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.shm.futex import has_futex
 from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.options import Layer, assemble

@@ -13,10 +13,9 @@ from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the pub
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from megatron_fsdp.arguments import explains_fields
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.notices import warn_caller
-from megatron_fsdp.placement import resolve_strategy
+from megatron_fsdp.config.arguments import explains_fields
+from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.sharding.placement import resolve_strategy
 
 BACKENDS = ("nccl", "gloo")
 

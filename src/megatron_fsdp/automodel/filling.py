@@ -23,8 +23,7 @@ from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, 
 from megatron_fsdp.automodel.saving import let_save
 from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 
 
 def ready_model(

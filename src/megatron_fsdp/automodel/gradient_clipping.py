@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.runtime.grad_norm import combine_powers, largest_of, sum_of_powers
-from megatron_fsdp.runtime.shared_out import Groups
+from megatron_fsdp.optim.grad_norm import Groups, combine_powers, largest_of, sum_of_powers
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
 """What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""

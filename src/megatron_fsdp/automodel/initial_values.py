@@ -19,11 +19,15 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_pieces, unwrap
+from megatron_fsdp.engine.meta_init import (
+    blank_tensor,
+    draw_blueprint,
+    draw_values,
+    random_state,
+    same_random_numbers,
+    set_random_state,
+)
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.blank import blank_tensor
-from megatron_fsdp.runtime.blueprint import draw_blueprint
-from megatron_fsdp.runtime.materialise import draw_values
-from megatron_fsdp.runtime.random_state import random_state, same_random_numbers, set_random_state
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, check_config
 from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MEGATRON_AXES = ("dp", "cp", "tp")

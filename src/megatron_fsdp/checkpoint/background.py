@@ -14,10 +14,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.buffer.own_group import twin_of
 from megatron_fsdp.checkpoint.ranks import world_size_of
 from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
 from megatron_fsdp.checkpoint.staging import StagingBuffers
+from megatron_fsdp.comm.groups import twin_of
 from megatron_fsdp.errors import ConfigurationError
 
 Save = Callable[[Any, "dist.ProcessGroup | None"], object]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.flat_state import is_key
 from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
 from megatron_fsdp.checkpoint.restricted_pickle import printable
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 _TOO_MANY = 1 << 62
 _MAX_NAME_BYTES = 255

@@ -15,13 +15,13 @@ import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, check_paths, entries_of
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget, open_file, read_file
 from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 4 << 30

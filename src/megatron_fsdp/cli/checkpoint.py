@@ -22,7 +22,7 @@ from megatron_fsdp.cli import (
     checkpoint_verify,
 )
 from megatron_fsdp.cli.guard import run_guarded
-from megatron_fsdp.command_parser import Parser
+from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.package_info import __version__
 
 _DESCRIPTION = "Look into checkpoints, compare, edit and convert them. One process on the CPU is enough for all of it."

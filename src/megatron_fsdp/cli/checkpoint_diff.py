@@ -10,7 +10,7 @@ from megatron_fsdp.checkpoint.tools.diff import DiffReport, diff
 from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.cli.arguments import add_filter, add_folder, add_json, add_msc, refuse_msc
 from megatron_fsdp.cli.output import write_json, write_line
-from megatron_fsdp.command_parser import EXIT_DIFFERENT, EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 
 _SHOWN = 50
 _REFERENCE_RTOL, _REFERENCE_ATOL = 1e-5, 1e-8

@@ -11,7 +11,7 @@ from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
 from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.cli.arguments import add_folder, add_msc, refuse_msc
 from megatron_fsdp.cli.output import write_line
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 
 
 def add_parser(subparsers: Any) -> None:

@@ -11,7 +11,7 @@ from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.tree import key_tree, walk
 from megatron_fsdp.cli.arguments import add_filter, add_folder, add_json, add_msc, refuse_msc
 from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_line, write_table
-from megatron_fsdp.command_parser import EXIT_DIFFERENT, EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 
 _OPTIMIZERS = {

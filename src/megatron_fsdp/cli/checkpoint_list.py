@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fsdp.checkpoint.tools.locate import list_checkpoints
 from megatron_fsdp.cli.arguments import add_json
 from megatron_fsdp.cli.output import in_bytes, write_json, write_table
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 
 
 def add_parser(subparsers: Any) -> None:

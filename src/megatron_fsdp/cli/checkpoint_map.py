@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
 from megatron_fsdp.cli.output import write_line
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 
 
 def add_parser(subparsers: Any) -> None:

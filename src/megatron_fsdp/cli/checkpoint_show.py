@@ -13,7 +13,7 @@ from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.show import ShownObject, ShownTensor, show
 from megatron_fsdp.cli.arguments import add_folder, add_json
 from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_line
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 
 
 def add_parser(subparsers: Any) -> None:

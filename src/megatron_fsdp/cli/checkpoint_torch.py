@@ -10,7 +10,7 @@ from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.cli.arguments import add_folder
 from megatron_fsdp.cli.output import in_bytes, write_line
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 
 
 def add_parser(subparsers: Any) -> None:

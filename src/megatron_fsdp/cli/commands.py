@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_fsdp.cli import checkpoint, describe, doctor, hang, plan, trace, train
 from megatron_fsdp.cli.guard import run_guarded
-from megatron_fsdp.command_parser import Parser
+from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.package_info import __version__
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fsdp.cli.arguments import add_json
 from megatron_fsdp.cli.output import write_json, write_line
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 
 _DTYPES = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")

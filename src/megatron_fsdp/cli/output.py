@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fsdp.description_text import in_bytes as in_bytes
+from megatron_fsdp.describe.description import in_bytes as in_bytes
 
 Rows = Sequence[Sequence[str]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_line, write_table
-from megatron_fsdp.command_parser import EXIT_SAME
+from megatron_fsdp.config.command_parser import EXIT_SAME
 from megatron_fsdp.trace.files import read_timelines, write_chrome
 from megatron_fsdp.trace.picture import timeline_png
 from megatron_fsdp.trace.ranks import Comparison, compare, on_one_clock

@@ -12,12 +12,11 @@ from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.hooks import register_bucket_hooks
-from megatron_fsdp.runtime.build import parameter_info
-from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.engine_parts import EngineParts
-from megatron_fsdp.runtime.schedule import ROOT
-from megatron_fsdp.runtime.sharding import Sharding
-from megatron_fsdp.units import UnitPlan
+from megatron_fsdp.engine.domains import Sharding
+from megatron_fsdp.engine.engine import Engine, EngineParts
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.wrap import parameter_info
+from megatron_fsdp.sharding.units import UnitPlan
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from megatron_fsdp.grouping import GroupKey, ParameterInfo, key_of
-from megatron_fsdp.units import UnitPlan, UnitSpec
+from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, UnitPlan, UnitSpec, key_of
 
 BUCKET_NAME = "bucket {}"
 _ROOT = 0

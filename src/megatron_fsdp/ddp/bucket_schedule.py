@@ -14,9 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_fsdp.engine.schedule import ROOT, Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.runtime.schedule import ROOT, Operation, Scheduler
-from megatron_fsdp.runtime.schedule_config import ScheduleConfig
 
 
 class GatherMode(Enum):

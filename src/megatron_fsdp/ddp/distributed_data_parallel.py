@@ -11,21 +11,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.arguments import explains_arguments
+from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
 from megatron_fsdp.ddp.meshes import cut_into_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
+from megatron_fsdp.debug.verify_ranks import compares_steps, resolve_verify_ranks
+from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.wrap import Switches
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.memory_options import MemoryOptions
-from megatron_fsdp.mesh_arguments import index_from_mesh, mesh_and_dim
-from megatron_fsdp.runtime.agreement import agree
-from megatron_fsdp.runtime.assemble import Switches
-from megatron_fsdp.runtime.describe_model import Subject
-from megatron_fsdp.runtime.verify_ranks import compares_steps, resolve_verify_ranks
-from megatron_fsdp.unit.tensor_parallel import local_part
+from megatron_fsdp.sharding.memory_plan import MemoryOptions
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, index_from_mesh, mesh_and_dim
 
 logger = logging.getLogger("megatron_fsdp")
 

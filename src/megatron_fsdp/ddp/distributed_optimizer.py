@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.runtime.optimizer import check_parameters
+from megatron_fsdp.optim.optimizer import check_parameters
 
 
 class DistributedOptimizer(Optimizer):

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
+from megatron_fsdp.engine.engine import Engine, EngineParts, ForwardCall
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.engine import Engine, ForwardCall
-from megatron_fsdp.runtime.engine_parts import EngineParts
-from megatron_fsdp.runtime.schedule import ROOT
-from megatron_fsdp.unit.unit import Unit
 
 
 class BucketEngine(Engine):

@@ -12,11 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.engine import BucketEngine
+from megatron_fsdp.engine.engine import live_engine
+from megatron_fsdp.engine.hooks import register_hooks, uncompiled
+from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ShardOperationError
-from megatron_fsdp.runtime.compiled import uncompiled
-from megatron_fsdp.runtime.engine import live_engine
-from megatron_fsdp.runtime.hooks import register_hooks
-from megatron_fsdp.runtime.schedule import ROOT
 
 _ADVICE = (
     "with overlap_param_gather=True weights are there once a module that reads them is called; which one does "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.buffer.real_values import real_values
-from megatron_fsdp.distributed_index import FSDPDistributedIndex
+from megatron_fsdp.comm.real_values import real_values
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.placement import ShardingStrategy
 
 INSTANCE_SUFFIX = "_instances"
 SHARD_SUFFIX = "_shard"

@@ -22,7 +22,7 @@ from megatron_fsdp.doctor.sharded import run_sharded, shard_with
 from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task, require_count
 from megatron_fsdp.doctor.tolerance import Tolerance
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.placement import resolve_strategy
+from megatron_fsdp.sharding.placement import resolve_strategy
 
 Result = TypeVar("Result")
 

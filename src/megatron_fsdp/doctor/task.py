@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.doctor.batches import check_divides, part_of
 from megatron_fsdp.doctor.digest import digest_of_batch
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.import_path import import_by_path
 
 ModelFn = Callable[[], nn.Module]
 LossFn = Callable[[nn.Module, Any], Tensor]

@@ -3,22 +3,348 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.dtensor import reduce_rules
+from megatron_fsdp.dtensor import dispatch as reduce_rules
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.dtensor.list_rules import elementwise_on_lists, unscale
-from megatron_fsdp.dtensor.operands import local_operand
+from megatron_fsdp.dtensor.reduction import (
+    Combine,
+    ReducedScalar,
+    Reduction,
+    norm_parts,
+    norm_reduction,
+    plain,
+    resolve,
+    unite_gradients,
+    wide,
+)
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ShardOperationError
 
+# Reductions of shards to one number, operation by operation.
+
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+
+
+def bound(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Arguments by name, defaults filled in."""
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return tuple(argument.name for argument in arguments), defaults
+
+
+def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a reduction goes over all dimensions and gives one number."""
+    named = bound(func, args, kwargs)
+    dim = named.get("dim")
+    dims = () if dim is None else tuple(dim) if isinstance(dim, list | tuple) else (dim,)
+    ndim = named["self"].ndim
+    covered = not dims or {d % max(ndim, 1) for d in dims} == set(range(ndim))
+    return covered and "out" not in kwargs and len(func._schema.returns) == 1
+
+
+def _number(reduction: Reduction, tensor: torch.Tensor, keepdim: bool = False) -> ReducedScalar:
+    """What a reduction of a tensor gives, with as many dimensions of length 1 as the tensor has if `keepdim`."""
+    unite = None
+    if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_frame.shard_groups:
+        frame = tensor.shard_frame
+        unite = functools.partial(unite_gradients, groups=frame.shard_groups, adds_up=frame.adds_up)
+    return ReducedScalar.of(reduction, unite, tensor.ndim if keepdim else 0)
+
+
+def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Reduction]) -> Callable[..., Any]:
+    def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        named = bound(func, args, kwargs)
+        tensor = named["self"]
+        if not is_total(func, args, kwargs):
+            raise ShardOperationError(
+                f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
+                f"{tuple(tensor.shape)} that is sharded over ranks; reduce all dimensions, or use full_tensor()"
+            )
+        reduction = compute(tensor, tensor._local_tensor, named)
+        resolve([reduction])
+        return _number(reduction, tensor, bool(named.get("keepdim")))
+
+    return rule
+
+
+def _sum(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
+    dtype = named.get("dtype") or (
+        tensor.dtype if tensor.dtype.is_floating_point or tensor.dtype.is_complex else torch.int64
+    )
+    return Reduction(local.sum(dtype=wide(dtype)), Combine.SUM, tensor.shard_frame.groups, dtype)
+
+
+def _nansum(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
+    return _sum(tensor, local.masked_fill(local.isnan(), 0), named)
+
+
+def _mean(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
+    dtype = named.get("dtype") or tensor.dtype
+    part = local.sum(dtype=wide(dtype))
+    if not tensor.numel():
+        part = part + math.nan
+    return Reduction(part, Combine.SUM, tensor.shard_frame.groups, dtype, divisor=max(tensor.numel(), 1))
+
+
+def _count(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
+    return Reduction(torch.count_nonzero(local), Combine.SUM, tensor.shard_frame.groups, torch.int64)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else -(2**63 - 1)
+
+
+def _max(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
+    _check_not_empty(tensor)
+    values = local.to(wide(tensor.dtype))
+    part = values.max() if local.numel() else values.new_full((), _lowest(values.dtype))
+    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype)
+
+
+def _min(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
+    _check_not_empty(tensor)
+    values = local.to(wide(tensor.dtype))
+    part = -values.min() if local.numel() else values.new_full((), _lowest(values.dtype))
+    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype, negate=True)
+
+
+def _check_not_empty(tensor: UnevenDTensor) -> None:
+    if not tensor.numel():
+        raise ShardOperationError(f"a tensor of shape {tuple(tensor.shape)} has no elements, so no largest or smallest")
+
+
+def _any(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
+    return Reduction(local.any().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool)
+
+
+def _all(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
+    return Reduction(-local.all().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool, negate=True)
+
+
+def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
+    """A norm, which waits until it is used, so that the norms of many tensors share a collective."""
+    named = bound(func, args, kwargs)
+    tensor = named["self"]
+    if not is_total(func, args, kwargs):
+        raise ShardOperationError(
+            f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
+            f"{tuple(tensor.shape)} that is sharded over ranks; take the norm of all of it, or use full_tensor()"
+        )
+    order = named.get("ord", named.get("p"))
+    order = 2.0 if order is None else float(order)
+    return _norms([tensor], order, named.get("dtype"), bool(named.get("keepdim")))[0]
+
+
+def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+    """`_foreach_norm`: a list of norms, none of which is waited for."""
+    named = bound(func, args, kwargs)
+    return _norms(named["self"], float(named["ord"]), named.get("dtype"))
+
+
+def _norms(
+    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None, keepdim: bool = False
+) -> list[Any]:
+    if any(each.dtype.is_complex for each in tensors):
+        raise ShardOperationError("norms of complex sharded tensors are not offered; take the norm of abs()")
+    locals_ = [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in tensors]
+    parts = norm_parts(locals_, order, wide(dtype or tensors[0].dtype))
+    return [
+        _number(norm_reduction(part, order, _groups(each), dtype or each.dtype, _foreign_groups(each)), each, keepdim)
+        for each, part in zip(tensors, parts, strict=True)
+    ]
+
+
+def _groups(tensor: torch.Tensor) -> Any:
+    return tensor.shard_frame.groups if isinstance(tensor, UnevenDTensor) else ()
+
+
+def _foreign_groups(tensor: torch.Tensor) -> Any:
+    return tensor.shard_frame.foreign_groups if isinstance(tensor, UnevenDTensor) else ()
+
+
+def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
+    """`torch.equal`, over all ranks."""
+    first, second = args
+    if first.shape != second.shape:
+        return False
+    return bool((first == second).all().item())
+
+
+RULES: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
+    "all": _total(_all),
+    "amax": _total(_max),
+    "amin": _total(_min),
+    "any": _total(_any),
+    "count_nonzero": _total(_count),
+    "linalg_vector_norm": _norm,
+    "max": _total(_max),
+    "mean": _total(_mean),
+    "min": _total(_min),
+    "nansum": _total(_nansum),
+    "norm": _norm,
+    "sum": _total(_sum),
+}
+"""By the name of the operation."""
+
+
+# What an operation on shards may be given besides, and the elements of it that this rank needs.
+
+
+def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
+    """The elements of an operand that belong to this rank's shard of a tensor cut as `frame`; no communication.
+
+    Args:
+        frame: Of the tensor that is computed.
+        value: Any argument; what is no tensor is handed back.
+        func: The operation, for messages.
+        elementwise: Whether a plain tensor of one number, spread, says the same at every element.
+
+    Raises:
+        ShardOperationError: The operand's elements lie elsewhere, or it does not say whether ranks agree on it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, UnevenDTensor):
+        if value.shard_frame is frame or value.shard_frame == frame:
+            return value._local_tensor
+        if not value.shard_frame.is_whole:
+            raise ShardOperationError(_differently_cut(func, frame, value))
+        return _part_of(frame, value._local_tensor)
+    if isinstance(value, DTensor):
+        if not all(placement.is_replicate() for placement in value.placements):
+            raise ShardOperationError(_differently_cut(func, frame, value))
+        if value.ndim and value.device_mesh != frame.mesh:
+            raise ShardOperationError(_differently_cut(func, frame, value))
+        return _part_of(frame, value._local_tensor)
+    if isinstance(value, ReducedScalar):
+        return plain(value).reshape(())
+    return _part_of_plain(frame, value, func, elementwise)
+
+
+def _part_of(frame: ShardFrame, full: torch.Tensor) -> torch.Tensor:
+    return full if full.ndim == 0 else frame.take(full)
+
+
+def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwise: bool) -> torch.Tensor:
+    if value.ndim == 0:
+        return value
+    lengths = zip(value.shape, value.stride(), strict=True)
+    spreads = elementwise or _in_backward()
+    if spreads and value.numel() and all(length == 1 or stride == 0 for length, stride in lengths):
+        one = value[(0,) * value.ndim]  # one number, spread: such are gradients of sums
+        return one.expand(frame.description.local_shape) if frame.shape else one
+    if _in_backward():
+        return frame.take(value)
+    raise ShardOperationError(
+        f"{func} mixes a tensor of shape {tuple(frame.shape)} that is sharded over ranks with a plain tensor of shape "
+        f"{tuple(value.shape)}, of which nothing says that it is the same on every rank; wrap it by "
+        "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim), or compute on to_local()"
+        f"{frame.advice}"
+    )
+
+
+def _in_backward() -> bool:
+    """Whether autograd is calling: its full-size tensors come from reductions, which are the same on every rank."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _differently_cut(func: Any, frame: ShardFrame, other: DTensor) -> str:
+    return (
+        f"{func} mixes tensors that are cut differently: shape {tuple(frame.shape)} with placements "
+        f"{frame.placements}, and shape {tuple(other.shape)} with placements {other.placements}; bring both to whole "
+        "tensors by full_tensor(), or the second to Replicate on the same mesh"
+    )
+
+
+# Operations on lists of tensors, which optimizers and clipping use: each tensor on its shards.
+
+Frames = list[ShardFrame | None]
+
+
+def elementwise_on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a `_foreach_*` or `_fused_*` operation on the local tensors of its lists.
+
+    Raises:
+        ShardOperationError: Tensors at one place of the lists are cut differently.
+    """
+    frames: Frames | None = None
+    for arg in args:
+        if isinstance(arg, list | tuple) and any(isinstance(each, UnevenDTensor) for each in arg):
+            frames = [each.shard_frame if isinstance(each, UnevenDTensor) else None for each in arg]
+            break
+    if frames is None:
+        raise ShardOperationError(f"{func} mixes a list of plain tensors with a sharded tensor; give one sort")
+    inner = [_local_argument(func, arg, frames) for arg in args]
+    result = func(*inner, **{key: _local_argument(func, arg, frames) for key, arg in kwargs.items()})
+    return _wrap(result, frames)
+
+
+def _local_argument(func: Any, arg: Any, frames: Frames) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_local_element(func, each, frames, index) for index, each in enumerate(arg)]
+    if isinstance(arg, UnevenDTensor):
+        if not arg.shard_frame.is_whole:
+            raise ShardOperationError(f"{func}: a single tensor beside lists must not be sharded over ranks")
+        return arg._local_tensor
+    return plain(arg)
+
+
+def _local_element(func: Any, each: Any, frames: Frames, index: int) -> Any:
+    if type(each) is UnevenDTensor:
+        frame = frames[index]
+        if each.shard_frame is frame:
+            return each._local_tensor
+    if not isinstance(each, torch.Tensor) or (each.ndim == 0 and not isinstance(each, UnevenDTensor)):
+        return plain(each)
+    frame = frames[index] if index < len(frames) else None
+    if frame is None:
+        if isinstance(each, UnevenDTensor):
+            raise ShardOperationError(f"{func} mixes plain and sharded tensors at place {index} of its lists")
+        return each
+    return local_operand(frame, each, func)
+
+
+def _wrap(result: Any, frames: Frames) -> Any:
+    if not isinstance(result, list | tuple):
+        return result
+    if result and isinstance(result[0], list | tuple):
+        return type(result)(_wrap(each, frames) for each in result)
+    return type(result)(
+        each if frame is None else UnevenDTensor.wrap(each, frame) for each, frame in zip(result, frames, strict=True)
+    )
+
+
+def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`GradScaler`'s check and unscaling: all ranks that share a tensor learn whether any of them found infinity."""
+    grads, found_inf, *rest = args
+    func(
+        [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in grads], found_inf, *rest, **kwargs
+    )
+    groups = {
+        group.group_name: group
+        for each in grads
+        if isinstance(each, UnevenDTensor)
+        for group in each.shard_frame.groups
+    }
+    for name in sorted(groups):
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=groups[name])
+
+
 Rule = Callable[[Any, Args, Kwargs], Any]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fsdp.shard_description import ShardDescription, described_as_whole
+from megatron_fsdp.sharding.shards import ShardDescription, described_as_whole
 
 
 class OwningUnit(NamedTuple):

@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.utils import _sync_module_states
 
-from megatron_fsdp.dtensor.chunks import LocalChunks, no_write_items
+from megatron_fsdp.dtensor.chunks import LocalChunks, gather_full, no_write_items
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.dtensor.gather import gather_full
 from megatron_fsdp.dtensor.reduction import plain, unite_gradients
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
-from megatron_fsdp.shard_description import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.sharding.shards import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
 
 
 class UnevenDTensor(DTensor):

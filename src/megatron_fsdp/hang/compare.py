@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.state import Operation
-from megatron_fsdp.runtime.observer import Phase
 
 Operations = Mapping[int, Operation]
 

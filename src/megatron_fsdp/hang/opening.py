@@ -10,14 +10,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_fsdp.engine.collective_log import PHASES, Ring
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.flight_recorder import flight_name
 from megatron_fsdp.hang.processes import Process, is_alive, this_process
 from megatron_fsdp.hang.reading import read_writer
 from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name, rank_and_model
-from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.ring_log import PHASES, Ring
-from megatron_fsdp.unit.unit import Unit
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 

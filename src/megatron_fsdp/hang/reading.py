@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.flight_recorder import flight_name, read_flight
-from megatron_fsdp.hang.processes import is_alive
-from megatron_fsdp.hang.writer import Writer, from_json, is_log_name
-from megatron_fsdp.runtime.ring_format import (
+from megatron_fsdp.engine.collective_log import (
     Beat,
     Record,
     read_beat,
@@ -20,6 +16,10 @@ from megatron_fsdp.runtime.ring_format import (
     read_termination,
     read_words,
 )
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.flight_recorder import flight_name, read_flight
+from megatron_fsdp.hang.processes import is_alive
+from megatron_fsdp.hang.writer import Writer, from_json, is_log_name
 
 MOST_FILE_BYTES = 1 << 28
 

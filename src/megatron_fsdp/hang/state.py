@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from megatron_fsdp.engine.collective_log import NO_NUMBER, Mark, Record
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.reading import RankLog
-from megatron_fsdp.runtime.observer import Phase
-from megatron_fsdp.runtime.ring_format import NO_NUMBER, Mark, Record
 
 _COMMUNICATES = frozenset(
     phase.value

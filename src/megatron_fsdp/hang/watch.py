@@ -9,15 +9,14 @@ import time
 import weakref
 from pathlib import Path
 
+from megatron_fsdp.engine.collective_log import NO_NUMBER, RingLog
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
 from megatron_fsdp.hang.flight_recorder import dump_flight
 from megatron_fsdp.hang.opening import open_ring
 from megatron_fsdp.hang.reading import read_folder
 from megatron_fsdp.hang.state import state_of
-from megatron_fsdp.runtime.engine import Engine
-from megatron_fsdp.runtime.ring_format import NO_NUMBER
-from megatron_fsdp.runtime.ring_log import RingLog
 
 _BEAT_S = 1.0
 _NOTE_AFTER_S = 1.0

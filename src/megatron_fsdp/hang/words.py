@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.state import Doing, Operation, State
 from megatron_fsdp.hang.writer import UnitFacts
-from megatron_fsdp.runtime.observer import Phase
 
 _SHOWN = 4
 

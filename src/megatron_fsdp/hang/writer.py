@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_fsdp.engine.collective_log import SUFFIX
 from megatron_fsdp.hang.processes import Process
-from megatron_fsdp.runtime.ring_format import SUFFIX
 
 _NAME = re.compile(r"rank-(\d{5,})(?:\.model-(\d+))?" + re.escape(SUFFIX))
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from megatron_fsdp.engine.hooks import tensors_in
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.answers import Answers
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
@@ -26,7 +27,6 @@ from megatron_fsdp.plan.flops import operator_bytes, operator_flops
 from megatron_fsdp.plan.kernels import Kernels, kernels_of
 from megatron_fsdp.plan.live_storages import LiveStorages, tensors_of
 from megatron_fsdp.plan.recompute import Recompute, recomputing
-from megatron_fsdp.runtime.hooks import tensors_in
 
 ROOT = 0
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan.planning import Plan

@@ -10,9 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.memory_options import MemoryOptions
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.placement import ShardingStrategy, resolve_strategy
 from megatron_fsdp.plan.machine import Machine, find_machine
 from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
 from megatron_fsdp.plan.names import nearest_name
@@ -22,6 +20,8 @@ from megatron_fsdp.plan.recompute import Recompute
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, OptimizerKind, ParallelRanks, Setup
 from megatron_fsdp.plan.share import share_of_rank
 from megatron_fsdp.plan.workload import Workload
+from megatron_fsdp.sharding.memory_plan import MemoryOptions
+from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 Ranks = int | Mapping[str, int] | ParallelRanks
 _Choice = TypeVar("_Choice", bound=Enum)

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import nlargest
 
-from megatron_fsdp.accounting import persistent_bytes
 from megatron_fsdp.plan.planned_model import PlannedModel
 from megatron_fsdp.plan.replay import Moment, ReplayedStep
+from megatron_fsdp.sharding.accounting import persistent_bytes
 
 _COUNTER_BYTES = 4
 

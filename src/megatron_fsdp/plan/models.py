@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.import_path import import_by_path
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.names import nearest_name
 from megatron_fsdp.plan.presets import PRESETS, preset_config

@@ -13,19 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.accounting import GroupFootprint
-from megatron_fsdp.buffer.collectives import Axis
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.engine.domains import Domain, Sharding
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
+from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.fine_grained import refine_units
-from megatron_fsdp.grouping import ParameterGroupSpec, ParameterInfo, cut_groups, group_parameters
 from megatron_fsdp.plan.setup import Backend, Setup
 from megatron_fsdp.plan.stand_ins import PlannedSharing
-from megatron_fsdp.runtime.build import parameter_info
-from megatron_fsdp.runtime.domain import Domain
-from megatron_fsdp.runtime.memory_plan import MemoryPlan, plan_memory
-from megatron_fsdp.runtime.sharding import Sharding
-from megatron_fsdp.unit.group_plan import GroupPlan
-from megatron_fsdp.units import UnitPlan, find_units
+from megatron_fsdp.sharding.accounting import GroupFootprint
+from megatron_fsdp.sharding.units import (
+    ParameterGroupSpec,
+    ParameterInfo,
+    UnitPlan,
+    cut_groups,
+    find_units,
+    group_parameters,
+    refine_units,
+)
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")
@@ -81,7 +86,7 @@ class PlannedModel:
 
     @cached_property
     def footprints(self) -> tuple[GroupFootprint, ...]:
-        """What the formulas of `megatron_fsdp.accounting` take."""
+        """What the formulas of `megatron_fsdp.sharding.accounting` take."""
         return tuple(group.footprint(index) for index, unit in enumerate(self.units) for group in unit.groups)
 
     @property

@@ -12,13 +12,12 @@ from typing import Any, cast
 
 import torch
 
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.planned_model import PlannedModel
 from megatron_fsdp.plan.stand_ins import PassingMemory, PlannedUnitDriver
 from megatron_fsdp.plan.wires import Cost, Transfer, Wires
-from megatron_fsdp.runtime.executor import Executor
-from megatron_fsdp.runtime.schedule import Action, Operation, Scheduler
-from megatron_fsdp.runtime.sync import Reach, SyncMode
 
 ComputeTime = Callable[[Segment], float]
 """Seconds that the operators of a segment take."""

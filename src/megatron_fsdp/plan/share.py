@@ -26,7 +26,7 @@ from megatron_fsdp.plan.planned_model import UnitModules
 from megatron_fsdp.plan.setup import ParallelRanks
 from megatron_fsdp.plan.tensor_parallel_share import take_tensor_parallel_part
 from megatron_fsdp.plan.workload import Exchange, Workload, language_workload, unit_around, without_cache
-from megatron_fsdp.units import find_units
+from megatron_fsdp.sharding.units import find_units
 
 
 def share_of_rank(

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.buffer.pools import Block, pack_bytes
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.pools import Block, pack_bytes
 from megatron_fsdp.plan.setup import Backend
 from megatron_fsdp.plan.wires import Wire, Wires
-from megatron_fsdp.region import held_region
-from megatron_fsdp.unit.group_plan import GroupPlan
+from megatron_fsdp.sharding.placement import Placement, held_region
 
 _NOTHING = torch.empty(0, device="meta")
 _SUM_ITEMSIZE = torch.float32.itemsize

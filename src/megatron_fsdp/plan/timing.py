@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_fsdp.accounting import passing_bytes
-from megatron_fsdp.placement import Placement
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.memory import step_bytes
@@ -14,7 +13,8 @@ from megatron_fsdp.plan.replay import StepCosts
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.wires import Cost, Wire
 from megatron_fsdp.plan.workload import Exchange, Workload, unit_around
-from megatron_fsdp.unit.group_plan import GroupPlan
+from megatron_fsdp.sharding.accounting import passing_bytes
+from megatron_fsdp.sharding.placement import Placement
 
 Group = tuple[int, int]
 """(ranks of a group, distance of its neighbours in the numbering of all ranks)."""

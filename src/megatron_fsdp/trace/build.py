@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_fsdp.buffer.lanes import Clock, Moment
-from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.comm.lanes import Clock, Moment
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, decode
 from megatron_fsdp.trace.timeline import (
     BLOCKED,

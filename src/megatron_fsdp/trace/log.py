@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_fsdp.buffer.lanes import Moment
-from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.engine.observer import Phase
 
 Counts = tuple[int, int, int, int]
 """Gathers, reductions, bytes of gathers, bytes of reductions of one axis so far."""

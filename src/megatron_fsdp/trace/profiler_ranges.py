@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.profiler import record_function
 
-from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.engine.observer import Phase
 
 
 class ProfilerRanges:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_fsdp.buffer.lanes import Moment, make_clock
+from megatron_fsdp.comm.lanes import Moment, make_clock
+from megatron_fsdp.describe.model import memory_of
+from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.runtime.footprint import memory_of
-from megatron_fsdp.runtime.observer import Observer, Phase
-from megatron_fsdp.runtime.schedule import ROOT
 from megatron_fsdp.trace.build import Times, build_timeline
 from megatron_fsdp.trace.gathering import name_together
 from megatron_fsdp.trace.log import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog

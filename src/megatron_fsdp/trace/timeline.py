@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fsdp.runtime.observer import Phase
+from megatron_fsdp.engine.observer import Phase
 
 OPTIMIZER = "optimizer"
 BLOCKED = "blocked"
@@ -65,7 +65,7 @@ class Collective:
         purpose: "gather" or "reduce".
         axis: Name of the mesh dimension.
         lane: One of `LANES`.
-        num_bytes: What this rank sends, as `megatron_fsdp.buffer.collectives` counts.
+        num_bytes: What this rank sends, as `megatron_fsdp.comm.axis` counts.
         count: How many collectives that counts as; 1.
         launch_ns: It was about to be started.
         launched_ns: The back end had it.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fsdp.buffer.collectives import Traffic
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.train.data.batches import Batch, Feed, factors_per_sample, factors_per_token
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained

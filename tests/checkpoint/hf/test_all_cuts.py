@@ -12,7 +12,7 @@ from megatron_fsdp.checkpoint.hf import load_hf, save_hf
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.shard_description import ListedCut, MeshUse, ShardDescription
+from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 from tests.checkpoint.hf.hf_models import same_tensors, stored
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
 from megatron_fsdp.checkpoint.hf.reading import FolderReader
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
+from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, save_reference, shard
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.names import file_tensors, key_variants, map_keys
 from megatron_fsdp.checkpoint.hf.parts import CannotFollowError, FileTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build
 
 transformers = pytest.importorskip("transformers")

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.index import MODEL_FILE, open_folder
 from megatron_fsdp.checkpoint.hf.reading import FolderReader, portions, runs
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 
 @st.composite

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron_fsdp.boxes import Box, boxes_of_range
 from megatron_fsdp.checkpoint.hf.catalog import Held
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.safetensors_format import lay_out_file
@@ -20,6 +19,7 @@ from megatron_fsdp.checkpoint.hf.save_plan import (
     stretches_of,
 )
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box, boxes_of_range
 
 
 def index_of(box: Box) -> tuple[slice, ...]:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.stream_write import TensorSource, write_folder
+from megatron_fsdp.sharding.shards import Box
 
 COMMON = {
     "args": argparse.Namespace(num_layers=2, swiglu=True, lr=0.1),

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from megatron_fsdp.boxes import Box, boxes_of_range
+from megatron_fsdp.sharding.shards import Box, boxes_of_range
 from tests.support.torch_dist.gpt import GptSpec
 
 _ROW_CUT = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)$")

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron_fsdp.ddp_config_flags import flag_of
+from megatron_fsdp.config.ddp_config_flags import flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
 from megatron_fsdp.train.options.options import OPTIONS

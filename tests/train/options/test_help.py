@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_fsdp.cli.main import main
-from megatron_fsdp.ddp_config_flags import flag_of
+from megatron_fsdp.config.ddp_config_flags import flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import make_parser, parse_options

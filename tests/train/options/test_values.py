@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import OPTIONS, in_flags

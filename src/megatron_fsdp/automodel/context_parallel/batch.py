@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.agreement import agree
 
 _IGNORED = -100
 _EMBEDDINGS = "inputs_embeds"

@@ -18,8 +18,7 @@ from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import FSDP2_AXES, get_fsdp_dp_mesh
 from megatron_fsdp.automodel.packed_sequence import assume_no_packed_sequences
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.notices import warn_caller
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
 
 _OF_TENSORS = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from megatron_fsdp.automodel.architecture import model_type
 from megatron_fsdp.automodel.tensor_parallel.translation import check_style_name
+from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.import_path import import_by_path
 
 Plan = Mapping[str, ParallelStyle | str]
 

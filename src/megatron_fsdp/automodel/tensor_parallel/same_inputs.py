@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.engine.meta_init import random_state
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.runtime.fingerprint import fingerprint
-from megatron_fsdp.runtime.random_state import random_state
 
 _POSITIVE = (1 << 62) - 1
 

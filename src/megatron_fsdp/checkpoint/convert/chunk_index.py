@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from megatron_fsdp.boxes import Box
+from megatron_fsdp.sharding.shards import Box
 
 _MAX_AXES = 2  # layers and experts
 

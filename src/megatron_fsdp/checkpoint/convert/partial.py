@@ -20,12 +20,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
 from megatron_fsdp.checkpoint.entries import ChunkEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.restricted_pickle import RestrictedUnpickler, plain_names
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _MAX_PICKLE_BYTES = 1 << 20

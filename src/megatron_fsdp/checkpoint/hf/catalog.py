@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
 from megatron_fsdp.checkpoint.ranks import gather_objects
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 
 @dataclass(frozen=True)

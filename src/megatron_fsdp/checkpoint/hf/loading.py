@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
 from megatron_fsdp.checkpoint.hf.index import WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
@@ -22,6 +21,7 @@ from megatron_fsdp.checkpoint.ranks import gather_objects, together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 
 def load_hf(

@@ -11,10 +11,10 @@ from types import TracebackType
 
 import torch
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
 from megatron_fsdp.checkpoint.reading_budget import only_regular
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 PORTION_BYTES = 32 * 2**20
 """The most that is held beyond the shards while reading."""

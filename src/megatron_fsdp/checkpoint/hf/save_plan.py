@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.boxes import Box, boxes_of_range
 from megatron_fsdp.checkpoint.hf.catalog import Held
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout, StoredTensor, lay_out_file
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box, boxes_of_range
 
 FILE_METADATA = {"format": "pt"}
 """What transformers wants to find in a header."""

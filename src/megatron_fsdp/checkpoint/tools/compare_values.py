@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 
 BLOCK = 1 << 18
 

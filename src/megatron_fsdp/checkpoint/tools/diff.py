@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name, read_common_file
@@ -15,6 +14,7 @@ from megatron_fsdp.checkpoint.tools.compare_values import Tolerance, ValueDiffer
 from megatron_fsdp.checkpoint.tools.inspect import compiled, natural_order
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.pieces import Piece
+from megatron_fsdp.sharding.shards import Box
 
 Entry = TensorEntry | ObjectEntry | None
 

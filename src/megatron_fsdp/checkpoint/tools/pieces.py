@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.sharding.shards import Box
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.entries import TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.pieces import pieces, whole
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 
 SMALL = 1000
 """Tensors of at most so many elements are shown whole."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.boxes import Box
 from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.objects import load_object_file
@@ -27,6 +26,7 @@ from megatron_fsdp.checkpoint.tools.pieces import pieces
 from megatron_fsdp.checkpoint.tools.plain_objects import plain
 from megatron_fsdp.checkpoint.tools.stream_write import CHUNK_BYTES, ObjectSource, TensorSource, row_boxes, write_folder
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 
 MEMORY_BYTES = 256 << 20
 """State dicts up to this size are put together in memory, larger ones in a temporary file beside the result."""

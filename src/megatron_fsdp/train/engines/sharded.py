@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
-from megatron_fsdp.placement import ShardingStrategy
+from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.engines.loss_scale import make_loss_scale
 from megatron_fsdp.train.engines.microbatches import MicrobatchModel
 from megatron_fsdp.train.engines.optimizers import build_optimizer

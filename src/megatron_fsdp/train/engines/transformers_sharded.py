@@ -19,9 +19,9 @@ from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.meshes import MeshContext, get_megatron_dp_axis
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.checkpoint.hf import load_hf
+from megatron_fsdp.engine.wrap import EMPTY
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.plan.models import build_from_config
-from megatron_fsdp.runtime.module_checks import EMPTY
 from megatron_fsdp.train.engines.context_cut import ContextCut
 from megatron_fsdp.train.engines.experts import expert_ranks
 from megatron_fsdp.train.engines.sharded import ShardedModel, wrap

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_fsdp.command_parser import Parser
-from megatron_fsdp.ddp_config_flags import add_flags
+from megatron_fsdp.config.command_parser import Parser
+from megatron_fsdp.config.ddp_config_flags import add_flags
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.config_file import read_config_file
 from megatron_fsdp.train.options.fields import Option, options_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from megatron_fsdp.config.yaml_mapping import one_line
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.fields import converter_of
 from megatron_fsdp.train.options.options import OPTIONS, SECTIONS, Layer
-from megatron_fsdp.yaml_mapping import one_line
 
 WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
 """Options that name a place to write to."""

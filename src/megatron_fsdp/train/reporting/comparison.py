@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from megatron_fsdp.accounting import (
+from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.describe.model import MemoryUse
+from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     exchange_scratch_bytes,
+    outer_step_traffic,
     persistent_bytes,
     step_traffic,
     transient_bytes,
 )
-from megatron_fsdp.buffer.collectives import Traffic
-from megatron_fsdp.hybrid_accounting import outer_step_traffic
-from megatron_fsdp.placement import ShardingStrategy
-from megatron_fsdp.runtime.footprint import MemoryUse
+from megatron_fsdp.sharding.placement import ShardingStrategy
 
 
 @dataclass(frozen=True)

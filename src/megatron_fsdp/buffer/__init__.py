@@ -1,1 +1,0 @@
-"""Flat buffers, the pools that lend them memory, and the collectives that move them."""

@@ -1,0 +1,164 @@
+"""Process groups of a model's own: their collectives cannot swap places with those that others make."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.real_values import is_simulated, real_values
+
+# Show every rank a small object of each: one collective where torch's `all_gather_object` takes two.
+
+Value = TypeVar("Value")
+
+SMALL_BYTES = 1024
+"""What is sent at first; objects that do not fit, with the 8 bytes of their length, are sent in a second collective."""
+_LENGTH_BYTES = 8
+
+
+def gather_objects(group: dist.ProcessGroup, value: Value) -> list[Value]:
+    """The values of all ranks, by rank. Collective.
+
+    Other back ends than gloo, which want tensors of their own devices, are left to torch.
+
+    Args:
+        group: The ranks.
+        value: Of this rank; can be pickled.
+    """
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        found: list[Value] = [value] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+    data = pickle.dumps(value)
+    message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    messages = _gather_bytes(group, message, SMALL_BYTES)
+    lengths = [_LENGTH_BYTES + int.from_bytes(each[:_LENGTH_BYTES], "little") for each in messages]
+    if max(lengths) > SMALL_BYTES:  # which every rank sees
+        messages = _gather_bytes(group, message, max(lengths))
+    return [pickle.loads(each[_LENGTH_BYTES:length]) for each, length in zip(messages, lengths, strict=True)]
+
+
+def _gather_bytes(group: dist.ProcessGroup, message: bytes, length: int) -> list[bytes]:
+    """As many first bytes of every rank's message, filled up with zeros."""
+    sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8)
+    received = torch.empty(dist.get_world_size(group), length, dtype=torch.uint8, device="cpu")
+    dist.all_gather(list(received.unbind()), sent, group=group)
+    return [bytes(each.tolist()) for each in received]
+
+
+class OwnGroups:
+    """The groups of one model; they go when it is deleted. Collective to make: every rank of the axes, in one order.
+
+    Attributes:
+        axes: What was given, with groups of the same ranks, in the same order, in place of the groups there. Where a
+            user gave a group for gathers, it stays.
+    """
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        """Make a group for each axis of more than one rank.
+
+        Args:
+            axes: Whose ranks; all ranks give axes of the same kinds in the same order.
+        """
+        groups: list[dist.ProcessGroup] = []
+        go_with(self, groups)  # before the first group, which may fail
+        self.axes = tuple(_over_own_group(axis, groups) for axis in axes)
+
+
+def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
+    """Forget groups when their owner is deleted, on this rank alone.
+
+    Args:
+        owner: Whose they are.
+        groups: Some may be added later.
+    """
+    # Not at exit, when torch has its own order of taking groups down.
+    weakref.finalize(owner, _destroy, groups).atexit = False
+
+
+def twin_of(
+    group: dist.ProcessGroup, name: str, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A new group of the same ranks in the same order; only these ranks call.
+
+    For some of the ranks torch names a group by how many groups a rank is in, which may differ between them, and they
+    would wait for each other under different names; so the name is given.
+
+    Args:
+        group: The ranks.
+        name: The same on all of them, and never used before.
+        backend: "gloo", for example; None: that of the group.
+        timeout: How long ranks wait for each other; None: torch's default for gloo.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend or dist.get_backend(group)),
+        distributed_c10d._get_default_store(),
+        cast(Any, name),
+        timeout=timeout or distributed_c10d.default_pg_timeout,
+    )
+    assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+@real_values()
+def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
+    if axis.group is None:
+        return axis
+    told = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
+    if not is_simulated(axis.group):
+        dist.broadcast_object_list(told, group=axis.group, group_src=0)
+    timeout = timeout_of(axis.group)
+    if _is_split_from_others(axis.group):
+        made = dist.split_group(axis.group, [list(range(axis.num_ranks))], timeout=timeout)
+    else:
+        made = twin_of(axis.group, str(told[0]), timeout=timeout)
+    assert made is not None, "this rank is one of them"
+    groups.append(made)
+    return replace(axis, group=made, rank=dist.get_rank(made))
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the ranks of a group wait for each other; None where its back end does not tell."""
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def _is_split_from_others(group: dist.ProcessGroup) -> bool:
+    """Whether torch would split a new NCCL group off the default one, for which all ranks of that have to call."""
+    device = distributed_c10d._get_default_group().bound_device_id
+    if device is None or device.type not in {kind.type for kind in group._device_types}:
+        return False
+    return bool(group._get_backend(device).supports_splitting)
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Forget groups on this rank alone; other ranks may do so much later, or never."""
+    for group in groups:
+        if not dist.is_initialized() or group not in distributed_c10d._world.pg_map:
+            continue  # taken down already, with everything else
+        if dist.get_backend(group) == dist.Backend.GLOO or is_simulated(group):
+            dist.destroy_process_group(group)
+        else:
+            # NCCL's destroy waits for the ranks of the node; they may wait for this one, in a collective of another
+            # model, where the garbage collector deletes this model here first. Nothing may be under way at an abort.
+            torch.accelerator.synchronize()
+            distributed_c10d._abort_process_group(group)
+    groups.clear()

@@ -1,0 +1,220 @@
+"""Command-line flags of the fields of `DistributedDataParallelConfig`, named as Megatron-LM names them.
+
+Every field has one flag; a switch has a second one that turns it off (`--x`, `--no-x`). The namespace that argparse
+returns has Megatron-LM's attribute names too. Not giving a flag gives the default of the class, also for the three
+fields whose default is another one in Megatron-LM's parser (`MEGATRON_DEFAULTS`). Help comes from the docstring of the
+class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_fsdp.config.ddp_config_checks import CHOICES, FOLLOW
+from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.mixed_precision import dtype_from_name
+from megatron_fsdp.sharding.placement import ShardingStrategy
+
+_RENAMED: Mapping[str, str] = {
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "check_for_nan_in_grad": "--check-for-nan-in-loss-and-grad",
+    "bucket_size": "--ddp-bucket-size",
+    "num_buckets": "--ddp-num-buckets",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "param_name_patterns_for_fp32_local_accumulation": "--ddp-param-name-patterns-for-fp32-local-accumulation",
+    "average_in_collective": "--ddp-average-in-collective",
+    "nccl_ub": "--use-nccl-ub",
+}
+"""Fields whose flag is not their name."""
+
+_DESTINATIONS: Mapping[str, str] = {"nccl_ub": "nccl_ub"}
+"""Fields whose attribute of the namespace does not follow from their flag."""
+
+MEGATRON_DEFAULTS: Mapping[str, Any] = {
+    "align_param_gather": True,
+    "check_for_nan_in_grad": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+}
+"""What Megatron-LM's parser gives without a flag, where that is not the default of the class."""
+
+DTYPE_CHOICES: Mapping[str, torch.dtype | None] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    FOLLOW: None,
+}
+"""Dtypes as flags name them; float64 is not one of Megatron-LM's."""
+
+_FIELDS = {field.name: field for field in dataclasses.fields(DistributedDataParallelConfig)}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field; for a switch, the one that turns it on."""
+    return _RENAMED.get(name, "--" + _FIELDS[name].name.replace("_", "-"))
+
+
+def off_flag_of(name: str) -> str:
+    """The flag that turns a switch off."""
+    return "--no-" + flag_of(name).removeprefix("--")
+
+
+def destination_of(name: str) -> str:
+    """The attribute of a parsed namespace that holds a field."""
+    return _DESTINATIONS.get(name, flag_of(name).removeprefix("--").replace("-", "_"))
+
+
+def field_meanings() -> dict[str, str]:
+    """What the docstring of the class says of each field; empty where Python was told to drop docstrings."""
+    text = inspect.cleandoc(DistributedDataParallelConfig.__doc__ or "").partition("\nAttributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries if name in _FIELDS}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all fields, in a group of their own.
+
+    Args:
+        parser: Of the program; must not have any of them already.
+
+    Raises:
+        argparse.ArgumentError: It has one of them.
+    """
+    group = parser.add_argument_group("data parallelism", "fields of DistributedDataParallelConfig")
+    meanings = field_meanings()
+    for name, field in _FIELDS.items():
+        action = group.add_argument(flag_of(name), dest=destination_of(name), **_options(field))
+        # Set afterwards, since some versions of argparse add the default to the help of switches, and others do not.
+        action.help = _help(name, meanings.get(name, "")).replace("%", "%%")
+
+
+def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelConfig:
+    """Build the configuration that was asked for on the command line.
+
+    Args:
+        namespace: Of a parser with these flags. Attributes that it lacks take the default of the class.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigurationError: The values are not possible together.
+    """
+    parsed = vars(namespace)
+    given = {name: parsed[destination_of(name)] for name in _FIELDS if destination_of(name) in parsed}
+    try:
+        return DistributedDataParallelConfig(**given)
+    except ConfigurationError as error:
+        raise ConfigurationError(_with_flags(str(error))) from None
+
+
+def flags_of(config: DistributedDataParallelConfig) -> list[str]:
+    """Write a configuration as flags: those of the fields that are not at the default of the class.
+
+    Args:
+        config: To write; it is checked, and left as it is.
+
+    Returns:
+        Arguments for a parser with these flags, such as `["--ddp-bucket-size", "1000"]`.
+
+    Raises:
+        ConfigurationError: The configuration is not possible, or has the pattern `--`, which argparse drops.
+    """
+    config = config.checked_copy()
+    flags: list[str] = []
+    for name, field in _FIELDS.items():
+        value = getattr(config, name)
+        if value != field.default:
+            flags += _spelled(name, value)
+    return flags
+
+
+def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """How argparse reads a field, by the type that it is declared with."""
+    default = field.default
+    if field.type is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": default}
+    if field.type == tuple[str, ...]:
+        return {"action": "extend", "nargs": "+", "metavar": "PATTERN", "default": []}
+    if field.type == torch.dtype | None:
+        return {"type": _dtype_choice, "choices": list(DTYPE_CHOICES), "default": _dtype_name(default)}
+    if field.type is str:
+        return {"type": _strategy_choice, "choices": list(CHOICES[field.name]), "default": default}
+    if field.name in CHOICES:
+        return {"type": int, "choices": list(CHOICES[field.name]), "default": default}
+    return {"type": _count, "metavar": "N", "default": default}
+
+
+def _help(name: str, meaning: str) -> str:
+    default = f"default: {_shown(_FIELDS[name].default)}"
+    if name in MEGATRON_DEFAULTS:
+        default += f"; in Megatron-LM: {_shown(MEGATRON_DEFAULTS[name])}"
+    return f"{meaning.replace('``', '')} ({default})".strip()
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, torch.dtype):
+        return _dtype_name(value)
+    return "none" if value in (None, ()) else str(value)
+
+
+def _spelled(name: str, value: Any) -> list[str]:
+    flag = flag_of(name)
+    if isinstance(value, bool):
+        return [flag if value else off_flag_of(name)]
+    if isinstance(value, tuple):
+        if "--" in value:
+            raise ConfigurationError(
+                f"{name}={value!r} cannot be written as flags, since argparse drops '--'; write it as '-[-]'."
+            )
+        # An argument that begins with a dash is a flag to argparse, unless it is joined to one.
+        joined = any(pattern.startswith("-") for pattern in value)
+        return [f"{flag}={pattern}" for pattern in value] if joined else [flag, *value]
+    return [flag, _dtype_name(value) if _FIELDS[name].type == torch.dtype | None else str(value)]
+
+
+def _dtype_name(dtype: Any) -> str:
+    return next(name for name, known in DTYPE_CHOICES.items() if known is dtype)
+
+
+def _dtype_choice(text: str) -> str:
+    """The choice that a longer name such as float32 stands for; argparse refuses what is none."""
+    try:
+        return text if text in DTYPE_CHOICES else _dtype_name(dtype_from_name(text))
+    except ConfigurationError:
+        return text
+
+
+def _strategy_choice(text: str) -> str:
+    """The name of a strategy that was given as a number; argparse refuses what is none."""
+    numbers = {str(int(strategy)): strategy.name for strategy in ShardingStrategy}
+    return numbers.get(text, text)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number; give 1 or more")
+    return value
+
+
+def _with_flags(message: str) -> str:
+    """Add the flags of the fields that a message names, where they differ from the names."""
+    named = [name for name in _RENAMED if re.search(rf"\b{name}\b", message)]
+    if not named:
+        return message
+    return f"{message} (On the command line: {', '.join(f'{name} is {flag_of(name)}' for name in named)}.)"

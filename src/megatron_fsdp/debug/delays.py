@@ -1,0 +1,145 @@
+"""Random delays before, after and around communication, to show that no result depends on when something happens.
+
+    with inject_delays(model, seed=1, up_to_s=0.002):
+        train(model)
+
+Ranks wait for other times (each draws from a seed of its own), so that collectives, waits and computation meet in
+orders that a quiet machine never shows. On CUDA the streams of communication and of compute are held up as well.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.comm.lanes import Moment, hold_up
+from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.errors import ConfigurationError
+
+VARIABLE = "MFSDP_DELAYS"
+_LONGEST_S = 60.0
+_MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
+
+
+@dataclass(frozen=True)
+class Delays:
+    """What to draw delays from.
+
+    Attributes:
+        seed: Of rank 0; rank r draws from `seed + r`.
+        up_to_s: The longest, in seconds; they are uniform.
+    """
+
+    seed: int
+    up_to_s: float
+
+
+def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None:
+    """What `MFSDP_DELAYS=seed:seconds` says; None: no delays.
+
+    Args:
+        environment: Where it may be.
+
+    Raises:
+        ConfigurationError: It is not a whole number and a positive number of seconds.
+    """
+    value = environment.get(VARIABLE, "")
+    if not value:
+        return None
+    seed, _, seconds = value.partition(":")
+    try:
+        return checked_delays(int(seed), float(seconds))
+    except ValueError:
+        raise ConfigurationError(
+            f"{VARIABLE}={value!r} is not a seed and seconds; give for example {VARIABLE}=1:0.002"
+        ) from None
+
+
+def checked_delays(seed: int, up_to_s: float) -> Delays:
+    """Delays whose longest is positive, and at most a minute.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if not 0.0 < up_to_s <= _LONGEST_S:
+        raise ConfigurationError(
+            f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_S:g}"
+        )
+    return Delays(seed, up_to_s)
+
+
+class _Watched(Protocol):
+    """A wrapped model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def observe(self, observer: Observer) -> None: ...
+
+    def stop_observing(self, observer: Observer) -> None: ...
+
+
+class DelayObserver(Observer):
+    """Holds things up.
+
+    Args:
+        delays: What to draw from.
+        device: Where the model computes.
+
+    Attributes:
+        count: How often it did.
+    """
+
+    def __init__(self, delays: Delays, device: torch.device) -> None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._random = random.Random(delays.seed + rank)
+        self._up_to_s = delays.up_to_s
+        self._device = device
+        self.count = 0
+
+    def begins(self, phase: Phase, unit: int) -> None:  # noqa: ARG002
+        """Hold compute up."""
+        if phase in _PHASES:
+            self._delay()
+
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+        """Hold a launch up, what follows it, or a wait; at a launch the current stream is that of the lane."""
+        if moment in _MOMENTS:
+            self._delay()
+
+    def _delay(self) -> None:
+        self.count += 1
+        hold_up(
+            self._device, host_s=self._random.uniform(0, self._up_to_s), device_s=self._random.uniform(0, self._up_to_s)
+        )
+
+
+@contextmanager
+def inject_delays(model: _Watched, seed: int, up_to_s: float) -> Iterator[DelayObserver]:
+    """Delay what a wrapped model does inside the block, at random; results stay the same, bit for bit.
+
+    Args:
+        model: A `MegatronFSDP` or `DistributedDataParallel`.
+        seed: Give every rank the same one; each adds its own rank.
+        up_to_s: The longest delay, in seconds. A step has some ten of them for each unit.
+
+    Yields:
+        What delays, which counts.
+
+    Raises:
+        ConfigurationError: `up_to_s` is not positive, or more than a minute.
+    """
+    observer = DelayObserver(checked_delays(seed, up_to_s), model.device)
+    model.observe(observer)
+    try:
+        yield observer
+    finally:
+        model.stop_observing(observer)

@@ -1,0 +1,214 @@
+"""A debug switch: every use of borrowed memory is checked, and released memory is poisoned.
+
+The checker watches what is done, not what the scheduler believes. Gathered weights, buckets and scratch go through the
+states of `lifetime_states`; what may not be done raises, naming unit, memory and state. Memory that is released, and
+memory that is lent and not written yet, holds NaN, so that a read that comes too late or too early is seen in the loss
+and never yields values of another unit. Fills are queued where compute runs; the host waits for nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.debug.lifetime_states import AT_REST, Event, Memory, State, next_state
+from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.pools import Block
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ConfigurationError, LifetimeError
+
+VARIABLE = "MFSDP_CHECK_LIFETIMES"
+_SWITCH = {"": False, "0": False, "1": True}
+_SENDING = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_ACROSS, Phase.REDUCE_ACROSS)
+_FOLLOWED = (*_SENDING, Phase.RETIRE)
+
+
+def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether lifetimes are checked from the start; `model.check_lifetimes()` switches it on later.
+
+    Args:
+        environment: Where `MFSDP_CHECK_LIFETIMES` may be, 1 for on and 0 for off.
+
+    Raises:
+        ConfigurationError: It is no switch.
+    """
+    value = environment.get(VARIABLE, "")
+    if value not in _SWITCH:
+        raise ConfigurationError(f"{VARIABLE}={value!r} is not a switch; give 1 or 0")
+    return _SWITCH[value]
+
+
+@dataclass
+class _Weights:
+    """The gathered weights of one unit."""
+
+    label: str
+    is_gathered: bool
+    state: State = State.SHARDED
+    block: Block | None = None
+    forwards: int = 0
+    on_its_way: set[int] = field(default_factory=set)  # collectives that nobody has waited for
+
+
+@dataclass
+class _Lent:
+    """A bucket or scratch."""
+
+    name: str
+    state: State
+    unit: str = ""
+    on_its_way: set[int] = field(default_factory=set)
+
+
+class LifetimeChecker(Observer):
+    """Checks and poisons the memory of one model, from a moment at which nothing of it is gathered or lent.
+
+    Args:
+        units: All units, root first.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._weights = [
+            _Weights(unit.label, any(group.plan.gathered_by_unit for group in unit.groups)) for unit in units
+        ]
+        self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
+        self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
+        self._buckets: dict[int, _Lent] = {}  # by unit, what it was lent last
+        self._made = dict.fromkeys(Memory, 0)
+        self._phases: list[tuple[Phase, int]] = []
+        self._places: dict[int, set[int]] = {}  # by number of a collective, where it is noted until it is waited for
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def begins(self, phase: Phase, unit: int) -> None:
+        """Check what is about to be done."""
+        weights = self._weights[unit]
+        if phase in _FOLLOWED:
+            self._phases.append((phase, unit))
+        if phase is Phase.GATHER:
+            self._move(weights, Event.GATHER)
+        elif phase is Phase.RELEASE:
+            if weights.forwards:
+                raise LifetimeError(
+                    f"unit {weights.label}: {Memory.WEIGHTS.value} cannot be released while its forward computes with "
+                    "them; this is a fault of the engine, or of code that drives it by hand"
+                )
+            self._move(weights, Event.RELEASE)
+        elif phase in (Phase.FORWARD, Phase.BACKWARD):
+            self._move(weights, Event.COMPUTE)
+            weights.forwards += phase is Phase.FORWARD
+
+    def ends(self, phase: Phase, unit: int) -> None:
+        """Note, and check, what has been done."""
+        weights = self._weights[unit]
+        if phase in _FOLLOWED:
+            self._phases.remove((phase, unit))
+        if phase is Phase.WAIT:
+            self._check_waited(Memory.WEIGHTS, weights.label, weights.on_its_way)
+            self._move(weights, Event.ARRIVE)
+        elif phase is Phase.RELEASE:
+            self._poison_weights(weights)
+        elif phase is Phase.FORWARD:
+            weights.forwards = max(0, weights.forwards - 1)
+        elif phase is Phase.COPY and unit in self._buckets:
+            self._use(Memory.BUCKET, self._buckets[unit], Event.FILL, weights.label)
+        elif phase is Phase.REDUCE and unit in self._buckets:
+            self._use(Memory.BUCKET, self._buckets.pop(unit), Event.REDUCE, weights.label)
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
+        """A forward that failed is over; whatever else did leaves a state that only a reset mends."""
+        if phase is Phase.FORWARD:
+            self.ends(phase, unit)
+
+    def _move(self, weights: _Weights, event: Event) -> None:
+        if weights.is_gathered:
+            weights.state = next_state(Memory.WEIGHTS, weights.state, event, weights.label)
+
+    def _poison_weights(self, weights: _Weights) -> None:
+        block, weights.block = weights.block, None
+        if block is not None:
+            block.poison()
+            self._holders.pop(block, None)
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def lends(self, memory: Memory, unit: int, block: Block) -> None:
+        """Check that nobody else has the memory, and poison it."""
+        label = self._weights[unit].label
+        if memory is Memory.WEIGHTS:
+            self._hold(self._weights[unit], block)
+        else:
+            if block not in self._lent:
+                self._lent[block] = _Lent(f"number {self._made[memory]}", AT_REST[memory])
+                self._made[memory] += 1
+            lent = self._lent[block]
+            self._use(memory, lent, Event.LEND, label)
+            lent.unit = label
+            if memory is Memory.BUCKET:
+                self._buckets[unit] = lent
+        block.poison()
+
+    def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
+        """Check that the reduction is over, and poison the memory."""
+        lent, label = self._lent.get(block), self._weights[unit].label
+        if lent is None:
+            raise LifetimeError(f"unit {label}: {memory.value} cannot be given back, for it was never lent")
+        self._check_waited(memory, label, lent.on_its_way)
+        self._use(memory, lent, Event.GIVE_BACK, label)
+        block.poison()
+
+    def _hold(self, weights: _Weights, block: Block) -> None:
+        holder = self._holders.get(block)
+        if holder is not None and holder is not weights:
+            raise LifetimeError(
+                f"unit {weights.label}: {Memory.WEIGHTS.value} cannot be gathered into memory in which unit "
+                f"{holder.label} is {holder.state.value}; it has to be released first"
+            )
+        self._holders[block] = weights
+        weights.block = block
+
+    def _use(self, memory: Memory, lent: _Lent, event: Event, label: str) -> None:
+        where = lent.name if not lent.unit else f"{lent.name}, last lent to unit {lent.unit}"
+        lent.state = next_state(memory, lent.state, event, label, where)
+
+    # ---- communication ------------------------------------------------------------------------------------------
+
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+        """Note whose memory a collective works on, until it was waited for."""
+        if moment is Moment.LAUNCHED:
+            phase, unit = next((place for place in reversed(self._phases) if place[0] in _SENDING), (None, 0))
+            place = None
+            if phase is Phase.GATHER:
+                place = self._weights[unit].on_its_way
+            elif phase is Phase.REDUCE and unit in self._buckets:
+                place = self._buckets[unit].on_its_way
+            if place is not None:
+                place.add(number)
+                self._places[number] = place
+        elif moment is Moment.WAITED:
+            self._places.pop(number, set()).discard(number)
+
+    def _check_waited(self, memory: Memory, label: str, on_its_way: set[int]) -> None:
+        if on_its_way:
+            raise LifetimeError(
+                f"unit {label}: {memory.value} cannot be used on while {len(on_its_way)} collectives that write there "
+                "have not been waited for; this is a fault of the engine, or of code that drives it by hand"
+            )
+
+    def forgets(self) -> None:
+        """A pass was broken off: whatever was under way may be given up."""
+        self._phases.clear()
+        self._places.clear()
+        self._holders.clear()
+        self._buckets.clear()
+        for weights in self._weights:
+            weights.state, weights.forwards = State.BROKEN, 0
+            weights.on_its_way.clear()
+        for lent in self._lent.values():
+            lent.state = State.BROKEN
+            lent.on_its_way.clear()

@@ -1,0 +1,533 @@
+"""A debug switch: before anything is communicated, ranks compare what they are about to do.
+
+Ranks that gather or reduce different things mix their data or wait for each other for good. With the switch on, every
+gather and reduction, the end of every forward that gathered and of every backward that reduces are announced to the
+other ranks first, over a process group of their own, and where announcements differ every rank raises the same error.
+Numbers of optimizer steps travel with them: a step that one rank skips leaves its weights behind those of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from itertools import zip_longest
+from typing import NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.comm.groups import go_with, twin_of
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+
+# A few numbers from every rank to every rank, with a time limit that names who did not come.
+
+
+class AbsentError(RuntimeError):
+    """Some ranks did not come in time.
+
+    Attributes:
+        positions: Which, by their place in the group.
+    """
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        super().__init__(f"ranks at {list(positions)} did not come")
+        self.positions = tuple(positions)
+
+
+class RowExchange:
+    """Exchanges rows over a gloo group of its own, which goes with it. Collective to make.
+
+    Args:
+        group: The ranks.
+        timeout_s: How long to wait for a rank.
+
+    Attributes:
+        ranks: Their global ranks, in order.
+        me: This rank's place among them.
+        timeout_s: As given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
+        self.me = dist.get_rank(group)
+        self.timeout_s = timeout_s
+        # torch names a group by how many there are, which groups that were taken down make ambiguous.
+        told = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        self._group = twin_of(group, str(told[0]), backend="gloo")
+        go_with(self, [self._group])
+        # Ranks leave together: a slow start is not charged to the first exchange, and no rank takes its side of the
+        # group down while another still connects.
+        dist.barrier(group=self._group)
+
+    def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of all ranks, in order.
+
+        Args:
+            row: This rank's, of the same shape and dtype on all of them; on the CPU.
+
+        Raises:
+            AbsentError: Ranks did not come in time; its cause is what the back end said.
+        """
+        rows = [row.clone() for _ in self.ranks]
+        peers = [position for position in range(len(self.ranks)) if position != self.me]
+        absent: list[int] = []
+        try:
+            arriving = {p: dist.irecv(rows[p], src=self.ranks[p], group=self._group) for p in peers}
+            sent = [dist.isend(row, dst=self.ranks[p], group=self._group) for p in peers]
+        except RuntimeError as error:
+            raise AbsentError(peers) from error
+        cause: RuntimeError | None = None
+        for position, work in arriving.items():
+            try:
+                assert work is not None
+                work.wait(timedelta(seconds=self.timeout_s))
+            except RuntimeError as error:
+                absent.append(position)
+                cause = error
+        if cause is not None:
+            raise AbsentError(absent) from cause
+        for done in sent:
+            assert done is not None
+            done.wait()
+        return rows
+
+
+# A number for a sequence of operations, to compare what ranks did without sending it.
+
+_LIMIT = 2**61 - 1  # a Mersenne prime; sums and differences fit into int64
+_FACTOR = 1_000_003
+
+
+def fold(so_far: int, operation: int, unit: int, num_bytes: int) -> int:
+    """The hash of a sequence with one more operation: a polynomial in the operations, modulo 2 ** 61 - 1.
+
+    Args:
+        so_far: The hash before it; 0 for an empty sequence.
+        operation: Which, 0 or more.
+        unit: Of which unit, 0 or more.
+        num_bytes: Of how many bytes.
+    """
+    for part in (operation, unit, num_bytes):
+        so_far = (so_far * _FACTOR + part + 1) % _LIMIT
+    return so_far
+
+
+VARIABLE = "MFSDP_VERIFY_RANKS"
+DEFAULT_TIMEOUT_S = 300.0
+EACH_STEP = "step"
+"""The value that asks for one comparison a step; `step:30` waits 30 seconds for a rank."""
+
+
+class Deed(IntEnum):
+    """What a rank can be about to do."""
+
+    GATHER = 0
+    REDUCE = 1
+    END_FORWARD = 2
+    END_BACKWARD = 3
+    BREAK_OFF = 4
+    CHANGE = 5
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What one rank is about to do.
+
+    Attributes:
+        deed: What.
+        unit: To which unit; the root where a pass ends.
+        num_bytes: Size of the gathered weights or of the bucket on this rank.
+        in_backward: Whether a backward is under way; told, not compared.
+        steps: Of optimizers of the model, until now.
+    """
+
+    deed: Deed
+    unit: int
+    num_bytes: int
+    in_backward: bool
+    steps: int = 0
+
+    def agrees_with(self, other: Announcement) -> bool:
+        """Whether both may go on together."""
+        mine = self.deed, self.unit, self.num_bytes, self.steps
+        return mine == (other.deed, other.unit, other.num_bytes, other.steps)
+
+    def told(self, labels: Sequence[str]) -> str:
+        """In words, as the predicate of a sentence about one rank."""
+        if self.deed is Deed.END_FORWARD:
+            return "ends its forward"
+        if self.deed is Deed.END_BACKWARD:
+            return "ends its backward"
+        if self.deed is Deed.BREAK_OFF:
+            return "breaks off its forward with an exception"
+        if self.deed is Deed.CHANGE:
+            return "follows a change of requires_grad"
+        verb = "gathers" if self.deed is Deed.GATHER else "reduces"
+        phase = "backward" if self.in_backward else "forward"
+        return f"{verb} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
+
+
+def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
+    """How long to wait for a rank, in seconds; 0.0: ranks are not compared.
+
+    Args:
+        verify_ranks: The argument: True, False, seconds to wait for a rank, "step" or "step:SECONDS" to compare once a
+            step only, or None to ask the environment.
+        environment: Where `MFSDP_VERIFY_RANKS` may be: 1 for on, 0 for off, seconds, or as the argument.
+
+    Raises:
+        ConfigurationError: Neither a switch nor a number of seconds.
+    """
+    value = _value(verify_ranks, environment)
+    text = str(value)
+    if compares_steps(verify_ranks, environment):
+        text = text.partition(":")[2] if ":" in text else str(DEFAULT_TIMEOUT_S)
+    elif isinstance(value, bool):
+        return DEFAULT_TIMEOUT_S if value else 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < float("inf"):
+        where = VARIABLE if verify_ranks is None else "verify_ranks"
+        raise ConfigurationError(
+            f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait, or {EACH_STEP!r} or "
+            f"'{EACH_STEP}:SECONDS' to compare once a step"
+        )
+    return seconds
+
+
+def compares_steps(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks are compared once a step, and not before every operation.
+
+    Args:
+        verify_ranks: As for `resolve_verify_ranks`, as is `environment`.
+        environment: Where `MFSDP_VERIFY_RANKS` may be.
+    """
+    return str(_value(verify_ranks, environment)).partition(":")[0] == EACH_STEP
+
+
+def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, str]) -> object:
+    if verify_ranks is not None:
+        return verify_ranks
+    value = environment.get(VARIABLE, "0")
+    return {"0": False, "": False, "1": True}.get(value, value)
+
+
+class Verifier(Protocol):
+    """What the executor tells of what it is about to do.
+
+    Attributes:
+        wait_limit: How long the host may wait for one collective; None: as long as its process group allows.
+    """
+
+    wait_limit: timedelta | None
+
+    def gather(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to gather a unit's weights."""
+
+    def reduce(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to reduce a unit's gradients."""
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over, perhaps by an exception."""
+
+    def end_backward(self) -> None:
+        """A backward that reduces is over."""
+
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed."""
+
+    def communication_failed(self, error: RuntimeError) -> None:
+        """A collective failed, or took too long; may raise an error that says more."""
+
+    def forget(self) -> None:
+        """The model was brought to rest after an exception."""
+
+
+class RankVerifier:
+    """Compares announcements over the ranks of one model. Collective to make.
+
+    Args:
+        group: The ranks.
+        labels: Name of each unit.
+        timeout_s: How long to wait for a rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
+        self.wait_limit: timedelta | None = None
+        self._rows = RowExchange(group, timeout_s)
+        self._ranks, self._me = self._rows.ranks, self._rows.me
+        self._labels = tuple(labels)
+        self._timeout_s = timeout_s
+        self._last: Announcement | None = None
+        self._lost: str | None = None
+        self._gathered_in_forward = False
+        self._steps = 0
+
+    def gather(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to gather a unit's weights."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._gathered_in_forward |= not in_backward
+        self._compare(Announcement(Deed.GATHER, unit, num_bytes, in_backward))
+
+    def reduce(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to reduce a unit's gradients."""
+        self._compare(Announcement(Deed.REDUCE, unit, num_bytes, in_backward=True))
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over. Told where it gathered; one that did not concerns nobody else.
+
+        Args:
+            failed: By an exception, which goes on here; only the other ranks are stopped.
+        """
+        if not self._gathered_in_forward:
+            return
+        self._gathered_in_forward = False
+        deed = Deed.BREAK_OFF if failed else Deed.END_FORWARD
+        with suppress(*([ScheduleError] if failed else [])):
+            self._compare(Announcement(deed, 0, 0, in_backward=False))
+
+    def end_backward(self) -> None:
+        """A backward that reduces is over."""
+        self._compare(Announcement(Deed.END_BACKWARD, 0, 0, in_backward=True))
+
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+        self._steps += 1
+
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed."""
+        self._compare(Announcement(Deed.CHANGE, 0, 0, in_backward=False))
+
+    def communication_failed(self, error: RuntimeError) -> None:
+        """Nothing to add: ranks agreed before it began."""
+
+    def forget(self) -> None:
+        """The model was brought to rest. What was lost stays lost: a message may still be under way."""
+        self._steps = 0
+
+    def _compare(self, mine: Announcement) -> None:
+        """Exchange announcements and go on only if all are the same.
+
+        Raises:
+            ScheduleError: They differ (the same message on every rank), or a rank did not come.
+        """
+        if self._lost is not None:
+            raise ScheduleError(self._lost)
+        everyone = self._exchange(mine)
+        first = everyone[0]
+        if all(other.agrees_with(first) for other in everyone):
+            self._last = mine
+            return
+        self._gathered_in_forward = False
+        raise ScheduleError(self._mismatch(everyone))
+
+    def _exchange(self, mine: Announcement) -> list[Announcement]:
+        row = torch.tensor([mine.deed, mine.unit, mine.num_bytes, mine.in_backward, self._steps], dtype=torch.int64)
+        try:
+            rows = self._rows(row)
+        except AbsentError as error:
+            self._lose(error.positions, mine, error.__cause__)
+        return [
+            Announcement(Deed(deed), unit, num_bytes, bool(back), steps)
+            for deed, unit, num_bytes, back, steps in map(torch.Tensor.tolist, rows)
+        ]
+
+    def _lose(self, absent: Sequence[int], mine: Announcement, cause: BaseException | None) -> NoReturn:
+        last = (
+            f"the last thing all ranks did was: each {self._last.told(self._labels)}" if self._last else "nothing yet"
+        )
+        self._lost = (
+            f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
+            f"{self._ranks[self._me]} {mine.told(self._labels)} ({last}); every rank has to call the same units in the "
+            "same order, and one that has nothing to compute calls model.take_part (docs/ranks.md)"
+        )
+        raise ScheduleError(self._lost) from cause
+
+    def _mismatch(self, everyone: Sequence[Announcement]) -> str:
+        if told := tell_steps(self._ranks, [announcement.steps for announcement in everyone]):
+            return told
+        doing: dict[str, list[int]] = {}
+        for rank, announcement in zip(self._ranks, everyone, strict=True):
+            doing.setdefault(announcement.told(self._labels), []).append(rank)
+        parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
+        told = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
+        return (
+            f"{told}; every rank has to call the same units in the same order, and one that has nothing to compute "
+            "with a unit calls model.take_part(unit, hidden) in its place (docs/ranks.md)"
+        )
+
+
+def tell_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
+    """What to say of ranks whose optimizers have stepped a different number of times; empty where they have not."""
+    if len(set(steps)) == 1:
+        return ""
+    counts = {
+        number: _listed(rank for rank, own in zip(ranks, steps, strict=True) if own == number) for number in steps
+    }
+    told = ", ".join(f"{number} on rank {those}" for number, those in sorted(counts.items()))
+    return (
+        f"ranks differ in the number of optimizer steps: {told}, so their weights do not belong together; every rank "
+        "has to step its optimizer as often (docs/ranks.md)"
+    )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+# The cheaper debug switch: once a step, ranks compare a hash of all that they gathered and reduced since the last.
+#
+# Where ranks exchanged data of different units without noticing, the step ends with an error on every rank that names the
+# first difference, and not with wrong weights. Where they wait for one another, they stop to wait after half of the time
+# limit, and compare then: ranks that are stuck meet those that are at the end of their backward.
+
+_REMEMBERED = 1 << 14
+_FIELDS = 4
+_NOTHING = -1
+
+Operation = tuple[int, int, int, int]
+"""Deed, unit, bytes, and whether a backward was under way (told, not compared)."""
+
+
+class StepVerifier:
+    """Takes the place of a `RankVerifier`. Collective to make.
+
+    Args:
+        group: The ranks.
+        labels: Name of each unit.
+        timeout_s: How long to wait for a rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
+        self._exchange = RowExchange(group, timeout_s)
+        self._labels = tuple(labels)
+        self._since: deque[Operation] = deque(maxlen=_REMEMBERED)  # since ranks last agreed
+        self._count = 0
+        self._hash = 0
+        self._agreed = 0  # operations until then
+        self._steps = 0  # of optimizers
+        self._lost: str | None = None
+        self.wait_limit: timedelta | None = timedelta(seconds=timeout_s / 2)  # those at the end wait for the whole
+
+    def gather(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to gather a unit's weights."""
+        self._note(Deed.GATHER, unit, num_bytes)
+
+    def reduce(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to reduce a unit's gradients."""
+        self._note(Deed.REDUCE, unit, num_bytes)
+
+    def end_forward(self, failed: bool) -> None:
+        """Nothing is compared here."""
+
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+        self._steps += 1
+
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed: compare at once.
+
+        Raises:
+            ScheduleError: As `end_backward`.
+        """
+        self._note(Deed.CHANGE, 0, 0)
+        self.end_backward()
+
+    def communication_failed(self, error: RuntimeError) -> None:
+        """Compare: it may have failed because ranks did different things.
+
+        Raises:
+            ScheduleError: They did; the same message on every rank.
+        """
+        try:
+            self.end_backward()
+        except ScheduleError as found:
+            if self._lost is None:
+                raise ScheduleError(str(found)) from error
+            error.add_note(self._lost)
+
+    def forget(self) -> None:
+        """The model was brought to rest; ranks may have been stopped at different points."""
+        self._since.clear()
+        self._count = self._hash = self._agreed = self._steps = 0
+
+    def end_backward(self) -> None:
+        """A backward that reduces is over: compare.
+
+        Raises:
+            ScheduleError: Ranks did different things (the same message on every rank), or a rank did not come.
+        """
+        if self._lost is not None:
+            raise ScheduleError(self._lost)
+        try:
+            mine = torch.tensor([self._count, self._hash, self._agreed, self._steps])
+            rows = [row.tolist() for row in self._exchange(mine)]
+            if all(row == rows[0] for row in rows):
+                self._since.clear()
+                self._agreed = self._count
+                return
+            if told := tell_steps(self._exchange.ranks, [row[3] for row in rows]):
+                raise ScheduleError(told)
+            told = self._first_difference(max(len(self._since), max(row[0] - row[2] for row in rows)))
+        except AbsentError as error:
+            self._lose(error.positions)
+            raise ScheduleError(self._lost) from error.__cause__
+        raise ScheduleError(
+            f"{told}; every rank has to call the same units in the same order, and one that has nothing to compute "
+            "with a unit calls model.take_part(unit, hidden) in its place (docs/ranks.md)"
+        )
+
+    def _note(self, deed: Deed, unit: int, num_bytes: int) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._count += 1
+        self._hash = fold(self._hash, deed, unit, num_bytes)
+        self._since.append((deed, unit, num_bytes, in_backward))
+
+    def _first_difference(self, count: int) -> str:
+        """Exchange what was done since ranks agreed. All ranks see the same rows, so all say the same."""
+        count = min(count, _REMEMBERED)
+        table = torch.full((count, _FIELDS), _NOTHING, dtype=torch.int64)
+        if self._since:
+            table[: len(self._since)] = torch.tensor(list(self._since), dtype=torch.int64)
+        by_rank = [[tuple(row) for row in rows.tolist() if row[0] != _NOTHING] for rows in self._exchange(table)]
+        for place, operations in enumerate(zip_longest(*by_rank)):
+            if len({operation[:3] if operation is not None else None for operation in operations}) > 1:
+                return self._told(place, operations)
+        return f"ranks did different things before the last {count} operations, which is as far as they remember"
+
+    def _told(self, place: int, operations: Sequence[Operation | None]) -> str:
+        doing: dict[str, list[int]] = {}
+        for rank, operation in zip(self._exchange.ranks, operations, strict=True):
+            what = "did nothing more"
+            if operation is not None:
+                deed, unit, num_bytes, back = operation
+                what = Announcement(Deed(deed), unit, num_bytes, bool(back)).told(self._labels)
+            doing.setdefault(what, []).append(rank)
+        parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
+        told = " while ".join(f"rank {', '.join(map(str, ranks))} {what}" for what, ranks in parts)
+        return f"operation {place + 1} since ranks last agreed differs: {told}"
+
+    def _lose(self, positions: Sequence[int]) -> None:
+        absent = ", ".join(str(self._exchange.ranks[position]) for position in positions)
+        last = "nothing"
+        if self._since:
+            deed, unit, num_bytes, back = self._since[-1]
+            last = Announcement(Deed(deed), unit, num_bytes, bool(back)).told(self._labels)
+        self._lost = (
+            f"rank {absent} did not come to compare within {self._exchange.timeout_s:g} s of rank "
+            f"{self._exchange.ranks[self._exchange.me]}, which did {len(self._since)} operations since ranks last "
+            f"agreed (the last: it {last}); MFSDP_VERIFY_RANKS=1 finds the first difference between ranks "
+            "(docs/ranks.md), MFSDP_HANG_LOG=DIR what the other rank does (docs/hangs.md)"
+        )

@@ -1,0 +1,1 @@
+"""What a sharded model does, as applied: the report that describe() prints."""

@@ -1,0 +1,558 @@
+"""A ring log: an observer that keeps what one rank did last in a memory-mapped file, for whoever explains a hang.
+
+The pages belong to the operating system, so they are there after `kill -9`, and others may read them at any time. An
+event costs one packed record of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+import traceback
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.debug.verify_ranks import fold
+from megatron_fsdp.engine.executor import communicated_bytes
+from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ConfigurationError
+
+# The file of a ring log: what one rank did last, in a form that survives its sudden end. Bytes only; no process.
+#
+#     0       magic, version, sizes (`_HEAD`), and a checksum over the text that follows
+#     64      who wrote it: JSON, padded to a multiple of 64 bytes
+#     ...     a sign of life (`_BEAT`), padded to 64 bytes
+#     ...     the last words: 4 bytes of length, 4 of checksum, then UTF-8
+#     ...     the ring: records of 64 bytes; record number n lies at place n modulo their count
+#     ...     after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
+#
+# All numbers are little-endian. Each record ends with a checksum over its other bytes, so that one that was being written
+# while the process died, or while somebody reads, is known for what it is.
+
+MAGIC = b"MFSDPLOG"
+VERSION = 1
+SUFFIX = ".mfsdplog"
+WORDS_BYTES = 4096
+NO_NUMBER = -1
+"""In place of a collective's number where there is none."""
+
+_ALIGN = 64
+_HEAD = struct.Struct("<8sIIIII")  # magic, version, length of the text, its checksum, records, bytes of a record
+_BEAT = struct.Struct("<qqiB3xI")  # time, unfinished collective, its unit, its phase, checksum
+_WORDS = struct.Struct("<II")
+_RECORD = struct.Struct("<QqIiBBBBqQQQ")
+_CHECK = struct.Struct("<I")
+RECORD_BYTES = _RECORD.size + _CHECK.size
+assert RECORD_BYTES == _ALIGN
+
+
+class Mark(IntEnum):
+    """What a record says of its phase and unit."""
+
+    BEGINS = 0
+    ENDS = 1
+    LAUNCHES = 2  # the phase has started to communicate; counted, and folded into the hash
+    FAILED = 3  # an exception passed through
+    RESET = 4  # the pass was broken off, and the model was brought to rest
+    GOODBYE = 5  # the process ends, or the log was switched off
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that happened on one rank.
+
+    Attributes:
+        number: Which one, from 0.
+        time_ns: When, in nanoseconds since 1970 by this rank's clock.
+        step: How many times weights had been installed.
+        unit: The unit's index.
+        phase: Index of the phase in the log's list of phases.
+        mark: What of it.
+        in_backward: Whether autograd ran.
+        collective: Number of the collective that was launched last; `NO_NUMBER` before the first.
+        num_bytes: What the phase communicates, in bytes; 0 for phases that send a few numbers.
+        count: How many phases have communicated, this one included.
+        hash: Over (phase, unit, bytes) of all of these.
+        epoch: How often the model was reset, modulo 256; `count` and `hash` begin anew each time.
+    """
+
+    number: int
+    time_ns: int
+    step: int
+    unit: int
+    phase: int
+    mark: Mark
+    in_backward: bool
+    collective: int
+    num_bytes: int
+    count: int
+    hash: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life, given about once a second by a thread of its own.
+
+    Attributes:
+        time_ns: When, in nanoseconds since 1970.
+        unfinished: Number of the oldest collective that an accelerator has not completed; `NO_NUMBER`: none, or the
+            host waits for collectives itself, so that records say it.
+        unit: Whose it is.
+        phase: Index of the phase that launched it.
+    """
+
+    time_ns: int
+    unfinished: int = NO_NUMBER
+    unit: int = 0
+    phase: int = 0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of a file lie, in bytes from its beginning.
+
+    Attributes:
+        beat: The sign of life.
+        words: The last words.
+        ring: The first record.
+        capacity: Records in the ring.
+    """
+
+    beat: int
+    words: int
+    ring: int
+    capacity: int
+
+    @property
+    def end(self) -> int:
+        """Bytes of the whole file."""
+        return self.ring + self.capacity * RECORD_BYTES
+
+    def record(self, number: int) -> int:
+        """Where record `number` lies."""
+        return self.ring + number % self.capacity * RECORD_BYTES
+
+
+def _padded(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def _places(text_bytes: int, capacity: int) -> Places:
+    beat = _ALIGN + _padded(text_bytes)
+    words = beat + _ALIGN
+    return Places(beat, words, words + WORDS_BYTES, capacity)
+
+
+def new_file(who: Mapping[str, Any], capacity: int) -> tuple[bytes, Places]:
+    """The bytes of a log without records, and where things go in it.
+
+    Args:
+        who: What to know about the writer; JSON.
+        capacity: Records to hold, at least 1.
+    """
+    text = json.dumps(who, ensure_ascii=False).encode()
+    places = _places(len(text), capacity)
+    content = bytearray(places.end)
+    _HEAD.pack_into(content, 0, MAGIC, VERSION, len(text), zlib.crc32(text), capacity, RECORD_BYTES)
+    content[_ALIGN : _ALIGN + len(text)] = text
+    return bytes(content), places
+
+
+def read_head(content: bytes) -> tuple[dict[str, Any], Places]:
+    """Who wrote a file, and where things are in it.
+
+    Raises:
+        ValueError: It is no log, one of another version, or damaged; says which.
+    """
+    if len(content) < _ALIGN or content[: len(MAGIC)] != MAGIC:
+        raise ValueError("it does not begin as a log does")
+    _, version, length, check, capacity, record_bytes = _HEAD.unpack_from(content)
+    if version != VERSION or record_bytes != RECORD_BYTES:
+        raise ValueError(f"it has version {version}, and this program reads version {VERSION}")
+    text = content[_ALIGN : _ALIGN + length]
+    if len(text) < length or zlib.crc32(text) != check or not capacity:
+        raise ValueError("its header is damaged or cut off")
+    who = json.loads(text)
+    if not isinstance(who, dict):
+        raise ValueError("its header says nothing of the writer")
+    return who, _places(length, capacity)
+
+
+def write_record(memory: Any, places: Places, record: tuple[int, ...]) -> None:
+    """Put a record in its place.
+
+    Args:
+        memory: The file, writable.
+        places: Where things are in it.
+        record: The fields of `Record`, in order; a bare tuple, because this is done for every event.
+    """
+    packed = _RECORD.pack(*record[:7], record[11], *record[7:11])
+    at = places.record(record[0])
+    memory[at : at + RECORD_BYTES] = packed + _CHECK.pack(zlib.crc32(packed))
+
+
+def read_records(content: bytes, places: Places) -> tuple[list[Record], int]:
+    """All whole records, in order, and how many places hold something else.
+
+    A place that was never written is not counted; one that was being overwritten is, as is a record in a wrong place.
+    """
+    found: list[Record] = []
+    torn = 0
+    for place in range(places.capacity):
+        at = places.ring + place * RECORD_BYTES
+        raw = content[at : at + RECORD_BYTES]
+        if not any(raw):
+            continue
+        record = _record(raw)
+        if record is None or record.number % places.capacity != place:
+            torn += 1
+        else:
+            found.append(record)
+    found.sort(key=lambda record: record.number)
+    newest = found[-1].number if found else 0
+    recent = [record for record in found if record.number > newest - places.capacity]
+    return recent, torn + len(found) - len(recent)
+
+
+def _record(raw: bytes) -> Record | None:
+    if len(raw) < RECORD_BYTES or _CHECK.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
+        return None
+    number, time_ns, step, unit, phase, mark, back, epoch, collective, num_bytes, count, hashed = _RECORD.unpack_from(
+        raw
+    )
+    try:
+        known = Mark(mark)
+    except ValueError:
+        return None
+    return Record(number, time_ns, step, unit, phase, known, bool(back), collective, num_bytes, count, hashed, epoch)
+
+
+def write_beat(memory: Any, places: Places, beat: Beat) -> None:
+    """Give a sign of life."""
+    packed = _BEAT.pack(beat.time_ns, beat.unfinished, beat.unit, beat.phase, 0)
+    packed = packed[:-4] + _CHECK.pack(zlib.crc32(packed[:-4]))
+    memory[places.beat : places.beat + _BEAT.size] = packed
+
+
+def read_beat(content: bytes, places: Places) -> Beat | None:
+    """The last sign of life; None where there is none, or it was being written."""
+    raw = content[places.beat : places.beat + _BEAT.size]
+    if len(raw) < _BEAT.size:
+        return None
+    time_ns, unfinished, unit, phase, check = _BEAT.unpack(raw)
+    return Beat(time_ns, unfinished, unit, phase) if time_ns and check == zlib.crc32(raw[:-4]) else None
+
+
+def write_words(memory: Any, places: Places, text: str) -> None:
+    """Leave the last words; the end of a text that is too long is what is kept, since it names the error."""
+    said = text.encode("utf-8", "backslashreplace")[-(WORDS_BYTES - _WORDS.size) :]
+    at = places.words + _WORDS.size
+    memory[at : at + len(said)] = said
+    memory[places.words : at] = _WORDS.pack(len(said), zlib.crc32(said))
+
+
+def read_words(content: bytes, places: Places) -> str:
+    """The last words; empty where there are none, or they were being written."""
+    if len(content) < places.ring:
+        return ""
+    length, check = _WORDS.unpack_from(content, places.words)
+    said = content[places.words + _WORDS.size :][: min(length, WORDS_BYTES)]
+    return said.decode("utf-8", "replace") if said and zlib.crc32(said) == check else ""
+
+
+def read_termination(content: bytes, places: Places) -> str:
+    """What Python ran when SIGTERM came last, as `faulthandler` tells it; empty where none came."""
+    return content[places.end :].decode("utf-8", "replace").strip()[-WORDS_BYTES:]
+
+
+# Whether a model keeps a log for hangs, where, and when to speak up.
+
+FOLDER_VARIABLE = "MFSDP_HANG_LOG"
+TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
+
+
+@dataclass(frozen=True)
+class HangSettings:
+    """A log for hangs.
+
+    Attributes:
+        folder: Where the ranks keep their logs; one that all of them see, where there is one.
+        timeout_s: Explain when a phase has been under way for so long without news; None: only when asked.
+    """
+
+    folder: Path
+    timeout_s: float | None = None
+
+
+def check_timeout(timeout_s: float | None, name: str = "timeout_s") -> None:
+    """Refuse times that are none.
+
+    Raises:
+        ConfigurationError: Not positive, or not finite.
+    """
+    if timeout_s is not None and not (timeout_s > 0.0 and math.isfinite(timeout_s)):
+        raise ConfigurationError(f"{name}={timeout_s!r} is no time to wait; give seconds, more than 0")
+
+
+def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
+    """What the environment says; None: keep no log.
+
+    Args:
+        environment: Where `MFSDP_HANG_LOG` may name a folder, and `MFSDP_HANG_TIMEOUT` seconds.
+
+    Raises:
+        ConfigurationError: The time is no positive number, or there is one without a folder.
+    """
+    folder, seconds = environment.get(FOLDER_VARIABLE, ""), environment.get(TIMEOUT_VARIABLE, "")
+    if not folder:
+        if seconds:
+            raise ConfigurationError(
+                f"{TIMEOUT_VARIABLE}={seconds} has no effect without {FOLDER_VARIABLE}; name a folder for the logs too"
+            )
+        return None
+    timeout_s = None
+    if seconds:
+        try:
+            timeout_s = float(seconds)
+        except ValueError:
+            timeout_s = math.nan
+        if not (timeout_s > 0.0 and math.isfinite(timeout_s)):
+            raise ConfigurationError(f"{TIMEOUT_VARIABLE}={seconds!r} is no time to wait; give seconds, more than 0")
+    return HangSettings(Path(folder), timeout_s)
+
+
+RECORDS = 4096
+PHASES = tuple(Phase)
+_NUMBER_OF = {phase: number for number, phase in enumerate(PHASES)}
+_MEETINGS = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})  # they communicate beside the lanes
+_MOST_HANDLES = 1024
+_FRAMES_SHOWN = 4
+
+
+class Ring:
+    """The file.
+
+    Args:
+        path: Where; what is there is replaced.
+        who: What to know about the writer; JSON.
+        capacity: Records to hold.
+
+    Attributes:
+        path: As given.
+        written: Records so far.
+        last_ns: When the last one was written; when the file was made, before the first.
+        fails: Whether an error is what its last words tell of.
+    """
+
+    def __init__(self, path: Path, who: Mapping[str, Any], capacity: int = RECORDS) -> None:
+        content, self._places = new_file(who, capacity)
+        self.path = path
+        self.written = 0
+        self.last_ns = time.time_ns()
+        self.fails = False
+        self._pid = os.getpid()
+        self._last: tuple[int, ...] = (0, NO_NUMBER, 0, 0, 0, 0)
+        # A reader of what was there keeps its pages, and none ever sees half a header.
+        beside = path.with_name(f"{path.name}.{self._pid}")
+        beside.write_bytes(content)
+        with beside.open("r+b") as file:
+            self._memory: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
+        beside.replace(path)
+
+    def note_terminations(self) -> None:
+        """From now on append Python's stack to the file when SIGTERM comes, before whatever that does here.
+
+        At once, also while this process waits in a collective, where a handler in Python would have to wait too, and
+        would keep the process from ending. Of several logs of a process the last that asked gets it. A handler that
+        somebody installs later replaces this one.
+        """
+        if hasattr(faulthandler, "register"):  # not on Windows
+            file = self.path.open("ab", buffering=0)  # kept open by what it is given to
+            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+            os.register_at_fork(after_in_child=_forget_terminations)
+
+    def add(self, mark: Mark, phase: int, unit: int, in_backward: bool, *after: int) -> None:
+        """Write a record.
+
+        Args:
+            mark: What of the phase.
+            phase: Which.
+            unit: Of which unit.
+            in_backward: Whether autograd runs.
+            after: Step, collective, bytes, count, hash and epoch.
+        """
+        if self._memory is None:
+            return
+        step, collective, num_bytes, count, hashed, epoch = after
+        record = (
+            self.written,
+            time.time_ns(),
+            step,
+            unit,
+            phase,
+            mark,
+            in_backward,
+            collective,
+            num_bytes,
+            count,
+            hashed,
+            epoch,
+        )
+        write_record(self._memory, self._places, record)
+        self.written += 1
+        self.last_ns = record[1]
+        self._last = after
+
+    def beat(self, beat: Beat) -> None:
+        """Give a sign of life."""
+        if self._memory is not None:
+            write_beat(self._memory, self._places, beat)
+
+    def say(self, error: BaseException) -> None:
+        """Leave an error as the last words."""
+        if self._memory is not None:
+            self.fails = True
+            write_words(self._memory, self._places, told(error))
+
+    def close(self) -> None:
+        """Say goodbye, with the error that ends the process if one does; later events are not written."""
+        if self._memory is None or os.getpid() != self._pid:  # a forked child shares the pages and says nothing
+            return
+        # Set by the interpreter when nobody has caught the error.
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and not self.fails:
+            self.say(error)
+        self.add(Mark.GOODBYE, 0, 0, False, *self._last)
+        self._memory = None  # not closed: another thread may be writing a sign of life
+
+
+class RingLog(Observer):
+    """Writes what it is told into a ring; says goodbye when it goes, or the process does.
+
+    Args:
+        ring: The file.
+        units: All units, root first.
+        keeps_handles: Whether the host goes on before a collective is complete, as on accelerators; its handle then
+            says whether it is.
+    """
+
+    def __init__(self, ring: Ring, units: Sequence[Unit], keeps_handles: bool) -> None:
+        self.ring = ring
+        self._units = units
+        self._keeps_handles = keeps_handles
+        self._open: list[tuple[Phase, int, bool]] = []  # phase, unit, and whether it has been counted
+        self._step = self._count = self._hash = self._epoch = 0
+        self._collective = NO_NUMBER
+        self._error = 0  # identity of the one that was told last: it passes through many phases
+        self._handles: deque[tuple[dist.Work, int, int, int]] = deque(maxlen=_MOST_HANDLES)
+        self.close = weakref.finalize(self, ring.close)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a phase is under way."""
+        return bool(self._open)
+
+    def begins(self, phase: Phase, unit: int) -> None:
+        """As `Observer`."""
+        self._step += phase is Phase.INSTALL
+        self._open.append((phase, unit, False))
+        self._add(Mark.BEGINS, phase, unit)
+        if phase in _MEETINGS:
+            self._communicate()
+
+    def ends(self, phase: Phase, unit: int) -> None:
+        """As `Observer`."""
+        self._leave(phase, unit)
+        self._add(Mark.ENDS, phase, unit)
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
+        """As `Observer`. An error that passes through several phases is told of where it was raised."""
+        self._leave(phase, unit)
+        if id(error) == self._error:
+            self._add(Mark.ENDS, phase, unit)
+            return
+        self._error = id(error)
+        self.ring.say(error)
+        self._add(Mark.FAILED, phase, unit)
+
+    def forgets(self) -> None:
+        """As `Observer`."""
+        self._open.clear()
+        self._handles.clear()
+        self._error = self._count = self._hash = 0  # ranks may have been stopped at different points
+        self._epoch = (self._epoch + 1) % 256
+        self.ring.fails = False
+        self._add(Mark.RESET, Phase.FORWARD, 0)
+
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+        """As `Observer`."""
+        if moment is Moment.LAUNCHES:
+            self._collective = number
+            self._communicate()
+        elif moment is Moment.LAUNCHED and work is not None and self._keeps_handles and self._open:
+            phase, unit, _ = self._open[-1]
+            self._handles.append((work, number, unit, _NUMBER_OF[phase]))
+
+    def beat(self) -> Beat:
+        """Give a sign of life, with the collective that has been unfinished longest. For a thread of its own."""
+        while self._handles and self._handles[0][0].is_completed():
+            self._handles.popleft()
+        now = time.time_ns()
+        beat = Beat(now)
+        for _, number, unit, phase in list(self._handles)[:1]:
+            beat = Beat(now, number, unit, phase)
+        self.ring.beat(beat)
+        return beat
+
+    def _communicate(self) -> None:
+        """The innermost phase starts to communicate; counted once, however many collectives it takes."""
+        if not self._open or self._open[-1][2]:
+            return
+        phase, unit, _ = self._open[-1]
+        self._open[-1] = phase, unit, True
+        num_bytes = communicated_bytes(phase, self._units[unit])
+        self._count += 1
+        self._hash = fold(self._hash, _NUMBER_OF[phase], unit, num_bytes)
+        self._add(Mark.LAUNCHES, phase, unit, num_bytes)
+
+    def _leave(self, phase: Phase, unit: int) -> None:
+        """A phase is over, and with it those inside of it that were never ended."""
+        for place in reversed(range(len(self._open))):
+            if self._open[place][:2] == (phase, unit):
+                del self._open[place:]
+                return
+
+    def _add(self, mark: Mark, phase: Phase, unit: int, num_bytes: int = 0) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        after = self._step, self._collective, num_bytes, self._count, self._hash, self._epoch
+        self.ring.add(mark, _NUMBER_OF[phase], unit, in_backward, *after)
+
+
+def _forget_terminations() -> None:
+    faulthandler.unregister(signal.SIGTERM)
+
+
+def told(error: BaseException) -> str:
+    """An error in words: its type and message, and the last lines of code it came through, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
+    where = [f"  {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    return "\n".join([*where, "".join(traceback.format_exception_only(type(error), error)).strip()])

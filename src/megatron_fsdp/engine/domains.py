@@ -1,0 +1,328 @@
+"""The choices that hold for a whole model, and what they mean for one parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.groups import OwnGroups
+from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.tensor_parallel import TensorParallelPart, part_of
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
+from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
+from megatron_fsdp.sharding.layout import Layout, plan_layout
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.placement import Placements, ShardingStrategy, placements_for, shard_count
+from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec
+from megatron_fsdp.shm.share import over_shared_memory
+
+# The ranks that share parameters of one kind: dense ones, or experts, which live on a mesh of their own.
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Where the parameters of one kind lie.
+
+    Attributes:
+        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
+        names: Their names in the mesh.
+        group: All data-parallel ranks; None for a single one.
+        tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
+        described_mesh: What sharded parameters are described on: the axes and, last, the tensor-parallel dimension.
+        foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
+    """
+
+    axes: tuple[Axis, ...]
+    names: tuple[str, ...]
+    group: dist.ProcessGroup | None
+    tensor_parallel: DeviceMesh | None
+    described_mesh: DeviceMesh
+    foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks, all axes together."""
+        return prod(axis.num_ranks for axis in self.axes)
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks; None for a single one."""
+        mesh = self.tensor_parallel
+        return None if mesh is None or mesh.size() == 1 else mesh.get_group()
+
+
+@real_values()
+def make_domain(
+    index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
+) -> Domain:
+    """Read off an index what the parameters of one kind need.
+
+    Args:
+        index: Mesh and groups.
+        traffic: The counters of each axis, by the name of its dimension.
+        is_expert: Whether for experts.
+        sums_locally: Reduce-scatter by an all-to-all and a local sum on any back end.
+    """
+    assert index.dp_shard_dim is not None
+    names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
+    axes = tuple(replace(_axis(index, name, traffic[name], is_expert), sums_locally=sums_locally) for name in names)
+    tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
+    described = names if index.tp_dim is None else (*names, index.tp_dim)
+    num_ranks = prod(axis.num_ranks for axis in axes)
+    return Domain(
+        axes=axes,
+        names=names,
+        group=index.get_dp_group(is_expert) if num_ranks > 1 else None,
+        tensor_parallel=tensor_parallel,
+        described_mesh=index.get_submesh(described, is_expert),
+        foreign_groups=_foreign_groups(index) if is_expert else (),
+    )
+
+
+def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: bool) -> Axis:
+    mesh = index.get_submesh((name,), is_expert)
+    num_ranks = mesh.size()
+    group = mesh.get_group() if num_ranks > 1 else None
+    gather_group = None
+    if name == index.dp_shard_dim and group is not None:
+        gather_group = index.get_fsdp_group(is_expert, independent_all_gather=True)
+    # Not the place on the mesh: where a mesh lists ranks out of order, its group has them in order all the same.
+    rank = dist.get_rank(group) if group is not None else 0
+    return Axis(group, rank, num_ranks, traffic, gather_group)
+
+
+def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...]:
+    """Groups along the dimensions of the expert mesh that are neither data nor tensor parallel."""
+    mesh = index.expt_device_mesh
+    assert mesh is not None
+    here = dist.get_rank()
+    own: set[int] = set()
+    for group in (index.expt_outer_fsdp_group, index.expt_fsdp_group):
+        own.update(dist.get_process_group_ranks(group) if group is not None else ())
+    if index.tp_dim is not None:
+        own.update(index.get_submesh((index.tp_dim,), True).mesh.flatten().tolist())
+    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+    return tuple(
+        group
+        for group in groups
+        if dist.get_world_size(group) > 1 and not (set(dist.get_process_group_ranks(group)) - {here}) & own
+    )
+
+
+_ALIGNMENT_BYTES = 16
+EXPERT_NAME = ".experts."
+"""What the name of an expert's parameter contains."""
+EVERY_PARAMETER = "all"
+"""The pattern that stands for every parameter."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are sharded, decided by the caller once for the whole model.
+
+    Attributes:
+        strategy: On the sharding axis.
+        outer_strategy: On the outer axis; None where there is none.
+        policy: Dtypes.
+        dense: The ranks of dense parameters.
+        experts: The ranks of experts; None where they are sharded as everything else.
+        device: Where the buffers live.
+        average_in_collective: Let the collective average.
+        calculate_per_token_loss: Sum gradients, without a factor.
+        find_unused_parameters: Agree at every sync on which parameters were used.
+        scales_first: Scale gradients before they travel.
+        numel_multiple: What the elements of every trainable group are padded to a multiple of.
+        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
+    """
+
+    strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy | None
+    policy: MixedPrecisionPolicy
+    dense: Domain
+    experts: Domain | None
+    device: torch.device
+    average_in_collective: bool = False
+    calculate_per_token_loss: bool = False
+    find_unused_parameters: bool = False
+    scales_first: bool = False
+    numel_multiple: int = 1
+    fp32_patterns: tuple[str, ...] = ()
+
+    def sums_in_fp32(self, name: str) -> bool:
+        """Whether the gradients of a parameter are accumulated in float32, by its canonical name."""
+        return any(self.matches(name, pattern) for pattern in self.fp32_patterns)
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Refuse patterns without effect.
+
+        Args:
+            names: Canonical names of the model's trainable parameters.
+
+        Raises:
+            ConfigurationError: A pattern matches none of them.
+        """
+        for pattern in self.fp32_patterns:
+            if not any(self.matches(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
+                    f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
+                    "fnmatch, and 'all' is every parameter"
+                )
+
+    @staticmethod
+    def matches(name: str, pattern: str) -> bool:
+        """Whether one of `fp32_patterns` means a parameter."""
+        return pattern == EVERY_PARAMETER or fnmatchcase(name, pattern)
+
+    def is_expert(self, name: str, param: torch.Tensor) -> bool:
+        """Whether a parameter lives on the expert mesh: by its name, or marked `allreduce=False` as Megatron does.
+
+        Raises:
+            ConfigurationError: It is marked, and there is no expert mesh.
+        """
+        is_marked = getattr(param, "allreduce", True) is False
+        if is_marked and self.experts is None:
+            raise ConfigurationError(
+                f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
+            )
+        return self.experts is not None and (is_marked or EXPERT_NAME in f".{name}")
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
+        return self.dense.group, self.dense.tensor_parallel_group
+
+    def domain(self, is_expert: bool) -> Domain:
+        """The ranks of parameters of one kind."""
+        return self.experts if is_expert and self.experts is not None else self.dense
+
+    def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
+        """The same with groups that nobody else uses along each data-parallel axis; collective, by all ranks."""
+        experts = self.experts.axes if self.experts is not None else ()
+        own = OwnGroups((*self.dense.axes, *experts))
+        cut = len(self.dense.axes)
+        dense = replace(self.dense, axes=own.axes[:cut])
+        return replace(
+            self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
+        ), own
+
+    def over_shared_memory(self) -> Sharding:
+        """The same, which shares memory along each axis whose ranks can; collective, by all ranks."""
+
+        def shared(domain: Domain) -> Domain:
+            return replace(domain, axes=tuple(over_shared_memory(axis, self.device) for axis in domain.axes))
+
+        return replace(self, dense=shared(self.dense), experts=None if self.experts is None else shared(self.experts))
+
+    def parts_of(
+        self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]
+    ) -> tuple[TensorParallelPart | None, ...]:
+        """How tensor parallelism cut the parameters of a group."""
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
+
+    def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
+        """Decide layout, dtypes, placements and factors of one group.
+
+        Args:
+            spec: The group.
+            originals: Its parameters as the modules hold them; only their description is read.
+        """
+        domain = self.domain(spec.key.is_expert)
+        placements = self._placements(spec)
+        if spec.key.requires_grad:
+            precision = self.precision(spec.key)
+        else:
+            precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
+        parts = self.parts_of(spec, originals)
+        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, domain.axes))
+        return GroupPlan(
+            spec,
+            layout,
+            precision,
+            self._reduction(domain, precision),
+            placements,
+            domain.axes,
+            domain.described_mesh,
+            self.device,
+            parts,
+            layouts,
+            domain.foreign_groups,
+        )
+
+    def plan_training(self, plan: GroupPlan) -> GroupPlan:
+        """The plan of a group that was frozen and shall be trained: weights lie as they did, gradients are added."""
+        key = replace(plan.spec.key, requires_grad=True)
+        infos = tuple(replace(info, requires_grad=True) for info in plan.spec.parameters)
+        precision = self.precision(key)
+        reduction = self._reduction(self.domain(key.is_expert), precision)
+        return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
+
+    def _reduction(self, domain: Domain, precision: ResolvedPrecision) -> GradientReduction:
+        return gradient_reduction(
+            self.dense.num_ranks,
+            domain.num_ranks,
+            average_in_collective=self.average_in_collective,
+            calculate_per_token_loss=self.calculate_per_token_loss,
+            comm_dtype=precision.grad_comm,
+            scales_first=self.scales_first,
+        )
+
+    def precision(self, key: GroupKey) -> ResolvedPrecision:
+        """The dtypes of a trained group."""
+        precision = resolve_precision(self.policy, key.dtype)
+        if not key.sums_in_fp32 or not key.dtype.is_floating_point:
+            return precision
+        return replace(precision, main_grads=torch.promote_types(precision.main_grads, torch.float32))
+
+    def _layouts(
+        self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
+    ) -> tuple[Layout, tuple[Layout, ...]]:
+        """The layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
+
+        def plan(shapes: Sequence[Sequence[int]]) -> Layout:
+            return plan_layout(
+                shapes,
+                num_shards,
+                alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
+                granularity=[info.granularity for info in spec.parameters],
+                numel_multiple=self.numel_multiple if spec.key.requires_grad else 1,
+            )
+
+        layout = plan([info.shape for info in spec.parameters])
+        by_parameter = [
+            None if part is None else part.shapes_by_rank(info.shape)
+            for info, part in zip(spec.parameters, parts, strict=True)
+        ]
+        if all(shapes is None or len(set(shapes)) == 1 for shapes in by_parameter):
+            return layout, ()
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        assert mesh is not None
+        return layout, tuple(
+            plan(
+                [
+                    info.shape if shapes is None else shapes[rank]
+                    for info, shapes in zip(spec.parameters, by_parameter, strict=True)
+                ]
+            )
+            for rank in range(mesh.size())
+        )
+
+    def _placements(self, spec: ParameterGroupSpec) -> Placements:
+        strategy, outer = self.strategy, self.outer_strategy
+        is_frozen = not spec.key.requires_grad
+        if spec.key.is_scalar or (is_frozen and strategy < ShardingStrategy.optim_grads_params):
+            strategy = ShardingStrategy.no_shard  # nothing to cut, or nothing to optimise: whole and never gathered
+        if outer is not None and (is_frozen or strategy is ShardingStrategy.no_shard):
+            outer = ShardingStrategy.no_shard
+        return placements_for(strategy, outer)

@@ -1,0 +1,1183 @@
+"""The engine: turns what hooks report into events for the scheduler, and hands its answer to the executor."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.comm.agreement import agree, agree_over
+from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.groups import OwnGroups
+from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.debug.lifetimes import LifetimeChecker
+from megatron_fsdp.engine.domains import Domain, Sharding
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.expert_state import ExpertNames
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck, first_few
+from megatron_fsdp.engine.gradients import GradAttribute, GradientBuffers, get_grad, plain_attributes, set_grad
+from megatron_fsdp.engine.memory import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.engine.observer import Observers, Phase
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.errors import ConfigurationError, ScheduleError, warn_caller
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.sharding.memory_plan import prefetch_depth
+from megatron_fsdp.sharding.placement import Placement, placements_for
+
+# The hook that brings a gradient from autograd into its bucket.
+#
+# It runs for every parameter in every backward, so it does the common case, a plain gradient that is the first for its
+# bucket, without calling anything of ours: that halves the host time of a gradient.
+
+Take = Callable[[torch.Tensor], None]
+"""Called with a full parameter when autograd has accumulated its gradient."""
+
+_STRIDED = torch.strided
+
+
+def direct_hook(
+    direct: list[torch.Tensor | None], filled: list[bool], arrived: list[bool], index: int, take: Take
+) -> Take:
+    """A hook for full parameter `index`.
+
+    Args:
+        direct: For each parameter, where its next gradient may be copied as it is; None: it may not.
+        filled: For each, whether its bucket holds a gradient; raised by a copy.
+        arrived: For each, whether a gradient has come since the last sync; raised by a copy.
+        index: Which parameter.
+        take: What every other gradient goes to, untouched.
+    """
+
+    def receive(param: torch.Tensor) -> None:
+        place, grad = direct[index], param.grad
+        if place is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
+            take(param)
+            return
+        direct[index] = param.grad = None
+        place.copy_(grad)
+        filled[index] = arrived[index] = True
+
+    return receive
+
+
+# What an engine is put together from.
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything that was decided and built before the engine.
+
+    Attributes:
+        units: All units, root first.
+        memory: How memory is borrowed, and what the scheduler is told.
+        mode: When gradients are reduced; shared with the wrapper.
+        sharding: Which ranks share what.
+        backward_finished: Called at the end of each backward, after reductions are in.
+    """
+
+    units: Sequence[Unit]
+    memory: MemoryPlan
+    mode: SyncMode
+    sharding: Sharding
+    backward_finished: Callable[[], None]
+
+
+# Tensors that state dicts handed out: they share the memory of main weights, but not its version counters.
+
+
+class HandedOut:
+    """Tells whether what state dicts gave away was written to, as a bare `dcp.load` does."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
+        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any was written to since `changed` was called last."""
+        return any(alias._version != version for _, alias, version in self._seen)
+
+    def changed(self) -> bool:
+        """Whether any was written to since the last call; those that have died are asked once more and forgotten."""
+        changed = self.is_written
+        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
+        return changed
+
+
+# After an exception ranks may have stopped at different points; what they hold for later has to be alike again.
+
+
+def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
+    """Let every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
+
+    Args:
+        groups: Trainable groups that share a domain, in an order that all ranks share.
+        domain: Their ranks.
+        device: Where the flags travel.
+    """
+    gradients = [group.gradients for group in groups if group.gradients is not None]
+    if domain.group is None or not gradients:
+        return
+    flags = torch.tensor(
+        [[each.has_deferred, each.has_pending] for each in gradients], dtype=torch.int32, device=device
+    )
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
+    for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
+        each.ensure_sums(bool(deferred), bool(pending))
+
+
+# Optimizers that all gradients pass by, so that their steps train nothing.
+
+
+class UnseenGradients:
+    """Warns once where a step updated nothing because all gradients wait for their reduction."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def look_at(self, optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[ParameterGroup, int]]) -> None:
+        """An optimizer that is not connected has stepped.
+
+        Args:
+            optimizer: The optimizer.
+            places: Group and index of each sharded parameter by id.
+        """
+        if self._warned:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients = [places[id(param)][0].gradients for param in params if id(param) in places]
+        waits = any(found is not None and (found.has_deferred or found.has_pending) for found in gradients)
+        if waits and all(param.grad is None for param in params):
+            self._warned = True
+            warn_caller(
+                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
+                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
+                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
+            )
+
+
+class ReplacedParameters:
+    """The parameters that sharding took out of a model; no gradient comes to them any more.
+
+    Args:
+        module: The model, before it is sharded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._by_id = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
+        self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that holds such parameters; one that holds none is not searched again.
+
+        One that has a gradient is somebody's: of another module that shares it and was not sharded, say.
+
+        Raises:
+            ConfigurationError: It would train nothing.
+        """
+        if optimizer in self._right:
+            return
+        held = [(where, param) for where, param in held_parameters(optimizer) if self._name(param) is not None]
+        if not held:
+            self._right.add(optimizer)
+        for where, param in held:
+            if param.grad is None and param.requires_grad:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds {self._name(param)} in {where} as it was before the model was "
+                    "sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
+                    "fully_shard together, or build the optimizer on model.parameters() after fully_shard_model"
+                )
+
+    def _name(self, param: torch.Tensor) -> str | None:
+        reference, name = self._by_id.get(id(param), (None, ""))
+        return name if reference is not None and reference() is param else None
+
+
+def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+    """Refuse to replace the parameters of an optimizer that keeps them where nobody else can replace them.
+
+    Args:
+        optimizer: To check.
+        known: Name of each parameter that is going to be replaced, by id.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    for where, param in held_parameters(optimizer):
+        if where != _IN_GROUPS and id(param) in known:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} keeps {known[id(param)]} in {where}, where sharding cannot replace it, so "
+                "its steps would train nothing; shard the model by fully_shard_model, build the optimizer on its "
+                "parameters, and hand it to fully_shard_optimizer"
+            )
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the parameter groups of an optimizer, and in lists and the like that it keeps besides, with where."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    yield from ((_IN_GROUPS, param) for params in lists for param in params)
+    for name, value in vars(optimizer).items():
+        if name not in _GROUPS_AND_STATE and not any(value is params for params in lists):
+            yield from ((f"its attribute {name}", each) for each in _tensors_in(value))
+
+
+_IN_GROUPS = "its param_groups"
+_GROUPS_AND_STATE = ("param_groups", "state", "defaults")
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if not isinstance(value, list | tuple | set | dict):
+        return []
+    leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+# Which parameters got a gradient on any rank.
+#
+# A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it alone.
+# No rank of several can know that by itself, so the ranks agree after the first backward. Where every parameter was
+# used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
+# agree after every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one wait
+# for it.
+
+
+class UsageAgreement:
+    """Agrees over one group of ranks which parameters were used.
+
+    Args:
+        group: The ranks; None for a single one.
+        device: Where the flags travel.
+        always: Ask at every sync, also after all parameters were used once.
+        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: where any
+            of them shows a gradient all do, so that a norm that crosses them is met by all. They ask at every sync.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        always: bool = False,
+        foreign_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self._group = group
+        self._always = always or bool(foreign_groups)
+        self._foreign_groups = tuple(foreign_groups)
+        self._device = device
+        self._all_used = False
+
+    def ask_again(self) -> None:
+        """Other parameters take gradients from now on."""
+        self._all_used = False
+
+    @real_values()
+    def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
+        """Whether any rank used each parameter.
+
+        Args:
+            used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
+            fingerprint: Of the communication so far; has to be the same on every rank. Below 2 ** 62.
+
+        Raises:
+            ScheduleError: On every rank, where ranks gathered or reduced different units.
+        """
+        if self._all_used:
+            return [True] * len(used_here)
+        if self._group is None:  # nothing has to travel, so that the host waits for no device
+            return self._show_one(list(used_here))
+        flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        *found, highest, minus_lowest = flags.tolist()
+        if highest != -minus_lowest:
+            raise ScheduleError(
+                "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
+                "every rank has to call the same units in the same order, and one that has nothing to compute with a "
+                "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
+                "difference (docs/ranks.md)"
+            )
+        used = [bool(flag) for flag in found]
+        self._all_used = all(used) and not self._always
+        return self._show_one(used)
+
+    def _show_one(self, used: list[bool]) -> list[bool]:
+        """Count the first parameter as used (its gradient is zero) where none is, and some foreign rank has one."""
+        if not self._foreign_groups:
+            return used
+        anything = torch.tensor([any(used)], dtype=torch.int32, device=self._device)
+        for group in self._foreign_groups:
+            dist.all_reduce(anything, op=dist.ReduceOp.MAX, group=group)
+        return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
+
+
+# Hooks that the user registered on sharded parameters, run once their gradient is reduced.
+#
+# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was registered
+# on these is called here, at each gradient sync, when all gradients are in their places:
+#
+# - `register_hook` first: called with the gradient; what it returns replaces it;
+# - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the gradient.
+#
+# Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones included.
+# They run in the order of units, on every rank for the same parameters, and for those only that got a gradient.
+# A gradient that autograd brings to a sharded parameter by itself (a penalty on `model.parameters()`) calls the hooks
+# right there, as for any tensor, and its share is part of what they see at the sync.
+
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
+_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]]) -> None:
+    """Call the hooks of every parameter with a new gradient.
+
+    Args:
+        renewed: The groups whose gradients were reduced since the last sync, each with a flag per parameter: whether
+            any rank had a gradient for it.
+
+    Raises:
+        ConfigurationError: What a hook returned cannot take the place of the gradient, or nobody takes it.
+    """
+    for group, used in renewed:
+        if not _any_has_hooks(group):
+            continue
+        for index, param in enumerate(group.sharded):
+            if _has_hooks(param, group.own_hooks) and used[index] and get_grad(param, group.grad_attribute) is not None:
+                _run(group, index, param)
+
+
+def _any_has_hooks(group: ParameterGroup) -> bool:
+    with plain_attributes():
+        keys = chain.from_iterable(filter(None, map(_BACKWARD_HOOKS, group.sharded)))
+        return not group.own_hooks.issuperset(keys) or any(map(_ACCUMULATE_HOOKS, group.sharded))
+
+
+def _has_hooks(param: nn.Parameter, own_hooks: set[int]) -> bool:
+    return bool(param._post_accumulate_grad_hooks) or not own_hooks.issuperset(param._backward_hooks or ())
+
+
+def _run(group: ParameterGroup, index: int, param: nn.Parameter) -> None:
+    attribute = group.grad_attribute
+    with torch.no_grad():
+        for key, hook in list((param._backward_hooks or {}).items()):
+            if key in group.own_hooks:
+                continue
+            grad = get_grad(param, attribute)
+            answer = None if grad is None else hook(grad)
+            if answer is not None:
+                _replace(param, attribute, answer, group.names[index])
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            answer = hook(param)
+            if answer is not None:
+                raise ConfigurationError(
+                    f"a post-accumulate-grad hook of {group.names[index]} returned a {type(answer).__name__}, which "
+                    "would be lost; change the gradient in place and return None"
+                )
+
+
+def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name: str) -> None:
+    grad = get_grad(param, attribute)
+    assert isinstance(grad, DTensor)
+    fits = isinstance(answer, DTensor) and (answer.shape, answer.dtype) == (grad.shape, grad.dtype)
+    if not (fits and isinstance(answer, DTensor) and answer.to_local().shape == grad.to_local().shape):
+        found = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else "no tensor"
+        raise ConfigurationError(
+            f"a gradient hook of {name} returned a {type(answer).__name__} ({found}) where the gradient is a DTensor "
+            f"({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same shape, dtype and sharding"
+        )
+    set_grad(param, attribute, answer)
+
+
+# The part of the engine for loops that drive communication by hand: gather, release, reduce when told.
+
+
+class OnRequest:
+    """What hooks never ask for, and people may."""
+
+    units: tuple[Unit, ...]
+    scheduler: Scheduler
+    executor: Executor
+    memory: MemoryPlan
+    lifetimes: LifetimeChecker | None = None
+    places: dict[int, tuple[ParameterGroup, int]]
+    has_to_agree = False  # weights were asked for ahead, and ranks have not agreed since that all are up to date
+    observers: Observers  # who are told of phases and collectives
+    _sharding: Sharding
+
+    @property
+    def dense(self) -> Domain:
+        """The ranks of dense parameters."""
+        return self._sharding.dense
+
+    @property
+    def experts(self) -> Domain | None:
+        """The ranks of experts; None where they are sharded as everything else."""
+        return self._sharding.experts
+
+    @property
+    def reach(self) -> Reach:
+        """How far gradients of this backward travel."""
+        raise NotImplementedError
+
+    @property
+    def num_ranks(self) -> int:
+        """Dense data-parallel ranks, all axes together."""
+        return self._sharding.dense.num_ranks
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model."""
+        return self._sharding.reaching_all
+
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        raise NotImplementedError
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+            for group, index in (self.places[id(param)] for param in params):
+                if group.gradients is not None:
+                    group.gradients.forget_pending(index)
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Give the memory of gradients that were cleared back: forward and evaluation may need it."""
+        if self.scheduler.in_backward:
+            return  # some may be on their way
+        for group in self.groups():
+            if group.gradients is not None:
+                group.gradients.release(group.sharded)
+
+    def install_main_weights(self) -> None:
+        """Copy main weights into compute weights; what was gathered is out of date."""
+        raise NotImplementedError
+
+    def prefetch_weights(self, wait: bool) -> None:
+        """Start gathering the units that there is room for, root first, ahead of the next forward."""
+        for unit in self.units:
+            self.executor.run(self.scheduler.weights_wanted(unit.index))
+            if wait:
+                unit.wait()
+        self.has_to_agree = True
+        if wait:
+            self.await_weights()
+
+    def await_weights(self) -> None:
+        """Wait for what `prefetch_weights` has started."""
+        for unit in self.units:
+            unit.wait()
+        if self.has_to_agree:
+            self.has_to_agree = False
+            self.executor.begin_pass()
+
+    def check_lifetimes(self) -> None:
+        """Check every use of borrowed memory from now on; once."""
+        if self.scheduler.in_forward or self.scheduler.in_backward:
+            raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
+        if self.lifetimes is None:
+            self.executor.run(self.scheduler.weights_changed())
+            self.lifetimes = LifetimeChecker(self.units)
+            self.observers.add(self.lifetimes)
+
+    @property
+    def gathers_beside_main_weights(self) -> bool:
+        """Whether no gather writes into memory that main weights lie in, so that both may go on at a time.
+
+        Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
+        """
+        return not any(
+            group.is_gathered and group.weights.shares_memory and not group.weights_in_slots for group in self.groups()
+        )
+
+    @property
+    def largest_unit_numel(self) -> int:
+        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
+        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
+        return max(sizes[1:], default=sizes[0])
+
+    def set_prefetch(self, numel: int) -> None:
+        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
+        self.scheduler.look_ahead(
+            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
+        )
+
+    def set_reduce_capacity(self, numel: int) -> None:
+        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
+
+        Raises:
+            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
+        """
+        if not self.scheduler.config.reduces_early:
+            raise ConfigurationError(
+                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
+                "wait for the end of backward; leave it alone or turn the overlap on"
+            )
+        self.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in self.units]))
+
+    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
+        """Gather the units that own some parameters, sharded or full ones."""
+        self.executor.was_asked = True
+        self.executor.begin_pass()
+        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+        for unit in self.units_of(params):
+            self.executor.run(event(unit.index))
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units that own some parameters, sharded or full ones, in unit order."""
+        wanted = {id(param) for param in params}
+        return [
+            unit
+            for unit in self.units
+            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
+        ]
+
+    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
+        for unit in self.units_of(params):
+            self.executor.run(self.scheduler.weights_unwanted(unit.index))
+
+    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
+        for unit in self.units_of(params):
+            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
+                self.executor.run(self.scheduler.gradients_ready(unit.index), self.reach)
+
+    def broadcast_whole_weights(self) -> None:
+        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
+        for group in self.groups():
+            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+                if axis.group is not None and placement is not Placement.SHARD:
+                    with self.observers.during(Phase.WHOLE, ROOT):
+                        dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
+        self.install_main_weights()
+
+
+# What hangs in the module tree that was not there when the model was sharded.
+
+_CHILDREN = itemgetter("_modules")
+_PARAMETERS = itemgetter("_parameters")
+
+
+class StructureCheck:
+    """Finds trainable parameters that joined the model after sharding: each rank would train its own, unseen.
+
+    Modules around known ones (wrappers) and modules without trainable parameters may come and go.
+
+    Args:
+        module: The sharded model, with its hooks.
+        units: Its units.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units if unit.is_module}
+        self._compiled = [
+            (label, unit_module, unit_module._compiled_call_impl)
+            for label, unit_module in unit_modules.items()
+            if unit_module._compiled_call_impl is not None
+        ]
+        self._modules = tuple(module.named_modules())
+        self._namespaces = tuple(part.__dict__ for _, part in self._modules)
+        self._known_modules = {id(part) for _, part in self._modules}
+        self._known_params = {
+            id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
+        }
+        self._known_modules.add(id(None))  # places without a child or parameter
+        self._known_params.add(id(None))
+
+    def check(self) -> None:
+        """Look at every module once.
+
+        Raises:
+            ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
+        """
+        for label, unit_module, call in self._compiled:
+            if unit_module._compiled_call_impl is not call:
+                raise ConfigurationError(
+                    f"unit {label} was compiled before and after the model was sharded; compile it once, before"
+                )
+        if self._all_known(_CHILDREN, self._known_modules) and self._all_known(_PARAMETERS, self._known_params):
+            return
+        known_modules, known_params = self._known_modules, self._known_params
+        for name, module in self._modules:
+            for attribute, child in module._modules.items():
+                if child is not None and id(child) not in known_modules:
+                    self._check_new(f"{name}.{attribute}".lstrip("."), child)
+            for attribute, param in module._parameters.items():
+                if param is not None and id(param) not in known_params and param.requires_grad:
+                    raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
+
+    def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
+        """Whether all children, or parameters, of all modules are known; in one pass that runs no code of Python."""
+        held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
+        return known.issuperset(map(id, held))
+
+    def _check_new(self, name: str, module: nn.Module) -> None:
+        for param in module.parameters():
+            if param.requires_grad and id(param) not in self._known_params:
+                raise _refusal(name, f"a {type(module).__name__} with trainable parameters")
+
+
+def _refusal(name: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} is {what} that was put there after the model was sharded, so every rank would train its own copy; "
+        "change the model before fully_shard, or freeze what is added"
+    )
+
+
+_NEVER = -1  # the epoch of a forward that used no weights
+
+
+class ForwardCall:
+    """One forward of a unit, as its backward will refer to it."""
+
+    __slots__ = ("epoch", "last_backward", "unit")
+
+    def __init__(self, unit: int, epoch: int) -> None:
+        self.unit = unit
+        self.epoch = epoch
+        self.last_backward = -1
+
+
+def live_engine(reference: weakref.ref[Engine]) -> Engine:
+    """The engine that a hook reports to.
+
+    Raises:
+        ScheduleError: It has been deleted.
+    """
+    engine = reference()
+    if engine is None:
+        raise ScheduleError(
+            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
+            "object that fully_shard returned for as long as the module is used"
+        )
+    return engine
+
+
+def _take_gradient(
+    reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
+) -> None:
+    engine = reference() or live_engine(reference)
+    engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
+
+
+class Engine(OnRequest):
+    """Everything that happens between two optimizer steps.
+
+    Args:
+        parts: What it is put together from.
+
+    Attributes:
+        delayed: Weight gradients that wait for the end of backward; None where none do. Where there are, all gradients
+            stay where autograd puts them until then: units are filled and reduced there, one after another.
+    """
+
+    hears_of_each_gradient = False  # whether `take_gradient` has to be called for each
+
+    def __init__(self, parts: EngineParts) -> None:
+        memory, sharding = parts.memory, parts.sharding
+        self.units = tuple(parts.units)
+        self.mode = parts.mode
+        self.device = sharding.device
+        self.memory = memory
+        self.scheduler = Scheduler(memory.schedule)
+        self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory.weights, memory.buckets)
+        self.observers = self.executor.observers
+        self.finite_check: FiniteCheck | None = None
+        self.large_check: LargeGradientCheck | None = None
+        self.structure: StructureCheck | None = None
+        self.delayed: WeightGradientQueue | None = None
+        self._sharding = sharding
+        self._usage = {
+            is_expert: UsageAgreement(
+                domain.group, sharding.device, sharding.find_unused_parameters, domain.foreign_groups
+            )
+            for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
+            if domain is not None
+        }
+        self._pending_is_sharded = placements_for(sharding.strategy).pending_grad[-1] is Placement.SHARD
+        self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self.stepped = False
+        self._unseen = UnseenGradients()
+        self.replaced: ReplacedParameters | None = None
+        self.handed_out = HandedOut()
+        self.expert_names = ExpertNames()
+        self.own_groups: OwnGroups | None = None  # they go with the engine
+        self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
+        self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._asked: set[int] = set()  # ids of parameters that trained before a change, of whose use ranks know
+        self._has_asked = False  # a sync was since parameters were last frozen or thawed
+        self._has_unshown = False  # a backward was since the last sync
+        self._defers = False  # some pass since the last sync leaves sums for later
+        self._may_differ = False  # ranks may hold such sums for different groups, since the last reset
+        self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
+        self._backward_id = 0
+        self._callback_queued = False
+        self._ending = False  # a backward ends, and its checks conclude after that
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def before_forward(self, index: int) -> None:
+        """The unit's forward is about to run: its parameters become full."""
+        if self.opened and torch.is_grad_enabled():
+            raise ScheduleError(
+                f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
+                "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
+                "full_parameters_context, or open the whole model"
+            )
+        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self._match_after_reset()
+            self._defers |= self.reach is not Reach.EVERYWHERE
+            self.refresh_weights()
+            self.executor.gather_across()
+            self.executor.begin_pass()
+            self.has_to_agree = False
+        elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
+            raise ScheduleError(
+                "a forward began while the previous backward had not ended, so that backward must have failed; "
+                "call reset() on the model after an exception and go on with the next batch"
+            )
+        if self.executor.is_broken:
+            raise ScheduleError(
+                "communication of an earlier forward or backward failed, so its weights are not what they should be; "
+                "call reset() on the model on every rank and go on with the next batch"
+            )
+        self.executor.run(self.scheduler.forward_begins(index))
+        self.units[index].install_full()
+        if self.observers.are_there:
+            self.observers.begins(Phase.FORWARD, index)
+
+    def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
+        """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        unit, depth = self.units[index], self.scheduler.forward_depth(index)
+        if not depth:
+            return ForwardCall(index, _NEVER)  # another hook failed before the forward began
+        if self.observers.are_there:
+            self.observers.leaves(Phase.FORWARD, index, failed)
+        epoch = self.scheduler.forward_ends(index, needs_backward)
+        if depth == 1:
+            unit.install_sharded()
+            if not self.executor.is_broken:
+                unit.check_untouched()
+        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.executor.finish_across()
+            self.executor.end_forward(failed)
+        return ForwardCall(index, epoch)
+
+    def refresh_weights(self) -> None:
+        """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
+        if self.handed_out.changed() or self._has_newer_weights:
+            self.install_main_weights()
+        self.release_gradients()
+        for group in self.groups():
+            group.check_parameters()
+        self._follow_requires_grad()
+        if self.structure is not None:
+            self.structure.check()
+
+    # ---- requires_grad ------------------------------------------------------------------------------------------
+
+    def _follow_requires_grad(self) -> None:
+        """Let what was frozen or thawed since the last pass take no gradients, or take them again.
+
+        Where nothing has changed, nothing is sent. Where something has, ranks agree on it first.
+
+        Raises:
+            ConfigurationError: It has not changed alike on all ranks.
+        """
+        changes = {id(group): flags for group in self.groups() if (flags := group.wanted()) != group.trains}
+        if not changes:
+            return
+        with self.observers.during(Phase.AGREE, ROOT):
+            self._agree_on_requires_grad(changes)
+        if self._has_asked:
+            self._asked |= self._trained_ids()
+        self._has_asked = False
+        for unit in self.units:
+            for position, group in enumerate(unit.groups):
+                if id(group) in changes:
+                    self._follow(unit, position, changes[id(group)])
+        self.scheduler.trains([[flag for group in unit.groups for flag in group.trains] for unit in self.units])
+        if not self._asked.issuperset(self._trained_ids()):
+            for usage in self._usage.values():
+                usage.ask_again()
+
+    def _trained_ids(self) -> set[int]:
+        return {
+            id(param)
+            for group in self.groups()
+            for param, trains in zip(group.sharded, group.trains, strict=True)
+            if trains
+        }
+
+    def _agree_on_requires_grad(self, changes: Mapping[int, Sequence[bool]]) -> None:
+        facts: dict[bool, list[str]] = {False: [], True: []}
+        for group in self.groups():
+            for name, flag, before in zip(group.names, changes.get(id(group), group.trains), group.trains, strict=True):
+                if flag != before:
+                    facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
+        self._meet_for_a_change(first_few([*facts[False], *facts[True]]))
+        try:
+            agree_over(self.reaching_all, None, facts[False])
+            if self.experts is not None:
+                agree(self.experts.group, None, facts[True])
+        except ConfigurationError as error:
+            told = str(error).partition(";")[0]
+            raise ConfigurationError(
+                f"requires_grad was not changed alike: {told}; set it alike on all ranks"
+            ) from None
+
+    def _meet_for_a_change(self, told: str) -> None:
+        """Stop together with a rank that has changed nothing and goes on as before, where there is a way to."""
+        verifier, domains = self.executor.verifier, (self.dense, self.experts)
+        axes = [axis for domain in domains if domain is not None for axis in domain.axes]
+        # The other rank comes to the beginning of a pass, where there is one, before it is compared.
+        shared = [axis.shared for axis in axes] if verifier is None or self.executor.has_passes else []
+        try:
+            for work in [work for each in shared if each is not None for work in each.meet()]:
+                work.wait()
+        except dist.DistBackendError as error:
+            raise ConfigurationError(
+                f"requires_grad was changed here ({told}) and not on another rank; set it alike on all ranks ({error})"
+            ) from error
+        if verifier is not None:
+            verifier.change()
+
+    def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
+        group = unit.groups[position]
+        if group.gradients is None:  # it was frozen when the model was sharded
+            group.begin_training(self._sharding.plan_training(group.plan))
+            self.inspect_gradients(group)
+            unit.plan_buckets()
+            self.executor.make_bucket_pools()
+        group.follow(trains, self._has_unshown)
+        self.watch_gradients(unit.index, position)
+
+    def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
+        """Hear of the gradients of a group's parameters, of those that take any and were not watched before."""
+        group = self.units[index].groups[position]
+        grads, handles = group.gradients, []
+        for parameter, param in enumerate(group.full if grads is not None else ()):
+            if not param.requires_grad or param._post_accumulate_grad_hooks:
+                continue
+            assert grads is not None
+            hook: Callable[[torch.Tensor], None] = functools.partial(
+                _take_gradient, weakref.ref(self), index, position, parameter
+            )
+            if group.plan.parts[parameter] is None and not self.hears_of_each_gradient:
+                hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
+            handles.append(param.register_post_accumulate_grad_hook(hook))
+        return handles
+
+    def inspect_gradients(self, group: ParameterGroup) -> None:
+        """Let the check for values that are not finite, where there is one, see what is about to travel."""
+        check, names = self.finite_check, group.names
+        if check is not None and group.gradients is not None:
+            group.gradients.inspect = lambda index, grad: check.look_at(names[index], grad)
+
+    @property
+    def _has_newer_weights(self) -> bool:
+        return self.stepped or any(unit.main_changed for unit in self.units)
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
+        if optimizer in self.connected:
+            self.executor.note_step(is_connected=True)
+            return  # its own hooks install
+        if self.replaced is not None:
+            self.replaced.check(optimizer)
+        self._unseen.look_at(optimizer, self.places)
+        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+        if any(id(param) in self.places for param in firsts):
+            self.stepped = True
+            self.executor.note_step(is_connected=False)
+
+    def install_main_weights(self) -> None:
+        """Copy main weights into compute weights; what was gathered is out of date."""
+        self.executor.run(self.scheduler.weights_changed())
+        with self.observers.during(Phase.INSTALL, ROOT):
+            for unit in self.units:
+                unit.install_main_weights()
+        self.stepped = False
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """The gradient of some output of a forward is known, so its backward is about to run."""
+        self._begin_backward()
+        if call.last_backward == self._backward_id:
+            return
+        call.last_backward = self._backward_id
+        self.observers.backward_pauses()
+        if torch.is_grad_enabled() and self.units[call.unit].lives_in_slots:  # autograd's create_graph=True
+            raise ScheduleError(
+                f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), "
+                "whose saved weights would be released before they are used; differentiate twice under "
+                "zero_dp_strategy 0 to 2"
+            )
+        self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
+        self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
+        self._installed.add(call.unit)
+        if self.observers.are_there:
+            self.observers.begins(Phase.BACKWARD, call.unit)
+
+    def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+        """Autograd has the whole gradient of a parameter: move it into its bucket, or wait for those that are late."""
+        if self.delayed is not None and not self._ending:
+            self._hear_of_gradient(index)
+            return
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        group = self.units[index].groups[position]
+        if grad.requires_grad:
+            raise ScheduleError(
+                f"the gradient of {group.names[parameter]} has a graph of its own (create_graph=True); differentiating "
+                "twice through a sharded model is not supported, use torch.autograd.grad on inputs under "
+                "zero_dp_strategy 0 to 2"
+            )
+        grad = group.local_gradient(parameter, grad)
+        gradients = self.filling(index, position)
+        for check in self._checks:
+            check.look_at(group.names[parameter], grad)
+        if self.observers.are_there:
+            self.observers.begins(Phase.COPY, index)
+        gradients.add(parameter, grad)
+        if self.observers.are_there:
+            self.observers.ends(Phase.COPY, index)
+
+    def filling(self, index: int, position: int) -> GradientBuffers:
+        """The gradients of group `position` of a unit, with memory for what this backward brings."""
+        gradients = self.units[index].groups[position].gradients
+        assert gradients is not None
+        if not gradients.is_filling:
+            self._hear_of_gradient(index)
+            self._begin_filling(index, position)
+        return gradients
+
+    def _hear_of_gradient(self, index: int) -> None:
+        """A unit has got a gradient, and had none in this backward as far as anybody knows."""
+        if not self._callback_queued:
+            self._begin_backward()
+        try:
+            self.scheduler.gradient_arrives(index)
+        except ScheduleError as error:
+            raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
+
+    def _begin_filling(self, index: int, position: int) -> None:
+        """Give group `position` of a unit memory for what this backward brings."""
+        gradients = self.units[index].groups[position].gradients
+        assert gradients is not None
+        self.executor.begin_filling(self.units[index], position, self.reach)
+        if self.observers.are_there or self._checks:
+            gradients.hear_of_each()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent for the model so far, over all axes."""
+        return functools.reduce(Traffic.plus, self.traffic_by_axis.values())
+
+    @property
+    def traffic_by_axis(self) -> dict[str, Traffic]:
+        """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
+        dense = self._sharding.dense
+        return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+
+    def domain_of(self, group: ParameterGroup) -> Domain:
+        """The ranks that share the parameters of a group."""
+        return self._sharding.domain(group.plan.spec.key.is_expert)
+
+    @property
+    def reach(self) -> Reach:
+        """How far gradients of this backward travel."""
+        return self.mode.reach(self._pending_is_sharded)
+
+    def _begin_backward(self) -> None:
+        if self._callback_queued:
+            return
+        if self._has_newer_weights:  # than the forward computed with, which the scheduler refuses
+            self.executor.run(self.scheduler.weights_changed())
+        self._follow_requires_grad()  # what was frozen since the forward gets no gradient
+        self._callback_queued = self._has_unshown = True
+        self._defers |= self.reach is not Reach.EVERYWHERE
+        self._backward_id += 1
+        for check in self._checks:
+            check.begin()  # not at the end: an earlier backward may have failed before it
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.observers.backward_pauses()
+        for index in self._installed:
+            self.units[index].install_sharded()
+        self._installed.clear()
+        late = self.delayed.params if self.delayed is not None else set()
+        for unit in self.units if late else ():
+            if not late.isdisjoint(id(param) for group in unit.groups for param in group.full):
+                self._hear_of_gradient(unit.index)
+        self._callback_queued = False
+        self._ending = True
+        try:
+            for operation in self.scheduler.backward_ends():
+                if self.delayed is not None and operation.action is Action.REDUCE:
+                    self._fill_late(operation.unit, self.delayed)
+                self._run_backward((operation,))
+        finally:
+            self._ending = False
+        for check in self._checks:
+            with self.observers.during(Phase.AGREE, ROOT):
+                check.conclude()
+
+    def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
+        """Bring everything that a backward left for a unit into its buckets, delayed weight gradients last."""
+        for position, group in enumerate(self.units[index].groups):
+            if group.gradients is None:
+                continue
+            if not group.gradients.is_filling:
+                self._begin_filling(index, position)
+            for parameter, param in enumerate(group.full):
+                self.take_gradient(index, position, parameter, param)
+            delayed.run(group.full)
+
+    @property
+    def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
+        """The checks of every gradient that are switched on."""
+        return [check for check in (self.finite_check, self.large_check) if check is not None]
+
+    def install_sharded(self) -> None:
+        """Put the sharded parameters into all modules."""
+        for unit in self.units:
+            unit.install_sharded()
+        self._installed.clear()
+
+    def _run_backward(self, operations: Sequence[object]) -> None:
+        self.executor.run(operations, self.reach)  # type: ignore[arg-type]
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        return [group for unit in self.units for group in unit.groups]
+
+    def flush_deferred(self) -> None:
+        """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would.
+
+        Raises:
+            NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
+        """
+        check = None if self._ending else self.finite_check
+        concludes = self._may_differ  # then not all ranks of other groups may have something to reduce
+        if check is not None and not self._callback_queued:  # inside a backward its own findings stay
+            check.begin()
+        self._match_after_reset()
+        for unit in reversed(self.units):
+            if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
+                concludes = True
+                self.executor.run((Operation(Action.REDUCE, unit.index),))
+            else:
+                self.executor.reduce_across(unit)
+        self.executor.retire_all()
+        if self.executor.was_asked and not self._callback_queued:
+            self.executor.end_pass()
+        if check is not None and concludes:
+            with self.observers.during(Phase.AGREE, ROOT):
+                check.conclude()
+
+    def attach_gradients(self) -> None:
+        """Make the main gradients visible as `.grad` of the sharded parameters."""
+        self._defers = False
+        self._has_asked, self._has_unshown = True, False
+        renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
+        for is_expert, usage in self._usage.items():
+            trainable = [
+                (group, group.gradients)
+                for group in self.groups()
+                if group.gradients is not None and group.plan.spec.key.is_expert is is_expert
+            ]
+            trainable = [(group, gradients) for group, gradients in trainable if any(group.trained)]
+            used_here = [
+                flag
+                for group, gradients in trainable
+                for flag, trained in zip(gradients.arrived, group.trained, strict=True)
+                if trained
+            ]
+            if not used_here:
+                continue
+            with self.observers.during(Phase.AGREE, ROOT):
+                agreed = iter(usage.agree(used_here, self.executor.fingerprint))
+            for group, gradients in trainable:
+                used = [trained and next(agreed) for trained in group.trained]
+                if gradients.renewed:
+                    renewed.append((group, used))
+                gradients.attach(group.sharded, used, group.describe_piece)
+                group.trained = list(group.trains)
+        run_gradient_hooks(renewed)
+
+    @property
+    def has_gradients_on_their_way(self) -> bool:
+        """Whether a backward is under way (or has failed), or deferred gradients wait for their reduction."""
+        pending = [group.gradients for group in self.groups() if group.gradients is not None]
+        return self.scheduler.in_backward or any(grads.is_busy for grads in pending)
+
+    def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
+        """Let gradients travel in the policy's dtype from the next backward on."""
+        groups = [group for group in self.groups() if group.gradients is not None]
+        if self.has_gradients_on_their_way:
+            raise ConfigurationError(
+                "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
+            )
+        self._sharding = replace(self._sharding, policy=policy)
+        for group in groups:
+            group.change_precision(self._sharding.precision(group.plan.spec.key))
+        for unit in self.units:
+            unit.plan_buckets()
+        self.executor.make_bucket_pools()
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, deferred ones included."""
+        for group in self.groups():
+            if group.gradients is not None:
+                group.gradients.clear()
+            group.hide_grads()
+
+    def reset(self) -> None:
+        """Bring every unit back to rest after an exception; nothing is sent before the next forward or sync.
+
+        Gradients of the failed backward that lie in a bucket are dropped. Those that were reduced, or added to deferred
+        sums, stay there with those of earlier backwards, as on one process; clear gradients to be rid of them.
+        """
+        self._callback_queued = False
+        if self.delayed is not None:
+            self.delayed.clear()
+        self._installed.clear()
+        self.executor.abandon()
+        self.executor.run(self.scheduler.reset())
+        for unit in self.units:
+            unit.install_sharded()
+            for group in unit.groups:
+                for param in group.full:
+                    param.grad = None
+        self._may_differ = self._defers
+
+    def _match_after_reset(self) -> None:
+        """Ranks may have been stopped at different points; agree on what is deferred before anything else is sent."""
+        if not self._may_differ:
+            return
+        self._may_differ = False
+        for is_expert in self._usage:
+            with self.observers.during(Phase.AGREE, ROOT):
+                groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
+                match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)

@@ -1,0 +1,467 @@
+"""The executor: carries out what the scheduler decided, on lanes, slots and buckets. It decides nothing itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron_fsdp.comm.lanes import HostLane, Ticket, make_lane
+from megatron_fsdp.debug.lifetime_states import Memory
+from megatron_fsdp.debug.verify_ranks import Verifier
+from megatron_fsdp.engine.memory import WeightMemory
+from megatron_fsdp.engine.observer import PHASE_OF, Observers, Phase
+from megatron_fsdp.engine.pools import Block, BucketPool, weakly
+from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import MegatronFSDPError
+from megatron_fsdp.sharding.accounting import UNITS_CROSSING
+from megatron_fsdp.sharding.memory_plan import WeightPlan
+from megatron_fsdp.shm.shared_block import SharedBlock
+from megatron_fsdp.shm.shared_use import Passes, bucket_pool
+
+# Notes on an error of communication: where it happened, and what is known of the other ranks.
+
+_HANG_ADVICE = (
+    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
+    "finds the first difference between ranks (docs/ranks.md)"
+)
+
+
+def explain(error: BaseException, where: str, observers: Observers, verifier: Verifier | None) -> None:
+    """Add notes to an error of a collective, such as one that timed out; others stay as they are.
+
+    Args:
+        error: What was raised.
+        where: During what.
+        observers: May know what other ranks do.
+        verifier: Is told that ranks may have stopped at different points; None: nobody compares them.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
+        return
+    if verifier is not None:
+        verifier.communication_failed(error)
+    explanations = observers.explanations()
+    error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
+    for text in explanations:
+        error.add_note(text)
+
+
+@contextmanager
+def explained(where: str, observers: Observers, verifier: Verifier | None) -> Iterator[None]:
+    """Add them to what is raised inside of a block."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error, where, observers, verifier)
+        raise
+
+
+# How many bytes a phase of a unit communicates, as ranks compare them.
+
+
+def gathered_bytes(unit: Unit) -> int:
+    """Of the full weights that are gathered; 0 where they are whole everywhere, or shared."""
+    plans = [group.plan for group in unit.groups if group.plan.gathered_by_unit]
+    return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
+
+
+def communicated_bytes(phase: Phase, unit: Unit) -> int:
+    """Of a phase that has started to communicate: of the full weights or of the whole bucket, not of one rank's part.
+
+    Args:
+        phase: Which; 0 for those that send only a few numbers.
+        unit: Of which unit.
+    """
+    if phase is Phase.GATHER:
+        return gathered_bytes(unit)
+    if phase is Phase.REDUCE:
+        return unit.bucket_bytes
+    if phase in (Phase.GATHER_ACROSS, Phase.REDUCE_ACROSS):
+        return sum(group.plan.layout.numel * group.plan.precision.compute.itemsize for group in unit.groups)
+    return 0
+
+
+_GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
+_FINGERPRINT_LIMIT = 2**61 - 1
+
+
+@dataclass
+class _Reduction:
+    """A unit's reduction over the inner ranks on its way, and the memory it borrowed."""
+
+    unit: Unit
+    reach: Reach
+    tickets: list[Ticket]
+    bucket: Block
+    pool: BucketPool
+    scratch: Block | None
+
+
+class Executor:
+    """Moves buffers.
+
+    Args:
+        units: All units, root first.
+        device: Where they live.
+        finalise: What the end of a backward asks for once all reductions are in.
+        weights: Where gathered weights live.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+
+    Attributes:
+        weight_memory: The memory of gathered weights.
+        bucket_count: As given, or as set since.
+        observers: Who is told of phases and collectives.
+        was_asked: Weights were gathered for somebody who may compute with them outside of any pass.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        finalise: Callable[[], None],
+        weights: WeightPlan,
+        buckets: int,
+    ) -> None:
+        self._units = units
+        self._finalise = finalise
+        self.observers = Observers()
+        self._gather_lane = make_lane(device, "gather", self.observers)
+        self._reduce_lane = make_lane(device, "reduce", self.observers)
+        self._outer_lane = make_lane(device, "outer", self.observers)
+        self._device = device
+        self.weight_memory = WeightMemory(weights, device)
+        self.bucket_count = buckets
+        self.make_bucket_pools()
+        self._borrowed: dict[int, Block] = {}
+        self.fingerprint = 0
+        self.verifier: Verifier | None = None
+        self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
+        self._passes = Passes(units, self._gather_lane)
+        self.was_asked = False
+        self._steps = 0  # of connected optimizers
+        self._in_flight: deque[_Reduction] = deque()
+        self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
+
+    def verify_with(self, verifier: Verifier) -> None:
+        """Compare ranks from now on."""
+        self.verifier = verifier
+        for lane in (self._gather_lane, self._reduce_lane, self._outer_lane):
+            if isinstance(lane, HostLane):  # on streams the host never waits
+                lane.limit = verifier.wait_limit
+
+    def make_bucket_pools(self) -> None:
+        """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
+        make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
+        root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
+        self._root_bucket = bucket_pool(1, root, self._device, make_room)
+        self._buckets = bucket_pool(self.bucket_count, others, self._device, make_room)
+        largest = max(unit.bucket_bytes for unit in self._units)
+        self._scratch = BucketPool(self._scratch_count, largest, partial(Block, device=self._device), make_room)
+
+    def set_bucket_count(self, count: int) -> None:
+        """Let another number of units fill a bucket or have one in reduction at a time."""
+        self.retire_all()
+        self.bucket_count = count
+        self._buckets.set_count(count)
+        self._scratch.set_count(self._scratch_count)
+        for unit in self._units:
+            for group in unit.groups:
+                if group.gradients is not None:
+                    group.gradients.forget_buckets()
+
+    @property
+    def _scratch_count(self) -> int:
+        """One for each reduction that may be under way while another bucket fills."""
+        return max(1, self.bucket_count - 1)
+
+    def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
+        """Carry out operations in order.
+
+        Args:
+            operations: From the scheduler.
+            reach: How far gradients that are ready travel.
+        """
+        observers = self.observers
+        for action, index, slot in operations:
+            unit = self._units[index]
+            if action is _GATHER or (action is _REDUCE and reach is not Reach.NOWHERE):
+                self._fold(action, index)
+            before, self.is_broken = self.is_broken, True
+            try:
+                if self.verifier is not None:
+                    self._verify(self.verifier, action, unit, reach)
+                if observers.are_there:
+                    observers.begins(PHASE_OF[action], index)
+                self._carry_out(action, unit, slot, reach)
+                if observers.are_there:
+                    observers.ends(PHASE_OF[action], index)
+                if action is _REDUCE:
+                    self._retire_what_others_have_posted()
+                self.is_broken = before
+            except BaseException as error:
+                if self.observers:
+                    self.observers.fails(PHASE_OF[action], index, error)
+                explain(error, f"during {action.value!r} of unit {unit.label}", self.observers, self.verifier)
+                raise
+
+    def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
+        if action is _GATHER:
+            unit.gather_across(self._outer_lane)
+            unit.gather(self._gather_lane, self._block_for(unit, slot))
+        elif action is _WAIT:
+            unit.wait()
+        elif action is _RELEASE:
+            unit.invalidate()
+            if self.weight_memory.give_back(unit.index):
+                unit.hide()
+        elif action is _REDUCE:
+            self.reduce(unit, reach)
+        else:
+            self.retire_all()
+            if self._passes:
+                with self.observers.during(Phase.PASS, ROOT):
+                    self._passes.end()
+            self.is_broken = False  # what follows may refuse something, but communication is over
+            self._finalise()
+
+    def _verify(self, verifier: Verifier, action: Action, unit: Unit, reach: Reach) -> None:
+        """Compare with the other ranks before anything is sent; what stays local is not compared."""
+        if action is Action.GATHER:
+            num_bytes = gathered_bytes(unit)
+            if num_bytes:
+                verifier.gather(unit.index, num_bytes)
+        elif action is Action.REDUCE and reach is not Reach.NOWHERE:
+            verifier.reduce(unit.index, unit.bucket_bytes)
+        elif action is Action.FINALISE and reach is not Reach.NOWHERE:
+            verifier.end_backward()
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over, perhaps by an exception."""
+        if self.verifier is not None and not self.is_broken:
+            self.verifier.end_forward(failed)
+        if not failed and not self.is_broken:
+            self.end_pass()
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether ranks read each other's weights where they lie, and so begin and end passes together."""
+        return bool(self._passes)
+
+    def begin_pass(self) -> None:
+        """Agree that all weights are up to date, where those of other ranks are read where they lie."""
+        self._agree(partial(self._passes.begin, self._steps))
+
+    def note_step(self, is_connected: bool) -> None:
+        """Count a step of an optimizer of the model.
+
+        Ranks always compare those of connected optimizers where they agree on passes. Others may belong to this rank
+        alone, as one that holds whole matrices.
+        """
+        self._steps += is_connected
+        if self.verifier is not None:
+            self.verifier.note_step()
+
+    def end_pass(self) -> None:
+        """Agree that no rank reads those of others any more; until then nobody may change its own."""
+        self.was_asked = False
+        self._agree(self._passes.end)
+
+    def _agree(self, agree: Callable[[], None]) -> None:
+        if not self._passes:
+            return
+        self.is_broken = True
+        try:
+            with self.observers.during(Phase.PASS, ROOT):
+                agree()
+        except RuntimeError as error:
+            explain(error, "while ranks agree on memory that they share", self.observers, None)
+            raise
+        self.is_broken = False
+
+    def _fold(self, action: Action, index: int) -> None:
+        """Fold what is about to be communicated into a number that ranks can compare."""
+        self.fingerprint = (self.fingerprint * 1_000_003 + 2 * index + (action is _REDUCE)) % _FINGERPRINT_LIMIT
+
+    def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
+        if not unit.gathered_bytes:
+            return None
+        block = self.weight_memory.take(unit.index, slot)
+        self.observers.lends(Memory.WEIGHTS, unit.index, block)
+        return block
+
+    def gather_across(self) -> None:
+        """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
+        for unit in self._units:
+            if unit.has_to_cross:
+                with self.observers.during(Phase.GATHER_ACROSS, unit.index):
+                    unit.gather_across(self._outer_lane)
+
+    def finish_across(self) -> None:
+        """Wait for that, also for units that the forward did not use: their weights may be changed after it."""
+        for unit in self._units:
+            unit.finish_across()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
+        """Give group `position` of a unit memory for the gradients of this backward, if need be that of others."""
+        with explained(f"while gradients of unit {unit.label} need memory", self.observers, self.verifier):
+            self._begin_filling(unit, position, reach)
+
+    def _begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
+        gradients = unit.groups[position].gradients
+        assert gradients is not None
+        borrows = gradients.needs_bucket(reach is Reach.NOWHERE)
+        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if borrows else None)
+
+    def reduce(self, unit: Unit, reach: Reach) -> None:
+        """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
+        if reach is Reach.NOWHERE:
+            self._keep(unit)
+            return
+        bucket = self._bucket(unit)
+        scratch = self._scratch_for(unit)
+        tickets = []
+        for position, group in enumerate(unit.groups):
+            gradients = group.gradients
+            if gradients is None or not group.reduces:
+                continue
+            if not gradients.is_filling and not gradients.has_deferred:
+                self._begin_filling(unit, position, reach)
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.receives_inside else None
+            tickets.append(
+                gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
+            )
+        del self._borrowed[unit.index]
+        self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
+
+    def reduce_across(self, unit: Unit) -> None:
+        """Start reducing over the outer ranks what the inner ones have summed."""
+        if not unit.reduces_across:
+            return
+        if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
+            return
+        while len(self._crossing) >= UNITS_CROSSING:
+            self._finish_crossing()
+        with self.observers.during(Phase.REDUCE_ACROSS, unit.index):
+            self._crossing.append(
+                [
+                    group.gradients.reduce_across(self._outer_lane, group.sharded)
+                    for group in unit.groups
+                    if group.gradients is not None and group.gradients.has_pending
+                ]
+            )
+
+    def _finish_crossing(self) -> None:
+        for ticket, _memory in self._crossing.popleft():
+            ticket.wait()
+
+    def _keep(self, unit: Unit) -> None:
+        """Keep local sums, zero where nothing came: ranks must agree on what there is to reduce later."""
+        for position, group in enumerate(unit.groups):
+            if group.gradients is None or not group.reduces:
+                continue
+            if not group.gradients.is_filling and not group.gradients.has_deferred:
+                self._begin_filling(unit, position, Reach.NOWHERE)
+            group.gradients.keep()
+
+    def _pool(self, unit: Unit) -> BucketPool:
+        return self._root_bucket if unit.index == ROOT else self._buckets
+
+    def _bucket(self, unit: Unit) -> Block:
+        if unit.index not in self._borrowed:
+            self._borrowed[unit.index] = self._pool(unit).borrow(unit.bucket_bytes)
+            self.observers.lends(Memory.BUCKET, unit.index, self._borrowed[unit.index])
+        return self._borrowed[unit.index]
+
+    def _scratch_for(self, unit: Unit) -> Block | None:
+        if not unit.receives_inside:
+            return None
+        if unit.index == ROOT:  # the last of a backward: what brought the others' gradients here may go first
+            while self._retire_oldest():
+                pass
+            self._buckets.empty()
+        scratch = self._scratch.borrow(unit.bucket_bytes)
+        self.observers.lends(Memory.SCRATCH, unit.index, scratch)
+        return scratch
+
+    def _retire_oldest(self) -> bool:
+        """Wait for the reduction that started first and take its memory back; False where none is under way."""
+        if not self._in_flight:
+            return False
+        reduction = self._in_flight.popleft()
+        with self.observers.during(Phase.RETIRE, reduction.unit.index):
+            for ticket in reduction.tickets:
+                ticket.wait()
+        self.observers.takes_back(Memory.BUCKET, reduction.unit.index, reduction.bucket)
+        reduction.pool.give_back(reduction.bucket)
+        if reduction.scratch is not None:
+            self.observers.takes_back(Memory.SCRATCH, reduction.unit.index, reduction.scratch)
+            self._scratch.give_back(reduction.scratch)
+        if reduction.reach is Reach.EVERYWHERE:
+            self.reduce_across(reduction.unit)
+        return True
+
+    def _retire_what_others_have_posted(self) -> None:
+        """Finish what takes no waiting, in order, so that other ranks do not wait for this one to read their buckets.
+
+        What goes on over the outer ranks then has to be started at the same point on all, so that it waits its turn.
+        """
+        while self._in_flight and isinstance(self._in_flight[0].bucket, SharedBlock):
+            oldest = self._in_flight[0]
+            if oldest.unit.reduces_across or not all(ticket.is_ready for ticket in oldest.tickets):
+                return
+            self._retire_oldest()
+
+    def retire_all(self) -> None:
+        """Wait for every reduction, and give back the memory that brought gradients here: others may need it."""
+        while self._retire_oldest():
+            pass
+        while self._crossing:
+            self._finish_crossing()
+        for pool in self._pools:
+            pool.empty()
+
+    # ---- after an exception, and for reports --------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Drop gradients on their way and take all borrowed memory back."""
+        self.observers.forget()
+        self.is_broken = False
+        self.fingerprint = self._steps = 0  # ranks may have been stopped at different points
+        if self.verifier is not None:
+            self.verifier.forget()
+        self.retire_all()
+        for unit in self._units:
+            unit.wait()
+            for group in unit.groups:
+                if group.gradients is not None:
+                    group.gradients.abandon()
+        self._borrowed.clear()
+        for pool in self._pools:
+            pool.reclaim()
+            pool.empty()
+
+    @property
+    def _pools(self) -> tuple[BucketPool, ...]:
+        return self._root_bucket, self._buckets, self._scratch
+
+    @property
+    def transient_bytes(self) -> int:
+        """The most that gathered weights, buckets and scratch have taken, each at a time."""
+        return self.weight_memory.peak_bytes + sum(pool.peak_bytes for pool in self._pools)
+
+    @property
+    def held_bytes(self) -> int:
+        """What gathered weights, buckets and scratch take now."""
+        return self.weight_memory.held_bytes + self.bucket_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What buckets and scratch take now."""
+        return sum(pool.held_bytes for pool in self._pools)

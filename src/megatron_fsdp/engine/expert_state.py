@@ -1,0 +1,347 @@
+"""Experts that differ between ranks, as a checkpoint of all ranks sees them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.domains import Domain
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.sharding.experts import ExpertPlan, parse_expert, plan_experts
+from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
+
+
+class ExpertNames:
+    """Names over all ranks, and the shards of all ranks' experts together, for one model.
+
+    Attributes:
+        plan: Who holds which experts; None where no ranks hold other experts.
+    """
+
+    def __init__(self, plan: ExpertPlan | None = None) -> None:
+        self.plan = plan
+        self._own: dict[str, ShardFrame] = {}
+        self._saved: dict[str, ShardFrame] = {}
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether nothing has another name or shape in a checkpoint."""
+        return self.plan is None
+
+    def add(self, name: str, own: ShardFrame, saved: ShardFrame) -> None:
+        """Note how a parameter of this rank is saved."""
+        self._own[name], self._saved[name] = own, saved
+
+    def name_of(self, name: str) -> str:
+        """The name in a checkpoint of what this rank calls `name`."""
+        return name if self.plan is None else self.plan.to_global(name)
+
+    def name_here(self, name: str) -> str | None:
+        """The reverse of `name_of`; None for an expert of another rank."""
+        return name if self.plan is None else self.plan.to_local(name)
+
+    def frame_of(self, name: str, own: ShardFrame) -> ShardFrame:
+        """The frame in which a parameter is saved."""
+        return self._saved.get(name, own)
+
+    def as_saved(self, name: str, value: Any) -> Any:
+        """A tensor that is cut as parameter `name`, as it is to be saved or loaded; it shares its memory."""
+        return _reframed(value, self._own.get(name), self._saved.get(name))
+
+    def as_held(self, name: str, value: Any) -> Any:
+        """The reverse: what was loaded, as it is held; of a whole tensor of all experts this rank's part."""
+        own, saved = self._own.get(name), self._saved.get(name)
+        if own is None or saved is None:
+            return value
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            cut = saved.description.tensor_cut
+            if value.shape == saved.shape != own.shape and cut is not None:
+                start, stop = saved.description.part_range()
+                return value.narrow(cut.dim, start, stop - start)
+        return _reframed(value, saved, own)
+
+
+def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any:
+    if old is None or new is None or not isinstance(value, UnevenDTensor) or value.shard_frame != old:
+        return value
+    return UnevenDTensor.wrap(value._local_tensor, new)
+
+
+def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: DeviceMesh) -> ExpertNames:
+    """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
+
+    Parameters that would be saved under one name with others say so when that is tried.
+
+    Args:
+        groups: All parameter groups.
+        experts: The ranks of experts.
+        mesh: The expert mesh as it was given.
+    """
+    if not experts.foreign_groups:
+        return ExpertNames()
+    mine = [group for group in groups if group.plan.spec.key.is_expert]
+    places = [(group, index) for group in mine for index in range(len(group.frames))]
+    shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
+    everyone, rank = _ask_everyone(shapes, experts.foreign_groups)
+    plan = plan_experts(everyone, rank)
+    problems = dict(plan.problems)
+    found = ExpertNames(plan)
+    for group, index in places:
+        name, frame = group.names[index], group.frames[index]
+        if name in plan.stacks:
+            stacked = _stacked_frame(frame, plan.stacks[name], experts, mesh)
+            if isinstance(stacked, str):
+                problems[name] = stacked
+            else:
+                found.add(name, frame, stacked)
+        elif plan.to_global(name) != name:
+            found.add(name, frame, ShardFrame(frame.mesh, frame.description, frame.foreign_groups))
+        if name in problems or found.frame_of(name, frame) is not frame:
+            frame.problem = _problem(name, problems.get(name))
+    return found
+
+
+def _problem(name: str, reason: str | None) -> str:
+    told = (
+        f"{name} is another expert on other expert-parallel ranks under the same name, so a checkpoint would keep one"
+    )
+    if reason is None:
+        return f"{told} of them; save model.state_dict() and optimizer.state_dict(), which tell experts apart"
+    return (
+        f"{told} of them, and {reason}; name experts by their index over all ranks, or by that on this rank directly "
+        "below a module called experts, or stack them along the first dimension there"
+    )
+
+
+def _ask_everyone(
+    mine: Mapping[str, tuple[int, ...]], groups: Sequence[dist.ProcessGroup]
+) -> tuple[list[Mapping[str, tuple[int, ...]]], int]:
+    """What every expert-parallel rank has, and this one's place among them; the first group is the most significant."""
+    everyone: list[Mapping[str, tuple[int, ...]]] = [mine]
+    rank = 0
+    for group in reversed(groups):
+        answers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, everyone, group=group)
+        rank += dist.get_rank(group) * len(everyone)
+        everyone = [each for answer in answers for each in answer]
+    return everyone, rank
+
+
+def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: Domain, mesh: DeviceMesh) -> ShardFrame | str:
+    """The frame of all ranks' experts in one tensor; or why there is none."""
+    description = frame.description
+    if description.tensor_cut is not None or description.other_cuts:
+        return "it is cut by tensor parallelism, too"
+    if len(experts.foreign_groups) != 1:
+        return "its ranks lie on several dimensions of the expert mesh"
+    (group,) = experts.foreign_groups
+    foreign = _dim_of(mesh, group)
+    own = tuple(frame.mesh.mesh_dim_names or ())
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in (foreign, *own))  # torch slices in this order
+    sizes = {foreign: len(edges) - 1, **dict(zip(own, description.use.sizes, strict=True))}
+    places = {foreign: dist.get_rank(group), **dict(zip(own, description.coordinate, strict=True))}
+    use = MeshUse(
+        tuple(sizes[name] for name in names),
+        tuple(names.index(own[dim]) for dim in description.use.shard_dims),
+        tensor_dim=names.index(foreign),
+    )
+    return ShardFrame(
+        mesh[names],
+        replace(
+            description,
+            shape=(edges[-1], *description.shape[1:]),
+            use=use,
+            coordinate=tuple(places[name] for name in names),
+            tensor_cut=TensorParallelCut(0, edges),
+        ),
+    )
+
+
+def _dim_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> str:
+    return next(name for name in mesh.mesh_dim_names or () if mesh.get_group(name) is group)
+
+
+# Optimizer state of ranks with different experts: numbered as if one optimizer had the experts of all ranks.
+#
+# torch numbers the parameters of an optimizer in the order of its groups, and keys the state by these numbers. Ranks that
+# hold different experts would use one number for several. So each rank counts the parameters of all ranks: where its own
+# experts stand in its list, those of all ranks do, expert by expert, as in the model of one process.
+
+StateDict = dict[str, Any]
+
+
+@dataclass
+class Numbering:
+    """The parameters of one optimizer among those of all ranks.
+
+    Attributes:
+        groups: Names over all ranks, by parameter group.
+        own: For each group the positions of this rank's parameters in it, in this rank's order.
+        problem: Why there is no such list; None where there is one.
+    """
+
+    groups: list[list[str]] = field(default_factory=list)
+    own: list[list[int]] = field(default_factory=list)
+    problem: str | None = None
+
+
+def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numbering:
+    """List the parameters of all ranks' optimizers; pure, the same list on every rank.
+
+    Args:
+        groups: What this rank calls its parameters, by parameter group.
+        plan: Who holds which experts.
+    """
+    found = Numbering()
+    if plan.unnumbered:
+        found.problem = (
+            f"expert-parallel ranks hold parameters that others have none of the kind of (such as {plan.unnumbered[0]})"
+        )
+    seen: set[str] = set()
+    for group in groups:
+        own_names = [plan.to_global(name) for name in group]
+        everyone: list[str] = []
+        for container, run in itertools.groupby(own_names, lambda name: _container(name, plan)):
+            names = list(run)
+            everyone += _expand(names, plan) if container is not None else names
+        if len(set(everyone)) < len(everyone) or seen.intersection(everyone):
+            found.problem = "the experts of one module are spread over several parameter groups, or not kept together"
+        seen.update(everyone)
+        places = {name: position for position, name in enumerate(everyone)}
+        found.groups.append(everyone)
+        found.own.append([places[name] for name in own_names])
+    return found
+
+
+def _container(name: str, plan: ExpertPlan) -> str | None:
+    parsed = parse_expert(name)
+    return parsed.container if parsed is not None and parsed.container in plan.indices else None
+
+
+def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
+    """The parameters of all experts, expert by expert, in place of those of this rank's."""
+    namesakes = dict.fromkeys(plan.namesakes(name) for name in run)
+    found = [(_index(name), order, name) for order, names in enumerate(namesakes) for name in names]
+    return [name for _, _, name in sorted(found)]
+
+
+def _index(name: str) -> int:
+    parsed = parse_expert(name)
+    return -1 if parsed is None else parsed.index
+
+
+def state_as_saved(
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
+) -> StateDict:
+    """A state dict as the optimizer of all experts would give it, with this rank's part of the state.
+
+    Args:
+        optimizer: Whose it is.
+        state_dict: As torch made it.
+        known: Name of each sharded parameter by id.
+        names: Of experts.
+    """
+    local = _names_of(optimizer, known)
+    assert names.plan is not None
+    numbering = number_parameters(local, names.plan)
+    flat = list(itertools.chain.from_iterable(local))
+    if numbering.problem is not None:
+        problem = (
+            f"optimizer.state_dict() numbers parameters, and {numbering.problem}, so numbers mean other parameters on "
+            "other ranks; save the state of each expert-parallel rank by itself"
+        )
+        refused = {key: _refused(state, problem) for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": refused}
+    numbers = list(_own_numbers(numbering))
+    state = {
+        numbers[key]: {slot: _described(names.as_saved(flat[key], value)) for slot, value in values.items()}
+        for key, values in state_dict["state"].items()
+    }
+    groups = []
+    for group, every, start in zip(state_dict["param_groups"], numbering.groups, _starts(numbering), strict=True):
+        listed: StateDict = {"params": list(range(start, start + len(every)))}
+        if "param_names" in group:
+            listed["param_names"] = every
+        groups.append({**group, **listed})
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def names_as_saved(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
+) -> list[list[str]] | None:
+    """Names over all ranks by the numbers of `state_as_saved`; None where there is no such list."""
+    assert names.plan is not None
+    numbering = number_parameters(_names_of(optimizer, known), names.plan)
+    return None if numbering.problem is not None else numbering.groups
+
+
+def state_as_held(
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
+) -> StateDict:
+    """The reverse of `state_as_saved`: what concerns this rank, numbered as torch does here.
+
+    A state dict that lists as many parameters as this rank has is taken as this rank's own.
+    """
+    local = _names_of(optimizer, known)
+    assert names.plan is not None
+    numbering = number_parameters(local, names.plan)
+    saved = [list(group["params"]) for group in state_dict["param_groups"]]
+    sizes = [len(each) for each in saved]
+    if sizes == [len(each) for each in local]:
+        positions = [list(range(size)) for size in sizes]
+    elif numbering.problem is None and sizes == [len(each) for each in numbering.groups]:
+        positions = numbering.own
+    else:
+        return state_dict  # torch says what is wrong with it
+    state, groups, count = {}, [], itertools.count()
+    for group, keys, places, own in zip(state_dict["param_groups"], saved, positions, local, strict=True):
+        numbers = [next(count) for _ in own]
+        for number, place, name in zip(numbers, places, own, strict=True):
+            if keys[place] in state_dict["state"]:
+                values = state_dict["state"][keys[place]]
+                state[number] = {slot: names.as_held(name, value) for slot, value in values.items()}
+        listed: StateDict = {"params": numbers}
+        if "param_names" in group:
+            listed["param_names"] = [group["param_names"][place] for place in places]
+        groups.append({**group, **listed})
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _names_of(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> list[list[str]]:
+    return [[known[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _starts(numbering: Numbering) -> list[int]:
+    return list(itertools.accumulate(map(len, numbering.groups[:-1]), initial=0))
+
+
+def _own_numbers(numbering: Numbering) -> Iterator[int]:
+    for start, positions in zip(_starts(numbering), numbering.own, strict=True):
+        yield from (start + position for position in positions)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, UnevenDTensor) and not value.shard_frame.is_whole:
+        describe_chunks(value, value.shard_frame)
+    return value
+
+
+def _refused(state: Mapping[str, Any], problem: str) -> StateDict:
+    found: StateDict = {}
+    for slot, value in state.items():
+        found[slot] = value
+        if isinstance(value, UnevenDTensor):
+            frame = ShardFrame(value.shard_frame.mesh, value.shard_frame.description, value.shard_frame.foreign_groups)
+            frame.problem = problem
+            found[slot] = _described(UnevenDTensor.wrap(value._local_tensor, frame))
+    return found

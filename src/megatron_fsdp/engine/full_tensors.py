@@ -1,0 +1,433 @@
+"""Full tensors one after another, put together from the shards in buckets of bounded size.
+
+A group whose flat buffer fits into a bucket is one all-gather. A larger one is cut between tensors, and each bucket is
+filled by one broadcast from every rank that owns a part of it: a rank's part of a range is a slice of the bucket, so
+every element is sent once and nothing is copied. With B buckets and N ranks a group takes at most B + N - 1 broadcasts.
+Tensors that are cut over more than the sharding axis (by the outer axis or by tensor parallelism) come one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.real_values import address_of
+from megatron_fsdp.engine.buffer import FlatBuffer, full_view
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.wrap import differing_tensors
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.placement import Placement
+
+# Full tensors out of sharded ones, for checks, exports and people. Collective: every rank has to take part.
+
+
+def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """All main weights, whole, by canonical name; copies, in their main dtype, group after group.
+
+    Returns:
+        On every rank the same tensors. Peak memory: what is returned and one group.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for group in engine.groups():
+        full = gather_buffer(group, group.weights.main)
+        for index, name in enumerate(group.names):
+            result[name] = _whole(group, full, index)
+    return result
+
+
+def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
+    """What every trainable parameter shows as its gradient, whole, by canonical name; None where it is None."""
+    result: dict[str, torch.Tensor | None] = {}
+    for group in engine.groups():
+        if group.gradients is None:
+            continue
+        full = gather_buffer(group, _gradient_buffer(group))
+        for index, (name, grad) in enumerate(zip(group.names, group.grads(), strict=True)):
+            result[name] = None if grad is None else _whole(group, full, index)
+    return result
+
+
+def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
+    """A buffer that lies as main weights do, whole (numel,): gathered where it is sharded, else the local tensor."""
+    local = buffer.local
+    for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+        if placement is Placement.SHARD and axis.num_ranks > 1:  # outermost first: it was cut last
+            full = torch.empty(axis.num_ranks * local.numel(), dtype=local.dtype, device=local.device)
+            work = axis.all_gather(full, local)
+            if work is not None:
+                work.wait()
+            local = full
+    return local
+
+
+def _whole(group: ParameterGroup, full: torch.Tensor, index: int) -> torch.Tensor:
+    """A copy of tensor `index` of a gathered buffer, put together from the parts of tensor-parallel ranks."""
+    value = full_view(group.plan.layout, full, index).clone()
+    part = group.plan.parts[index]
+    return value if part is None else part.whole(value)
+
+
+def _gradient_buffer(group: ParameterGroup) -> FlatBuffer:
+    plan = group.plan
+    assert group.gradients is not None
+    buffer = FlatBuffer(plan.layout, group.weights.main.region, group.gradients.shown_dtype, plan.device)
+    for index, grad in enumerate(group.grads()):
+        if isinstance(grad, DTensor):
+            buffer.piece(index).copy_(grad.to_local())
+    return buffer
+
+
+# Show full parameters in the module tree for a while, and take changes of them into the shards.
+
+_Copies = dict[int, list[list[nn.Parameter]]]
+"""For each unit by index, for each of its groups, one full parameter per parameter."""
+
+
+@contextmanager
+def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> Iterator[None]:
+    """Let the modules of some units hold full, plain copies of their main weights. Collective.
+
+    Args:
+        engine: Of the model.
+        units: Whose parameters.
+        writeback: Take what the copies hold at the end into main and compute weights. Every rank has to hold the same.
+        compute_dtype: Copies in the dtype the model computes in, cast from the main weights; else in the main dtype.
+
+    Raises:
+        ScheduleError: A forward or a backward is under way, or some unit shows its copies already.
+        ConfigurationError: Copies in another dtype cannot be taken back; a copy was replaced, or ranks wrote
+            different values (nothing is taken in then).
+    """
+    _check(engine, units, writeback, compute_dtype)
+    with engine.observers.during(Phase.WHOLE, ROOT):
+        copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
+    try:
+        for unit in units:
+            unit.install_copies(copies[unit.index])
+            engine.opened.add(unit.index)
+        yield
+    except Exception as error:
+        if writeback:
+            # So that ranks that go on hear of it instead of waiting.
+            with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
+                agree_over(engine.reaching_all, error)
+        raise
+    else:
+        if writeback:
+            _take_in(engine, units, copies)
+    finally:
+        for unit in units:
+            engine.opened.discard(unit.index)
+            unit.install_sharded()
+
+
+def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> None:
+    if engine.scheduler.in_forward or engine.scheduler.in_backward:
+        raise ScheduleError(
+            "full_parameters_context was entered inside a forward or backward (or after one that failed); enter it "
+            "between steps, and call reset() on the model after an exception"
+        )
+    open_already = [unit.label for unit in units if unit.index in engine.opened]
+    if open_already:
+        raise ScheduleError(
+            f"unit {open_already[0]} shows its full parameters already; leave that full_parameters_context first"
+        )
+    if writeback and compute_dtype:
+        raise ConfigurationError(
+            "writeback=True with compute_dtype=True would round main weights to the compute dtype; leave one out"
+        )
+
+
+def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]:
+    """Views of one new buffer. They take no gradient: it would go nowhere."""
+    main = group.weights.main
+    full = gather_buffer(group, main)
+    if compute_dtype:
+        full = full.to(group.plan.precision.compute)
+    if address_of(full) == address_of(main.local):
+        full = full.clone()
+    copies = []
+    for index, param in enumerate(group.full):
+        view, part = full_view(group.plan.layout, full, index).detach(), group.plan.parts[index]
+        copy = nn.Parameter(view if part is None else part.wrap(view), requires_grad=False)
+        copy.__dict__.update(param.__dict__)
+        copies.append(copy)
+    return copies
+
+
+def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
+    problem = None
+    try:
+        _check_copies(units, copies)
+    except ConfigurationError as error:
+        problem = error
+    with engine.observers.during(Phase.AGREE, ROOT):
+        agree_over(engine.reaching_all, problem)
+        _compare(engine, units, copies)
+    with torch.no_grad():
+        for unit in units:
+            for group, params in zip(unit.groups, copies[unit.index], strict=True):
+                for index, param in enumerate(params):
+                    group.weights.main.store(index, local_part(param))
+    engine.install_main_weights()
+
+
+def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
+    for unit in units:
+        for position, group in enumerate(unit.groups):
+            for index, copy in enumerate(copies[unit.index][position]):
+                shape = group.plan.layout.shapes[index]
+                if not unit.holds_copy(position, index, copy) or tuple(local_part(copy).shape) != shape:
+                    raise ConfigurationError(
+                        f"{group.names[index]} was replaced inside full_parameters_context, or its shape {shape} was "
+                        "changed; write into it instead, by copy_() or an init function"
+                    )
+
+
+def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
+    """Refuse values that differ between ranks, each of which would keep its own part of them."""
+    named: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
+    devices: dict[dist.ProcessGroup, torch.device] = {}
+    for unit in units:
+        for group, params in zip(unit.groups, copies[unit.index], strict=True):
+            ranks = engine.domain_of(group).group
+            if ranks is None:
+                continue
+            devices[ranks] = group.plan.device
+            tensors = named.setdefault(ranks, {})
+            parts = {name: local_part(p.detach()) for name, p in zip(group.names, params, strict=True)}
+            tensors.update({name: part for name, part in parts.items() if part.numel()})
+    for ranks, tensors in named.items():
+        differing = differing_tensors(tensors, ranks, devices[ranks]) if tensors else ()
+        if differing:
+            raise ConfigurationError(
+                f"ranks wrote different values into {len(differing)} parameters (first: {differing[0]}) inside "
+                "full_parameters_context, so nothing was taken in; write the same on every rank (seed them alike, or "
+                "broadcast first)"
+            )
+
+
+DEFAULT_BUCKET_BYTES = 2**28
+
+_Named = tuple[tuple[str, ...], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor to put together: its label, its place, and this rank's piece of it."""
+
+    label: tuple[str, ...]
+    group: ParameterGroup
+    index: int
+    piece: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Entries of one group and dtype, and the range of the group's flat buffer that holds them all."""
+
+    entries: tuple[_Entry, ...]
+    start: int
+    stop: int
+
+
+def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Main weights, whole, in their main dtype, by canonical name."""
+    entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
+    for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
+        yield name, full
+
+
+def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """What trainable parameters show as their gradient, whole, by canonical name; those that show none are left out."""
+    found = {id(group): group.grads() for group in engine.groups()}
+    entries = _entries(engine, lambda group, index: _local(found[id(group)][index]))
+    _agree(engine, entries)
+    for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
+        yield name, full
+
+
+def iter_optimizer_state(
+    engine: Engine, optimizer: torch.optim.Optimizer, bucket_bytes: int
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """State tensors that are sharded as their parameter, whole, with the parameter's name and the key."""
+    states: dict[int, dict[Hashable, Any]] = {id(param): state for param, state in optimizer.state.items()}
+    keys = sorted({str(key) for state in states.values() for key in state})
+    entries = []
+    for key in keys:
+        entries += _entries(engine, partial(_state_piece, states, key), key)
+    _agree(engine, entries)
+    for (name, key), full in _watched(engine, _stream(entries, bucket_bytes)):
+        yield name, key, full
+
+
+def _state_piece(
+    states: dict[int, dict[Hashable, Any]], key: str, group: ParameterGroup, index: int
+) -> torch.Tensor | None:
+    param = group.sharded[index]
+    value = states.get(id(param), {}).get(key)
+    return _local(value) if isinstance(value, DTensor) and value.shape == param.shape else None
+
+
+def _local(value: torch.Tensor | None) -> torch.Tensor | None:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _entries(
+    engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None], *more: str
+) -> list[_Entry]:
+    """All tensors that have a piece, group after group, in the order of the flat buffers."""
+    entries = []
+    for group in engine.groups():
+        layout = group.plan.layout
+        for index in sorted(range(len(layout.shapes)), key=layout.tensor_range):
+            piece = piece_of(group, index)
+            if piece is not None:
+                entries.append(_Entry((group.names[index], *more), group, index, piece.detach()))
+    return entries
+
+
+def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
+    """What a rank lacks, the others would wait for."""
+    with engine.observers.during(Phase.AGREE, ROOT):
+        agree_over(
+            engine.reaching_all,
+            None,
+            [f"{' '.join(entry.label)} in {entry.piece.dtype}" for entry in entries],
+        )
+
+
+def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
+    """The same, with observers told while the next one is put together, and not while the caller looks at it."""
+    while True:
+        with engine.observers.during(Phase.WHOLE, ROOT):
+            found = next(stream, None)
+        if found is None:
+            return
+        yield found
+        del found
+
+
+def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
+    """Every tensor as a view of its bucket.
+
+    A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.
+    """
+    for bucket in _cut(entries, bucket_bytes // 2):
+        if _is_cut_further(bucket.entries[0]):
+            for entry in bucket.entries:
+                yield entry.label, entry.group.describe_piece(entry.index, entry.piece).full_tensor()
+            continue
+        full = _fill(bucket)
+        for entry in bucket.entries:
+            layout = entry.group.plan.layout
+            offset = layout.offsets[entry.index] - bucket.start
+            flat = full[offset : offset + layout.tensor_numel(entry.index)]
+            yield entry.label, flat.view(layout.shapes[entry.index])
+            del flat
+        del full
+
+
+def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Bucket]:
+    """Gather entries of one group and dtype into buckets that are no larger than the limit, or one tensor."""
+    taken: list[_Entry] = []
+    for entry in entries:
+        if taken and not _fits(taken, entry, limit_bytes):
+            yield _bucket(taken, limit_bytes)
+            taken = []
+        taken.append(entry)
+    if taken:
+        yield _bucket(taken, limit_bytes)
+
+
+def _fits(taken: Sequence[_Entry], entry: _Entry, limit_bytes: int) -> bool:
+    first = taken[0]
+    if entry.group is not first.group or entry.piece.dtype != first.piece.dtype or entry.label[1:] != first.label[1:]:
+        return False
+    if _is_cut_further(entry) is not _is_cut_further(first):
+        return False
+    if _whole_fits(entry, limit_bytes):
+        return True
+    layout = entry.group.plan.layout
+    numel = layout.tensor_range(entry.index)[1] - layout.tensor_range(first.index)[0]
+    return numel * entry.piece.dtype.itemsize <= limit_bytes
+
+
+def _whole_fits(entry: _Entry, limit_bytes: int) -> bool:
+    return entry.group.plan.layout.numel * entry.piece.dtype.itemsize <= limit_bytes
+
+
+def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Bucket:
+    layout = taken[0].group.plan.layout
+    if _whole_fits(taken[0], limit_bytes):
+        return _Bucket(tuple(taken), 0, layout.numel)
+    return _Bucket(tuple(taken), layout.tensor_range(taken[0].index)[0], layout.tensor_range(taken[-1].index)[1])
+
+
+def _fill(bucket: _Bucket) -> torch.Tensor:
+    """The full range (stop - start,): this rank's pieces, and those of the others."""
+    group = bucket.entries[0].group
+    layout, axis = group.plan.layout, group.plan.axis
+    is_sharded = not group.weights.main.is_whole
+    dtype = bucket.entries[0].piece.dtype
+    full = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=group.plan.device)
+    for entry in bucket.entries:
+        first = layout.local_range(entry.index, axis.rank)[0] if is_sharded else 0
+        offset = layout.offsets[entry.index] - bucket.start + first
+        full[offset : offset + entry.piece.numel()].copy_(entry.piece.reshape(-1))
+    if is_sharded:
+        _gather_range(group, full, bucket.start, bucket.stop)
+    return full
+
+
+def _is_cut_further(entry: _Entry) -> bool:
+    """Whether more than the sharding axis cuts the tensor."""
+    plan = entry.group.plan
+    part = plan.parts[entry.index]
+    return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)
+
+
+def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: int) -> None:
+    """Give every rank the elements [start, stop) of the group's flat buffer; each holds its own part in `full`."""
+    layout, axis = group.plan.layout, group.plan.axis
+    if stop - start == layout.numel:
+        own_start, own_stop = layout.shard_range(axis.rank)
+        work = axis.all_gather(full, full[own_start:own_stop])
+        if work is not None:
+            work.wait()
+        return
+    works = []
+    for rank in range(axis.num_ranks):
+        low, high = layout.shard_range(rank)
+        part = full[max(low, start) - start : max(min(high, stop) - start, 0)]
+        if part.numel():
+            works.append(dist.broadcast(part, group_src=rank, group=axis.group, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def check_bucket_bytes(bucket_bytes: int) -> None:
+    """Refuse sizes that mean nothing.
+
+    Raises:
+        ConfigurationError: It is not a positive number.
+    """
+    if bucket_bytes < 1:
+        raise ConfigurationError(
+            f"bucket_bytes={bucket_bytes} leaves no room; give the bytes that may be used, 1 or more"
+        )

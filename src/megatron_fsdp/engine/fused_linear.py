@@ -1,0 +1,213 @@
+"""Linear layers whose backward multiplies the weight gradient straight into the communication bucket.
+
+    without    grad_out^T x input -> a tensor of its own -> copied, cast -> bucket
+    with       grad_out^T x input -> bucket; what comes later in the same backward is added by the product itself
+
+The function takes the weight as F.linear does, so there is an edge to the leaf, and whether to write into the bucket is
+decided when backward comes by: where it cannot be done, the gradient is returned and takes the usual way.
+Where it was done, None is returned, and autograd calls the leaf's hook as always, which then finds no gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.errors import warn_caller
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+"""Types whose arithmetic is that of plain tensors; DTensors and other subclasses do theirs themselves."""
+
+
+class _Place:
+    """Where the gradient of one weight belongs. All references are weak: a module must not keep its engine alive."""
+
+    __slots__ = ("_engine", "_group", "_parameter", "_unit", "_weight")
+
+    def __init__(self, engine: Engine, unit: int, group: int, parameter: int) -> None:
+        self._engine = weakref.ref(engine)
+        self._unit, self._group, self._parameter = unit, group, parameter
+        self._weight = weakref.ref(engine.units[unit].groups[group].full[parameter])
+
+    def takes(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Whether a forward is one whose product is plain: the full weight in one dtype, no cast, no transform."""
+        return (
+            torch.is_grad_enabled()
+            and weight is self._weight()
+            and weight.requires_grad  # it may have been frozen since
+            and type(tensor) in _PLAIN
+            and tensor.dtype is weight.dtype
+            and tensor.dim() > 1
+            and tensor.layout is torch.strided
+            and (bias is None or (type(bias) in _PLAIN and bias.dtype is weight.dtype))
+            and not _autocast_casts(tensor)
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+        )
+
+    def write(self, grad: torch.Tensor, operand: torch.Tensor) -> bool:
+        """Multiply the weight gradient into the bucket, or add it to what came before in this backward.
+
+        Args:
+            grad: Gradient of the output, (rows, out_features).
+            operand: The input, (rows, in_features).
+
+        Returns:
+            Whether that was done. Not where somebody wants to see the gradient by itself, nor where it is cast or
+            scaled on its way into the bucket.
+        """
+        engine, weight = self._engine(), self._weight()
+        if engine is None or weight is None or engine.large_check is not None or _is_watched(weight):
+            return False
+        gradients = engine.filling(self._unit, self._group)
+        place, adds = gradients.place_of(self._parameter, grad.dtype)
+        if place is None:
+            return False
+        if adds:
+            place.addmm_(grad.t(), operand)
+        else:
+            torch.mm(grad.t(), operand, out=place)
+        gradients.note_written(self._parameter)
+        if engine.finite_check is not None:
+            engine.finite_check.look_at(engine.units[self._unit].groups[self._group].names[self._parameter], place)
+        return True
+
+
+class _FusedLinear(torch.autograd.Function):
+    """`F.linear` of operands in one dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: _Place
+    ) -> torch.Tensor:
+        ctx.place = place
+        ctx.save_for_backward(tensor, weight if ctx.needs_input_grad[0] else None)
+        return F.linear(tensor, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensor, weight = ctx.saved_tensors
+        rows = grads[0].flatten(0, -2)
+        tensor_grad = None if weight is None else rows.mm(weight).view(tensor.shape)
+        bias_grad = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return tensor_grad, _weight_gradient(ctx, rows, tensor.flatten(0, -2)), bias_grad, None
+
+
+# Without torch's wrapper, which looks for transforms that `takes` has ruled out: a third of the cost of a call.
+_apply: Any = super(torch.autograd.Function, _FusedLinear).apply
+
+
+def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of the weight; None where it lies in the bucket, or nobody wants it."""
+    try:
+        accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+    except RuntimeError:  # torch.autograd.grad asks for this very gradient
+        return rows.t().mm(operand)
+    if not accumulates:
+        return None
+    differentiates = torch.is_grad_enabled()  # create_graph=True: the gradient has a graph of its own
+    if not differentiates and ctx.place.write(rows, operand):
+        return None
+    return rows.t().mm(operand)
+
+
+def _is_watched(weight: torch.Tensor) -> bool:
+    """Whether hooks of the user want this rank's gradient."""
+    return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) != 1
+
+
+def _autocast_casts(tensor: torch.Tensor) -> bool:
+    """Whether autocast would compute in another dtype than that of the operands."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    kind = tensor.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not tensor.dtype
+
+
+class FusedLinear(nn.Linear):
+    """The class of an `nn.Linear` while its weight gradients go straight into a bucket; its copies are plain again."""
+
+    _fused_place: _Place
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (the name in nn.Linear)
+        """As that of `nn.Linear`."""
+        if torch.compiler.is_compiling():
+            return F.linear(input, self.weight, self.bias)
+        params, place = self._parameters, self._fused_place
+        weight, bias = params["weight"], params["bias"]
+        assert weight is not None
+        if not place.takes(input, weight, bias):
+            return F.linear(input, weight, bias)
+        fused: torch.Tensor = _apply(input, weight, bias, place)
+        return fused
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy as an `nn.Linear`, which belongs to no engine."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_fused_place"}
+        return nn.Linear.__new__, (nn.Linear,), state
+
+
+def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
+    """Let every plain `nn.Linear` of a sharded model write its weight gradient into the bucket.
+
+    Left alone are subclasses of `nn.Linear`, linears with a forward of their own or a parametrized weight, and weights
+    that are frozen, cut by tensor parallelism, shared with another module, or whose gradients travel in another dtype
+    than they are computed in.
+
+    Args:
+        engine: Its engine; held weakly.
+        module: The model, in which the sharded parameters hang.
+
+    Returns:
+        How many linears were changed. Where there is none, the caller is warned.
+    """
+    places = _places_by_weight(engine)
+    users = _users_by_weight(module)
+    count = 0
+    for linear in module.modules():
+        if type(linear) is not nn.Linear or "forward" in linear.__dict__:
+            continue
+        weight = linear._parameters.get("weight")
+        if weight is not None and id(weight) in places and users[id(weight)] == 1:
+            linear.__class__ = FusedLinear
+            linear._fused_place = places[id(weight)]  # type: ignore[assignment]
+            count += 1
+    if not count:
+        warn_caller(
+            "gradient_accumulation_fusion=True has no effect on this model: no plain nn.Linear with a weight of its "
+            "own computes its gradient in the dtype that it travels in; set grad_comm_dtype to the dtype of the model, "
+            "or leave the option out"
+        )
+    return count
+
+
+def _places_by_weight(engine: Engine) -> dict[int, _Place]:
+    """The place of each gradient that is neither cast nor joined, by the id of the sharded parameter."""
+    return {
+        id(param): _Place(engine, unit.index, position, index)
+        for unit in engine.units
+        for position, group in enumerate(unit.groups)
+        if group.gradients is not None and group.plan.precision.grad_comm is group.plan.precision.compute
+        for index, param in enumerate(group.sharded)
+        if type(group.full[index]) in _PLAIN
+    }
+
+
+def _users_by_weight(module: nn.Module) -> dict[int, int]:
+    """In how many places of the model each parameter hangs."""
+    found: dict[int, int] = {}
+    for owner in module.modules():
+        for param in owner._parameters.values():
+            if param is not None:
+                found[id(param)] = found.get(id(param), 0) + 1
+    return found

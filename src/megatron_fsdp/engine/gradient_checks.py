@@ -1,0 +1,246 @@
+"""Find NaN and infinity in gradients before they are reduced, and say on every rank whose they are.
+
+Gradients are looked at twice: as they arrive, and as they are about to travel. A sum of deferred microbatches, or the
+cast to the dtype of the main gradients or of the wire, can make infinity of values that were finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.comm.real_values import has_values, real_values
+from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
+
+# The parameters of every rank under the names that messages use, for checks in which a rank speaks for its own.
+
+_SHOWN = 8
+
+
+class NamedRanks:
+    """Who has which parameters. Making one is collective.
+
+    Args:
+        names: Parameters of this rank; expert-parallel ranks may have others, and another number.
+        labels: Where a parameter travels, by its name: the unit or bucket; None, or no entry: nothing is said of it.
+        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
+
+    Attributes:
+        everyone: The global rank and the parameters of each rank, each as "name (label)", in the order of `gather`.
+        most: The largest number of parameters of any rank.
+    """
+
+    def __init__(
+        self, names: Sequence[str], labels: Mapping[str, str] | None, groups: Sequence[dist.ProcessGroup | None]
+    ) -> None:
+        self._groups = [group for group in groups if group is not None]
+        self.own = tuple(f"{name} ({labels[name]})" if labels and name in labels else name for name in names)
+        self.everyone = self._meet(dist.get_rank() if self._groups else 0)
+        self.most = max(len(of_rank) for _, of_rank in self.everyone)
+
+    @real_values()
+    def _meet(self, rank: int) -> list[tuple[int, tuple[str, ...]]]:
+        known = [(rank, self.own)]
+        for group in self._groups:
+            parts: list[list[tuple[int, tuple[str, ...]]]] = [[]] * dist.get_world_size(group)
+            dist.all_gather_object(parts, known, group=group)
+            known = [entry for part in parts for entry in part]
+        return known
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """What every rank has, (ranks, most); `mine` is (most,) on each. Collective."""
+        gathered = mine
+        for group in self._groups:
+            parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, gathered, group=group)
+            gathered = torch.cat(parts)
+        return gathered.view(len(self.everyone), -1)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest over all ranks, elementwise and in place; the same on every rank. Collective."""
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return values
+
+    def ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
+        """The global ranks, ascending, that raised a flag for a parameter; those that nobody flagged are left out.
+
+        Args:
+            flags: By rank and position, as `gather` gives them.
+        """
+        found: dict[str, set[int]] = {}
+        for (rank, names), of_rank in zip(self.everyone, flags, strict=True):
+            for name, flag in zip(names, of_rank, strict=False):  # flags of fewer names are padded
+                if flag:
+                    found.setdefault(name, set()).add(rank)
+        return {name: sorted(ranks) for name, ranks in found.items()}
+
+
+def first_few(told: Iterable[str]) -> str:
+    """The first findings as text, and how many more there are."""
+    findings = list(told)
+    more = f" and {len(findings) - _SHOWN} more" if len(findings) > _SHOWN else ""
+    return "; ".join(findings[:_SHOWN]) + more
+
+
+# Find gradients that are far larger than ever before, before they are reduced, and say on every rank whose they are.
+#
+# A gradient is unexpectedly large when its largest magnitude on some rank is above `factor` times the largest that any
+# rank has seen of that parameter in the backwards before, all of them since the model was wrapped. So the limit never
+# falls, and it rises with gradients that grow: learning-rate warm-up and weights that start at zero make them grow by a
+# small factor at a time, which is no alarm. The first `history` backwards in which the parameter has a gradient other
+# than zero are not judged, so that the limit does not hang on one microbatch. History is not saved with a checkpoint: a
+# resumed run starts anew.
+#
+# A backward that raises, by this check or by that for NaN and infinity, leaves no trace in the history.
+
+FACTOR = 100.0
+"""Ordinary spikes of a loss raise gradients by less; a bad sample or a broken kernel, by far more."""
+
+HISTORY = 10
+"""Backwards. Fewer are one or two steps of most runs; more would leave the begin of training, when it breaks, alone."""
+
+
+class LargeGradientCheck:
+    """Notes the largest magnitude of each gradient during backward; the ranks compare when it ends.
+
+    Where experts of different ranks have the same local name, they share their history.
+
+    Args:
+        names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
+        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
+        device: Where the magnitudes live.
+        labels: The unit or bucket of each parameter, for messages.
+        factor: How many times the largest magnitude so far is too large; above 1.
+        history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
+
+    Raises:
+        ConfigurationError: `factor` or `history` is out of range.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        groups: Sequence[dist.ProcessGroup | None],
+        device: torch.device,
+        labels: Mapping[str, str] | None = None,
+        factor: float = FACTOR,
+        history: int = HISTORY,
+    ) -> None:
+        if not factor > 1.0 or history < 1:
+            raise ConfigurationError(
+                f"a check for large gradients got factor={factor} and history={history}; factor has to be above 1 and "
+                "history at least 1"
+            )
+        self._factor = factor
+        self._history = history
+        self._position = {name: index for index, name in enumerate(names)}
+        self._ranks = NamedRanks(names, labels, groups)
+        self._seen = torch.zeros(self._ranks.most, dtype=torch.float32, device=device)  # of this rank, in this backward
+        known = dict.fromkeys(name for _, of_rank in self._ranks.everyone for name in of_rank)
+        self._place = {name: index for index, name in enumerate(known)}
+        self._own = torch.tensor([self._place[name] for name in self._ranks.own], dtype=torch.int64, device=device)
+        # Of all ranks, in all backwards that counted:
+        self._largest = torch.zeros(len(known), dtype=torch.float32, device=device)
+        self._count = torch.zeros(len(known), dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """A backward begins; what an earlier one has left, which may have failed, is forgotten."""
+        self._seen.zero_()
+
+    def look_at(self, name: str, grad: torch.Tensor) -> None:
+        """Note the largest magnitude of a gradient; nothing is read back."""
+        if grad.numel():
+            position = self._position[name]
+            largest = torch.linalg.vector_norm(grad, torch.inf)
+            self._seen[position] = torch.maximum(self._seen[position], largest)
+
+    def conclude(self) -> None:
+        """Compare over the ranks, then remember. One all-reduce of 4 bytes for each parameter, and one wait for it.
+
+        Raises:
+            LargeGradientError: The gradient of some rank is unexpectedly large; the message names parameters, ranks,
+                values and the largest before, the one that grew most first. NaN is left to the check for it, infinity
+                is large.
+        """
+        values = torch.zeros_like(self._largest)
+        values[self._own] = self._seen[: len(self._own)].nan_to_num(nan=0.0, posinf=torch.inf)
+        self._ranks.largest(values)
+        most = (self._largest * self._factor).clamp(max=torch.finfo(torch.float32).max)  # infinity is above any limit
+        limits = torch.where(self._count >= self._history, most, torch.inf)
+        if has_values(values) and bool((values > limits).any()):
+            raise LargeGradientError(self._message(limits))
+        counts = values.isfinite() & (values > 0)
+        self._largest = torch.where(counts, torch.maximum(self._largest, values), self._largest)
+        self._count += counts
+
+    def _message(self, limits: torch.Tensor) -> str:
+        by_rank = self._ranks.gather(self._seen).tolist()
+        largest, count, limit = self._largest.tolist(), self._count.tolist(), limits.tolist()
+        flags, found = [], dict.fromkeys(self._place, 0.0)
+        for (_, names), seen in zip(self._ranks.everyone, by_rank, strict=True):
+            flags.append([value > limit[self._place[name]] for name, value in zip(names, seen, strict=False)])
+            for name, value in zip(names, seen, strict=False):
+                found[name] = max(found[name], value)
+        large = self._ranks.ranks_by_name(flags)
+        worst_first = sorted(large, key=lambda name: found[name] / largest[self._place[name]], reverse=True)
+        told = first_few(
+            f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {largest[self._place[name]]:.4g} in "
+            f"{count[self._place[name]]} backwards"
+            for name in worst_first
+        )
+        return (
+            f"the gradients of {len(large)} parameters are unexpectedly large before reduction, more than "
+            f"{self._factor:g} times the largest before: {told} (global ranks, largest magnitudes); look at loss and "
+            "data, then call zero_grad and go on or stop"
+        )
+
+
+class FiniteCheck:
+    """Collects one flag per parameter during backward; the ranks compare them when it ends.
+
+    Args:
+        names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
+        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
+        device: Where the flags live.
+        labels: The unit or bucket of each parameter, for messages.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        groups: Sequence[dist.ProcessGroup | None],
+        device: torch.device,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        self._position = {name: index for index, name in enumerate(names)}
+        self._ranks = NamedRanks(names, labels, groups)
+        self._flags = torch.zeros(self._ranks.most, dtype=torch.bool, device=device)
+
+    def begin(self) -> None:
+        """A backward, or a sync outside of one, begins; what an earlier one that failed has left is forgotten."""
+        self._flags.zero_()
+
+    def look_at(self, name: str, grad: torch.Tensor) -> None:
+        """Note whether a gradient holds a value that is not finite; nothing is read back."""
+        self._flags[self._position[name]] |= ~torch.isfinite(grad).all()
+
+    def conclude(self) -> None:
+        """Compare over the ranks.
+
+        Raises:
+            NonFiniteGradientError: Some rank saw NaN or infinity; the message names parameters and ranks.
+        """
+        by_rank = self._ranks.gather(self._flags.to(torch.uint8)).bool().cpu()
+        if has_values(by_rank) and bool(by_rank.any()):
+            raise NonFiniteGradientError(self._message(by_rank.tolist()))
+
+    def _message(self, by_rank: Sequence[Sequence[bool]]) -> str:
+        bad = self._ranks.ranks_by_name(by_rank)
+        told = first_few(f"{name} on rank {ranks}" for name, ranks in bad.items())
+        return (
+            f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {told} "
+            "(global ranks); look at loss and learning rate, then call zero_grad and go on or stop"
+        )

@@ -1,0 +1,621 @@
+"""The gradients of a parameter group: from autograd into a bucket, over the wire, into the main gradient.
+
+    autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
+    where all reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
+    where there is an outer axis:  bucket  -> reduced inside, added ->  pending (an inner rank's part, main_grads dtype)
+        -> cast, reduced across, at the sync ->  main gradient
+
+A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
+overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is looked at when the
+reduction is started, on the compute stream. From there to `attach` the main gradient is the lane's, which writes it at
+a time of its own: what autograd itself brings for sharded parameters stays in `.grad`, and `attach` adds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.lanes import Lane, Ticket
+from megatron_fsdp.comm.local_sums import put_scaled
+from megatron_fsdp.engine.buffer import FlatBuffer, full_view, gaps_of, padding_ranges, piece_view
+from megatron_fsdp.engine.reducer import GradientReducer, Stage
+from megatron_fsdp.mixed_precision import ResolvedPrecision
+from megatron_fsdp.sharding.gradient_scaling import GradientReduction
+from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.placement import Placement, Region
+
+# Each tensor's place in a communication bucket, as views that are made once for each bucket.
+
+
+class BucketViews:
+    """Views of the buckets that a group fills; their memory comes and goes beneath them.
+
+    Args:
+        layout: Where each tensor lies in a bucket.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._made: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """The place of each tensor in a bucket (numel,)."""
+        found = self._made.get(id(bucket))
+        if found is None or found[0] is not bucket:
+            views = [full_view(self._layout, bucket, i) for i in range(len(self._layout.shapes))]
+            found = self._made[id(bucket)] = bucket, views
+        return found[1]
+
+    def forget(self) -> None:
+        """Let go of all buckets; they may be gone."""
+        self._made.clear()
+
+
+# Where a sharded parameter shows its gradient: in `.grad`, or in `.decoupled_grad`, which torch knows nothing of.
+#
+# Torch insists that `.grad` has the dtype of its parameter; an attribute of its own may have any.
+
+GradAttribute = Literal["grad", "decoupled_grad"]
+
+GRAD: GradAttribute = "grad"
+DECOUPLED: GradAttribute = "decoupled_grad"
+
+_GRAD = attrgetter(GRAD)
+
+plain_attributes = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes of DTensors cost what those of tensors do.
+
+Torch looks for `__torch_function__` at each access to an attribute of a subclass, which takes several times as long as
+the access. DTensors have none, so that nothing else changes.
+"""
+
+
+def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | None:
+    """The gradient that a parameter shows, or None."""
+    found: torch.Tensor | None = getattr(param, attribute, None)
+    return found
+
+
+def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[torch.Tensor | None]:
+    """The same of several."""
+    with plain_attributes():
+        return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
+
+
+def num_shown(grads: Sequence[torch.Tensor | None]) -> int:
+    """How many of some gradients are there."""
+    return sum(map(is_not, grads, repeat(None)))
+
+
+def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
+    """Let each of some parameters show a gradient, or none, as `.grad`."""
+    with plain_attributes():
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:
+    """Let a parameter show a gradient, or none."""
+    setattr(param, attribute, grad)
+
+
+# The memory of a group's main gradient: there from the first reduction until no parameter shows a gradient any more.
+#
+# Between `zero_grad` and the next reduction no gradient means anything, and that is where forward takes the most. The
+# memory goes back to the allocator then and comes again, beneath the same tensors, so that whoever knows them (the
+# optimizer does) still does. Where somebody has kept a gradient, as torch allows, it is left to them and a new one begun.
+
+_OWN_REFERENCES = 3  # to a DTensor of ours while it is looked at: the list, the variable, the argument
+
+
+class MainGradient:
+    """This rank's part of the accumulated gradients of a group, and the DTensors that show its pieces.
+
+    Args:
+        layout: Where each tensor lies in the whole gradient.
+        region: Which elements of that are here.
+        dtype: What is accumulated in.
+        device: Where it lives.
+    """
+
+    def __init__(self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout = layout
+        self.region = region
+        self.dtype = dtype
+        self.device = device
+        self._buffer: FlatBuffer | None = None
+        self._gaps: list[torch.Tensor] | None = None  # found when first asked for
+        self.views: list[DTensor | None] = [None] * len(layout.shapes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every element of the gradient is here."""
+        return self.region.numel == self._layout.numel
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes while it is there."""
+        return self.region.numel * self.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes now."""
+        return 0 if self._buffer is None else self._buffer.local.untyped_storage().nbytes()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """All elements, (region.numel,); with any content where there was no memory before."""
+        return self._there().local
+
+    def piece(self, index: int) -> torch.Tensor:
+        """What is here of tensor `index`, a view; content as for `local`."""
+        return self._there().piece(index)
+
+    def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
+        """The same as a DTensor, made once."""
+        found = self.views[index]
+        if found is None:
+            found = self.views[index] = describe(index, self.piece(index))
+        return found
+
+    def take_back(self, index: int, grad: torch.Tensor) -> bool:
+        """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
+
+        Elements that are still the rounded ones keep what was rounded off. Versions would not tell: torch's operations
+        on lists of DTensors, such as those of its gradient clipping, count nowhere.
+
+        Returns:
+            Whether tensor `index` counts from now on: True.
+        """
+        piece, found = self.piece(index), _local(grad)
+        piece.copy_(torch.where(piece.to(found.dtype) == found, piece, found.to(piece.dtype)))
+        return True
+
+    def add(self, index: int, grad: torch.Tensor, counts: bool) -> bool:
+        """Add a gradient of the sharded parameter itself, which is final on this rank.
+
+        Args:
+            index: Which tensor.
+            grad: Its gradient, a DTensor or this rank's part.
+            counts: Whether there is something to add to.
+
+        Returns:
+            Whether it counts from now on: True.
+        """
+        piece = self.piece(index)
+        if counts:
+            piece.add_(_local(grad))
+        else:
+            piece.copy_(_local(grad))
+        return True
+
+    def clear_gaps(self) -> torch.Tensor:
+        """All elements, with zeros where no tensor lies."""
+        buffer = self._there()
+        if self._gaps is None:
+            self._gaps = gaps_of(buffer)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        return buffer.local
+
+    def release(self) -> None:
+        """Give the memory back. To be called when no element counts and nothing that writes here is under way."""
+        if not self.held_bytes:
+            return
+        assert self._buffer is not None
+        if self._is_ours_alone(self._buffer):
+            self._buffer.local.untyped_storage().resize_(0)
+        else:
+            self._buffer, self._gaps = None, None
+            self.views = [None] * len(self.views)
+
+    def _there(self) -> FlatBuffer:
+        if self._buffer is None:
+            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device)
+        elif self.num_bytes and not self.held_bytes:
+            self._buffer.local.untyped_storage().resize_(self.num_bytes)
+        return self._buffer
+
+    def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
+        """Whether no tensor besides our own refers to the memory, and nobody holds one of our DTensors."""
+        storage = buffer.local.untyped_storage()
+        ours = 2 + sum(view is not None for view in self.views) + len(self._gaps or ())  # `local` and `storage`
+        if torch._C._storage_Use_Count(storage._cdata) != ours:
+            return False
+        for view in self.views:
+            if view is not None and (sys.getrefcount(view) > _OWN_REFERENCES or _is_kept(view)):
+                return False
+        return True
+
+
+def _is_kept(view: DTensor) -> bool:
+    """Whether something that is not Python, such as a graph of autograd, or a name of its own refers to a DTensor."""
+    in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
+    return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+DescribePiece = Callable[[int, torch.Tensor], DTensor]
+Shown = Sequence[torch.Tensor | None]
+Inspect = Callable[[int, torch.Tensor], None]
+
+
+class GradientBuffers:
+    """Main gradient, bucket and deferred sums of one trainable parameter group."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        axes: Sequence[Axis],
+        placement: Sequence[Placement],
+        precision: ResolvedPrecision,
+        reduction: GradientReduction,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.precision = precision
+        self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
+        self.grad_attribute = GRAD  # where the sharded parameters show their gradient
+        self.inspect: Inspect | None = None  # sees what is about to travel: tensor i of each bucket
+        self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
+        self._padding = padding_ranges(layout)
+        count = len(layout.shapes)
+        self._live = [False] * count  # the main gradient holds a contribution that counts
+        self._attached = [False] * count  # `.grad` was handed out and not taken back since
+        self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
+        self._target: torch.Tensor | None = None
+        self.bucket_views = BucketViews(layout)
+        self._views_of_target: list[torch.Tensor] = []
+        self._partial: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
+        self.filled = [False] * count  # the bucket holds a gradient of the parameter
+        self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
+        self.written: set[int] = set()  # came without a tensor of their own; emptied by who counts what comes
+        self.arrived = [False] * count  # a gradient has come since the gradients were last attached
+        self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
+
+    def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
+        """Use another communication dtype for the next bucket."""
+        self.precision, self.reducer.reduction = precision, reduction
+        self.bucket_views.forget()
+        self._views_of_target = []
+
+    def forget_buckets(self) -> None:
+        """Let go of buckets that were filled before and may be gone."""
+        self.bucket_views.forget()
+        if not self.is_filling:
+            self._views_of_target = []
+
+    # ---- filling ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether a target was chosen and gradients may have arrived that are not reduced yet."""
+        return self._target is not None
+
+    @property
+    def holds_gradient(self) -> tuple[bool, ...]:
+        """For each parameter whether the main gradient holds one that counts."""
+        return tuple(self._live)
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether there are sums of earlier backwards that no other rank knows of."""
+        return self._partial is not None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are sums that the outer ranks have not reduced yet."""
+        return self._pending is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way to the main gradient."""
+        return self.is_filling or self.has_deferred or self.has_pending
+
+    def needs_bucket(self, defer: bool) -> bool:
+        """Whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
+        return not defer and self._partial is None
+
+    def begin(self, bucket: torch.Tensor | None) -> None:
+        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or (None) deferred sums."""
+        if bucket is not None:
+            for start, stop in self._padding:
+                bucket[start:stop].zero_()
+            self._target = bucket
+            self._views_of_target = self.bucket_views.of(bucket)
+        else:
+            if self._partial is None:
+                self._partial = self._zeros(self.layout.numel)
+            self._target = self._partial
+        self.filled[:] = [False] * len(self.filled)
+        if bucket is not None and self.reducer.reduction.pre_factor == 1.0:
+            self.direct[:] = self._views_of_target
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
+        target, factor = self._target, self.reducer.reduction.pre_factor
+        assert target is not None
+        if target is self._partial:
+            full_view(self.layout, target, index).add_(grad)
+        elif self.filled[index]:
+            self._views_of_target[index].add_(grad, alpha=factor)
+        elif factor == 1.0:
+            self._views_of_target[index].copy_(grad)
+        else:
+            put_scaled(grad, factor, self._views_of_target[index])
+        self._note(index)
+
+    def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+        """Where the gradient of a parameter may be written (None: it is cast or scaled), and whether to add to it."""
+        target, adds = self._target, self.filled[index] or self._target is self._partial
+        if target is None or target.dtype is not dtype:
+            return None, adds
+        if target is self._partial:
+            return full_view(self.layout, target, index), adds
+        return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
+
+    def note_written(self, index: int) -> None:
+        """The gradient of parameter `index` was written into its place, or added to what was there."""
+        self._note(index)
+        self.written.add(index)
+
+    def _note(self, index: int) -> None:
+        self.filled[index] = self.arrived[index] = True
+        self.direct[index] = None
+
+    def hear_of_each(self) -> None:
+        """Let every gradient of this backward come through `add`: somebody wants to see it."""
+        self.direct[:] = [None] * len(self.direct)
+
+    # ---- reducing -----------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Leave what has come in the deferred sums."""
+        self._target = None
+
+    def reduce(
+        self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
+    ) -> Ticket:
+        """Start reducing what has come over the inner ranks; gradients that have not come count as zero.
+
+        Args:
+            lane: Where the collective runs.
+            bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
+            scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
+            params: The sharded parameters, whose `.grad` decides between overwriting and adding.
+        """
+        if self._partial is not None:
+            put_scaled(self._partial, self.reducer.reduction.pre_factor, bucket)
+            self._partial = None
+        else:
+            for index, filled in enumerate(self.filled):
+                if not filled:
+                    self._views_of_target[index].zero_()
+        self._target = None
+        self.hear_of_each()
+        if self.inspect is not None:
+            for index, view in enumerate(self.bucket_views.of(bucket)):
+                self.inspect(index, view)
+        stage = self.reducer.inside(bucket, scratch)
+        if not self.reducer.crosses:
+            self._take_back(params)
+            return lane.submit(stage.launch, lambda: self._accumulate(stage))
+        if self._pending is None:
+            self._pending = self._zeros(self.reducer.inner_region.numel)
+        pending = self._pending
+        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
+
+    def reduce_across(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
+        """Start reducing what is pending over the outer ranks.
+
+        Returns:
+            The ticket, and memory that has to be kept until it was waited for.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        self._take_back(params)
+        stage = self.reducer.across(pending.to(self.precision.grad_comm))
+        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
+        return ticket, (pending, *stage.memory)
+
+    def _accumulate(self, stage: Stage) -> None:
+        """Bring a reduced gradient, shaped as the local main gradient, into it."""
+        main, factor = self.main.local, self.reducer.factor
+        if not any(self._live):
+            stage.put_into(main, factor)
+        else:
+            if not all(self._live):
+                for index, live in enumerate(self._live):
+                    if not live:
+                        self.main.piece(index).zero_()
+            main.add_(stage.result(), alpha=factor)
+        self._live = [True] * len(self._live)
+        self.renewed = True
+
+    def _take_back(self, params: Sequence[nn.Parameter]) -> None:
+        """Take in what became of attached gradients, which the user may have cleared, changed or replaced.
+
+        It is what a copy or replacement holds now that counts, so those are read on the compute stream, whose memory
+        they are: a lane might read them after they are gone. Our own views stay in `.grad`; others leave None.
+        """
+        _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
+        found = get_grads(params, self.grad_attribute)
+        if not num_shown(found):  # all cleared: what had been shown counts no longer
+            self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
+            self._attached = [False] * len(self._attached)
+            return
+        for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
+            self._attached[index] = False
+            self._kept[index] |= grad is not None
+            if grad is None:
+                self._live[index] = self._live[index] and not attached
+            elif attached and grad is not self.main.views[index]:
+                self._live[index] = self.main.take_back(index, grad)
+                set_grad(params[index], self.grad_attribute, None)
+
+    def make_way(self, index: int, param: torch.Tensor) -> None:
+        """Autograd is about to add to `.grad` of sharded parameter `index`: let it not be memory that a lane writes."""
+        if not self._attached[index] and param.grad is not None and param.grad is self.main.views[index]:
+            param.grad = None  # it is in `_kept`, so `attach` shows it again, with what comes now
+
+    # ---- showing ------------------------------------------------------------------------------------------------
+
+    def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
+        """Make the main gradient visible as `.grad` of the sharded parameters.
+
+        Args:
+            params: The sharded parameters.
+            used: Whether any rank had a gradient for the parameter; one that nobody used and that had none keeps None.
+            describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
+        """
+        found = get_grads(params, self.grad_attribute)
+        if not self._show_new(params, used, found):
+            self._show(params, used, found, describe)
+        self.arrived[:] = [False] * len(self.arrived)
+        self._kept = [False] * len(self._kept)
+        self.renewed = False
+
+    def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
+        """Show the views of before where that is all there is to do: no gradient was left, and all are new."""
+        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads
+        usual = usual and all(self._live) and all(used) and not any(self._attached) and not num_shown(found)
+        if not usual or num_shown(self.main.views) < len(self.main.views):
+            return False
+        set_grads(params, self.main.views)
+        self._attached = [True] * len(self._attached)
+        return True
+
+    def _show(
+        self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown, describe: DescribePiece
+    ) -> None:
+        """Bring what the parameters show into the main gradient, then show that."""
+        for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
+            if grad is None and attached:
+                self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
+            if grad is None or grad is self.main.views[index]:
+                continue
+            if attached:
+                self._live[index] = self.main.take_back(index, grad)
+            else:
+                self._live[index] = self.main.add(index, grad, self._live[index])
+        if self.grad_attribute != GRAD:
+            self._take_plain(params)
+        cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
+        for index, (param, shown) in enumerate(zip(params, found, strict=True)):
+            if not self._live[index] or not (used[index] or self._kept[index] or shown is not None):
+                self._live[index] = False
+                continue
+            if cast is None:
+                grad = self.main.view(index, describe)
+            else:
+                grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
+            if grad is not shown:
+                set_grad(param, self.grad_attribute, grad)
+            self._attached[index] = True
+
+    def shown_as_one(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """All gradients that the parameters show as one flat tensor, with zeros between them.
+
+        None where any shows none, or one that is not its part of the main gradient.
+        """
+        shown = get_grads(params, self.grad_attribute)
+        if num_shown(shown) < len(shown) or not all(map(is_, shown, self.main.views)):
+            return None
+        return self.main.clear_gaps()  # which a scale that is not finite has made NaN
+
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """Dtype of the gradients that the sharded parameters show: their own, or not cast where decoupled."""
+        return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
+
+    def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
+        """Add what autograd itself put into `.grad` of sharded parameters that show their gradient elsewhere."""
+        for index, param in enumerate(params):
+            if param.grad is not None:
+                self._live[index] = self.main.add(index, param.grad, self._live[index])
+                param.grad = None
+
+    def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
+        """Multiply what has been accumulated, visible or not, reduced or not."""
+        if self.main.held_bytes:
+            self.main.local.mul_(factor)
+        for view, param in zip(self.main.views, params, strict=True):
+            grad = get_grad(param, self.grad_attribute)
+            if grad is not None and grad is not view:
+                grad.mul_(factor)  # a copy in another dtype, or what the user put there
+            if self.grad_attribute != GRAD and param.grad is not None:
+                param.grad.mul_(factor)  # what autograd put there, and is not taken in yet
+        for waiting in (self._partial, self._pending):
+            if waiting is not None:
+                waiting.mul_(factor)
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether anything was accumulated that is not attached as somebody's `.grad`."""
+        return self.has_deferred or self.has_pending or not all(self._attached)
+
+    def forget_pending(self, index: int) -> None:
+        """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
+        if not self._attached[index]:
+            self._live[index] = self._kept[index] = False
+            self.arrived[index] = False
+        if self._partial is not None:
+            full_view(self.layout, self._partial, index).zero_()
+        if self._pending is not None:
+            piece_view(self.layout, self.reducer.inner_region, self._pending, index).zero_()
+
+    def release(self, params: Sequence[nn.Parameter]) -> None:
+        """Give the memory of the main gradient back where nobody shows a gradient and none counts.
+
+        Not to be called while reductions are on their way.
+        """
+        if not self.main.held_bytes:
+            return
+        counts = any(live and not attached for live, attached in zip(self._live, self._attached, strict=True))
+        if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):
+            self.main.release()
+
+    def clear(self) -> None:
+        """Forget everything accumulated and everything deferred."""
+        count = len(self._live)
+        self._live = [False] * count
+        self._attached = [False] * count
+        self._kept = [False] * count
+        self.arrived[:] = [False] * count
+        self._partial = self._pending = None
+
+    def abandon(self) -> None:
+        """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
+        self._target = None
+        self.hear_of_each()
+        self.written.clear()
+
+    def ensure_sums(self, deferred: bool, pending: bool) -> None:
+        """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""
+        if deferred and self._partial is None:
+            self._partial = self._zeros(self.layout.numel)
+        if pending and self._pending is None:
+            self._pending = self._zeros(self.reducer.inner_region.numel)
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)
+
+
+def _discard(_result: object) -> None:
+    """Let an expression stand where a function without a result is asked for."""

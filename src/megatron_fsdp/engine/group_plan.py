@@ -1,0 +1,188 @@
+"""Everything that was decided for one parameter group before any memory was taken; what follows from it is here too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.engine.tensor_parallel import TensorParallelPart
+from megatron_fsdp.mixed_precision import ResolvedPrecision
+from megatron_fsdp.sharding.accounting import GroupFootprint
+from megatron_fsdp.sharding.gradient_scaling import GradientReduction
+from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
+from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.sharding.units import ParameterGroupSpec
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Everything that was decided for one group before any memory was taken.
+
+    Attributes:
+        spec: The parameters, by name, and what they share.
+        layout: Where they lie.
+        precision: The dtype of each buffer.
+        reduction: The factor and operation of their gradients.
+        placements: Where each buffer lies, by strategy.
+        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
+        mesh: The mesh that the sharded parameters are described on: the axes, and the tensor-parallel one last where
+            there is one.
+        device: Where the buffers live.
+        parts: For each parameter how tensor parallelism cut it before; None where it did not.
+        layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
+        foreign_groups: For experts, groups of ranks that hold other experts.
+    """
+
+    spec: ParameterGroupSpec
+    layout: Layout
+    precision: ResolvedPrecision
+    reduction: GradientReduction
+    placements: Placements
+    axes: tuple[Axis, ...]
+    mesh: DeviceMesh
+    device: torch.device
+    parts: tuple[TensorParallelPart | None, ...]
+    layouts_by_part: tuple[Layout, ...] = ()
+    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def axis(self) -> Axis:
+        """The sharding axis."""
+        return self.axes[-1]
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts main weights are cut."""
+        return shard_count(self.placements.main_weight, self.axes)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameters are trained."""
+        return self.spec.key.requires_grad
+
+    @property
+    def is_trained_whole(self) -> bool:
+        """Whether every rank updates the whole main weights, under whatever strategy."""
+        return self.requires_grad and Placement.SHARD not in self.placements.main_weight
+
+    @cached_property
+    def inner_region(self) -> Region:
+        """The elements of the compute weights that one inner rank stands for."""
+        return self._over_inner_ranks(self.placements.main_weight)
+
+    @cached_property
+    def inner_gradient_region(self) -> Region:
+        """The elements of the gradients that the reduction over the inner ranks leaves on this one."""
+        return self._over_inner_ranks(self.placements.main_grad)
+
+    def _over_inner_ranks(self, placements: tuple[Placement, ...]) -> Region:
+        inner_only = [Placement.REPLICATE] * (len(self.axes) - 1) + [placements[-1]]
+        return held_region(self.layout.numel, inner_only, self.axes)
+
+    @cached_property
+    def main_region(self) -> Region:
+        """The elements of the main weights that are on this rank."""
+        return held_region(self.layout.numel, self.placements.main_weight, self.axes)
+
+    @cached_property
+    def is_gathered(self) -> bool:
+        """Whether full weights have to be put together from the parts of the inner ranks."""
+        return self.inner_region.numel < self.layout.numel
+
+    @cached_property
+    def gathers_across(self) -> bool:
+        """Whether an inner rank's part is put together from the parts of the outer ranks, after an update."""
+        return self.main_region.numel < self.inner_region.numel
+
+    @cached_property
+    def weights_in_slots(self) -> bool:
+        """Whether full weights are this rank's to read only while gathered."""
+        return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
+
+    @cached_property
+    def shares_weights(self) -> bool:
+        """Whether the full weights are there once for all inner ranks, in memory that these share."""
+        return self.weights_in_slots and self.axis.shared is not None
+
+    @cached_property
+    def gathered_by_unit(self) -> bool:
+        """Whether ranks communicate for each unit before they use its full weights, beside those of the outer axis.
+
+        Where they share memory they agree once for each pass; but not where what they share comes from outer ranks.
+        """
+        return self.is_gathered and (not self.shares_weights or self.gathers_across)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
+        in_slots = self.weights_in_slots and not self.shares_weights
+        return self.layout.numel * self.precision.compute.itemsize if in_slots else 0
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the full gradients on the wire; 0 for a frozen group."""
+        return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
+
+    def footprint(self, unit: int) -> GroupFootprint:
+        """What the formulas of `megatron_fsdp.sharding.accounting` take.
+
+        Args:
+            unit: Index of its unit.
+        """
+        has_outer = len(self.axes) > 1
+        return GroupFootprint(
+            unit=unit,
+            numel=self.layout.numel,
+            num_shards=self.axis.num_ranks,
+            compute=self.precision.compute,
+            main_params=self.precision.main_params,
+            main_grads=self.precision.main_grads,
+            grad_comm=self.precision.grad_comm,
+            requires_grad=self.requires_grad,
+            is_whole=self.spec.key.is_scalar or self.is_trained_whole,
+            outer_ranks=self.axes[0].num_ranks if has_outer else 1,
+            outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
+            shares_weights=self.shares_weights,
+        )
+
+    def frame(self, index: int) -> ShardFrame:
+        """Which elements of tensor `index` every rank holds, for DTensors of its main weight, gradient and state."""
+        part, layouts = self.parts[index], self.layouts_by_part
+        is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
+        use = MeshUse(
+            sizes=tuple(self.mesh.mesh.shape),
+            shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
+            tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
+        )
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        coordinate = (*(axis.rank for axis in self.axes), *place[len(self.axes) :])
+        tensor_cut = None
+        if part is not None and isinstance(part.placement, Shard):
+            dim = part.placement.dim
+            tensor_cut = TensorParallelCut.by_chunk(part.shape[dim], use.num_parts, dim)
+        return ShardFrame(
+            self.mesh,
+            ShardDescription(
+                shape=self.layout.shapes[index] if part is None else tuple(part.shape),
+                use=use,
+                coordinate=coordinate,
+                cut=_cut(self.layout, index),
+                tensor_cut=tensor_cut,
+                other_cuts=tuple(_cut(layout, index) for layout in layouts),
+            ),
+            self.foreign_groups,
+            self.reduction.adds_up,
+        )
+
+
+def _cut(layout: Layout, index: int) -> BufferCut:
+    return BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))

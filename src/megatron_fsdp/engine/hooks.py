@@ -1,0 +1,366 @@
+"""Hooks on modules and parameters: they report to the engine and do nothing else. All references to it are weak."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+
+# Tensors that a unit leaves in attributes of its modules instead of returning them, such as a loss of its own.
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+"""Attributes of every module, which hold no results."""
+_BUFFERS = "_buffers"
+_FLAG = "training"
+_FLAG_TWICE = itemgetter(_FLAG, _FLAG)
+"""What every module has; of two names or more, a getter gives a tuple."""
+_Values = Callable[[dict[str, Any]], tuple[Any, ...]]
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+class SideOutputs:
+    """Finds what the latest forward of one unit left behind with a graph.
+
+    Looks at attributes and buffers of the unit's modules, and one level into lists, tuples and dicts. Elsewhere (a
+    global list, an object of another class) nothing is found, and autograd refuses the overwritten weights.
+
+    Args:
+        module: The unit's module.
+        others: Ids of the modules of other units, which look after themselves.
+    """
+
+    def __init__(self, module: nn.Module, others: Collection[int]) -> None:
+        self._owners = tuple(_Attributes(owner) for owner in _own_modules(module, others))
+        self._starts: list[int] = []
+
+    def begin(self) -> None:
+        """A forward of the unit is about to run."""
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+
+    def end(self) -> list[Tensor]:
+        """The forward has run or failed; the tensors with a graph that it computed and left in attributes."""
+        if not self._starts:
+            return []
+        start = self._starts.pop()
+        return [
+            value
+            for owner in self._owners
+            for value in owner.tensors()
+            if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
+        ]
+
+
+class _Attributes:
+    """The attributes of one module, looked at again only where one was added, taken away or assigned.
+
+    This runs after every forward, and of some forty attributes of a module few are not torch's own.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = weakref.ref(owner)  # hooks of the owner hold this
+        self._number = -1  # of all attributes
+        self._values: _Values = _FLAG_TWICE
+        self._plain: tuple[Any, ...] | None = None  # what they were, where nothing among them can hold a tensor
+
+    def tensors(self) -> Sequence[Tensor]:
+        """What is there now, one level deep."""
+        owner = self._owner()
+        if owner is None:
+            return ()
+        held = owner.__dict__
+        try:
+            values = self._values(held)
+        except KeyError:  # as many were taken away as were added
+            self._number = -1
+        if len(held) != self._number:
+            self._number = len(held)
+            self._values = itemgetter(_FLAG, _FLAG, *(name for name in held if name not in _OF_TORCH))
+            values, self._plain = self._values(held), None
+        buffers = held[_BUFFERS]
+        if self._plain is not None and not buffers and all(map(is_, values, self._plain)):
+            return ()
+        self._plain = values if all(map(_is_plain, values)) else None
+        return [tensor for value in (*values, buffers) for tensor in _tensors_of(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
+
+
+def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if id(child) not in others:
+            yield from _own_modules(child, others)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [item for item in value if isinstance(item, Tensor)]
+
+
+# `torch.compile`: units are compiled, what surrounds them is not.
+#
+# Hooks swap parameters and communicate, which no graph can hold, so the compiler is kept out of them. A unit that was
+# compiled in place before sharding is called inside its hooks instead of with them, so that its graph is whole (also with
+# `fullgraph=True`). Models that `torch.compile` has put into a box are taken out and compiled in place, with the same
+# options, so that names of parameters stay what they are.
+
+_REASON = (
+    "the hooks of a sharded unit communicate; compile units before fully_shard (fullgraph=True then holds for the "
+    "whole unit), or without fullgraph=True"
+)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the compiler out of a function and all that it calls."""
+    return torch.compiler.disable(function, reason=_REASON)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def surround(module: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> None:
+    """Call hooks around a module that was compiled in place.
+
+    Args:
+        module: The module; what it calls is replaced.
+        before: A forward pre-hook.
+        after: A forward hook; is called after an exception too, with None.
+    """
+    compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+    before, after = uncompiled(before), uncompiled(after)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            before(None, args)
+            output = compiled(*args, **kwargs)
+        except BaseException:
+            after(None, args, None)
+            raise
+        return after(None, args, output)
+
+    module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    """Take modules out of the boxes that `torch.compile(module)` puts them into, and compile them in place.
+
+    Args:
+        module: A model; boxes inside it are replaced.
+
+    Returns:
+        The model, or what was in its box.
+
+    Raises:
+        ConfigurationError: A box of another kind than this version of torch makes.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return module  # nothing can have been compiled
+    module = _unboxed(module)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = _unboxed(child)
+    return module
+
+
+def _unboxed(module: nn.Module) -> nn.Module:
+    if not isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        return module
+    inner, context = module._orig_mod, getattr(module, "dynamo_ctx", None)
+    if context is None:
+        raise ConfigurationError(
+            f"the options with which a {type(inner).__name__} was compiled cannot be read; compile it in place by "
+            "module.compile(...) instead of torch.compile(module, ...)"
+        )
+    inner._compiled_call_impl = context(inner._call_impl)
+    return inner
+
+
+_TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
+"""What cannot hide a tensor."""
+
+
+def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
+    """Register everything that one model needs.
+
+    Args:
+        engine: Whom to report to; the hooks hold it weakly.
+        modules: The module of each unit.
+
+    Returns:
+        The handles, to remove the hooks again.
+    """
+    reference = weakref.ref(engine)
+    handles: list[RemovableHandle] = []
+    unit_modules = {id(module) for module in modules.values()}
+    for index, module in modules.items():
+        watch = None
+        if index != ROOT and engine.units[index].lives_in_slots:
+            watch = SideOutputs(module, unit_modules)
+        before = partial(_before_forward, reference, index, watch)
+        after = partial(_after_forward, reference, index, watch)
+        if is_compiled_in_place(module):
+            surround(module, before, after)
+            continue
+        handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
+        handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
+    for inner in _outside_of_units(modules[ROOT], unit_modules):
+        door = _Door(reference)
+        handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
+    for unit in engine.units:
+        for position in range(len(unit.groups)):
+            handles += engine.watch_gradients(unit.index, position)
+    return handles
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings, registered pytree classes and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(dict(leaf))
+
+
+def _before_forward(
+    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any
+) -> None:
+    if watch is not None:
+        watch.begin()
+    engine = live_engine(reference)
+    if index not in engine.opened:
+        engine.before_forward(index)
+
+
+def _after_forward(
+    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    engine = reference()
+    left_behind = watch.end() if watch is not None else []
+    if engine is None:
+        return output  # reported before the forward; this is called although that raised
+    if index in engine.opened:
+        return output
+    unit = engine.units[index]
+    output = _copy_weights(unit, output)
+    outputs: list[torch.Tensor] = []
+    computes_gradients = torch.is_grad_enabled()
+    if computes_gradients:
+        found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
+    failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
+    call = engine.after_forward(index, bool(outputs), failed)
+    if computes_gradients and not outputs:
+        _refuse_opaque(engine, index, output)
+    for tensor in outputs:
+        if tensor.is_leaf:
+            continue  # nothing of this forward leads to it, and its hooks would outlive the call
+        tensor.register_hook(partial(_before_backward, reference, call))
+    return output
+
+
+class _Door:
+    """Lets a module inside of the model stand for the model where it is called on its own.
+
+    Callers may come in below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
+    an embedding. Then the root's forward is this module's.
+
+    Every call of every module pays for its hooks, so the one behind the forward is registered when it is first needed:
+    by a hook in front of the forward, which is early enough.
+    """
+
+    def __init__(self, reference: weakref.ref[Engine]) -> None:
+        self._reference = reference
+        self._leaves = False  # the hook behind the forward is there
+        self._opened: list[bool] = []  # one entry per call under way: whether it opened the root's forward
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """The module is called."""
+        scheduler = live_engine(self._reference).scheduler
+        opens = not scheduler.in_forward and not scheduler.in_backward
+        if opens:
+            _before_forward(self._reference, ROOT, None, module, args)
+            if not self._leaves:
+                module.register_forward_hook(uncompiled(self._leave), always_call=True)
+                self._leaves = True
+        if self._leaves:
+            self._opened.append(opens)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module has run, or failed."""
+        if self._opened and self._opened.pop():
+            return _after_forward(self._reference, ROOT, None, module, args, output)
+        return output
+
+
+def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
+    """Modules with parameters that are neither a unit nor inside of one, without the root; each once."""
+    seen: set[int] = {id(module)}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop().children():
+            if id(child) not in unit_modules | seen and next(child.parameters(), None) is not None:
+                seen.add(id(child))
+                waiting.append(child)
+                yield child
+
+
+def _copy_weights(unit: Unit, output: Any) -> Any:
+    """Copy results that are views of gathered weights, which will be overwritten before they are used."""
+    if isinstance(output, torch.Tensor):
+        return output.clone() if unit.holds(output) else output
+    if not any(unit.holds(tensor) for tensor in tensors_in(output)):
+        return output
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.holds(leaf) else leaf
+
+    copied = tree_map(copy, output)
+    if any(unit.holds(tensor) for tensor in tensors_in(copied)):
+        raise ScheduleError(
+            f"unit {unit.label} returned its own weight inside a {type(output).__name__}, where it cannot be "
+            "replaced by a copy; the weight will be released, so return weight.clone(), or use a tuple, list or dict"
+        )
+    return copied
+
+
+def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
+    """Refuse results that tensors cannot be found in: the beginning of the unit's backward would go unnoticed."""
+    opaque = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, _TRANSPARENT)]
+    opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
+    if opaque and engine.units[index].lives_in_slots:
+        raise ScheduleError(
+            f"unit {engine.units[index].label} returned an object of type {type(opaque[0]).__name__}, in which no "
+            "tensor can be found, so its weights could not be gathered for backward; return tuples, lists, dicts, "
+            "dataclasses or classes registered with torch.utils._pytree"
+        )
+
+
+def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
+    live_engine(reference).before_backward(call)

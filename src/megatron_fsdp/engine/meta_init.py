@@ -1,0 +1,634 @@
+"""Initial values for a model that was built on the meta device, module by module, straight into its shards.
+
+Modules are visited as their constructors ran: children before the module that holds them, in the order of registration.
+Each is given full tensors, its own methods fill them, every rank keeps its pieces, and the full tensors are freed. A
+random number is drawn on every rank for every element, so weights depend on the seed and not on the ranks.
+docs/initialisation.md tells the rules from the user's side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest
+from megatron_fsdp.engine.unit import Unit, set_parameter
+from megatron_fsdp.errors import ConfigurationError, warn_caller
+
+# Tensors that wait for their initial value and show whether they got it.
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor filled with what no initialisation leaves behind.
+
+    Attributes:
+        tensor: NaN where the dtype has it, else the dtype's extreme value.
+        version: Its version when it was made.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was written to it."""
+        return self.tensor._version == self.version and self.is_unset
+
+    @property
+    def is_unset(self) -> bool:
+        """Whether some element never got a value; for integers, whether none did."""
+        return is_unset(self.tensor, self.version)
+
+
+def blank_tensor(like: torch.Tensor, device: torch.device) -> Blank:
+    """A tensor of the (global) shape and dtype of `like`."""
+    tensor = torch.full(like.shape, _marker(like.dtype), dtype=like.dtype, device=device)
+    return Blank(tensor, tensor._version)
+
+
+def blank_parameter(like: nn.Parameter, device: torch.device) -> Blank:
+    """A parameter of the (global) shape, dtype, requires_grad and attributes of `like`."""
+    param = nn.Parameter(blank_tensor(like, device).tensor, requires_grad=like.requires_grad)
+    param.__dict__.update(like.__dict__)
+    return Blank(param, param._version)
+
+
+def hollow_parameter(like: nn.Parameter) -> Blank:
+    """The same without memory: writing into it is noticed, and does nothing."""
+    param = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)
+    return Blank(param, param._version)
+
+
+def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
+    """What this rank keeps of a full tensor before data-parallel sharding: all of it, or its tensor-parallel part.
+
+    Full tensors are drawn whole on every rank and cut here, so that weights do not depend on the tensor-parallel size.
+    No communication.
+
+    Args:
+        full: In the global shape of the parameter.
+        original: The parameter as the model had it; a DTensor where it is tensor-parallel.
+    """
+    if not isinstance(original, DTensor):
+        return full.detach()
+    cut = distribute_tensor(full.detach(), original.device_mesh, original.placements, src_data_rank=None)
+    return cut.to_local()
+
+
+def is_unset(tensor: torch.Tensor, version: int) -> bool:
+    """Whether a tensor that was blank at `version` has elements without a value."""
+    if tensor.is_meta:
+        return True
+    if not tensor.numel():
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        real = torch.view_as_real(tensor.detach()) if tensor.dtype.is_complex else tensor.detach()
+        wide = real.to(torch.float32) if real.dtype.itemsize == 1 else real
+        return bool(wide.amin().isnan())  # a minimum with NaN is NaN, and takes no memory
+    return tensor._version == version and bool((tensor == _marker(tensor.dtype)).all())
+
+
+def _marker(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype is torch.bool:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min or info.max
+
+
+# What of a model has no memory yet, and which methods of its modules give it values.
+
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+"""Of a module, without arguments; the first that exists is called."""
+
+BUFFER_METHOD = "reset_buffers"
+"""Of a module, without arguments; called after the reset method where both exist."""
+
+MODEL_METHOD = "_init_weights"
+"""Of a model, with a module as its one argument, as Hugging Face models have it."""
+
+Site = tuple[int, str]
+"""The id of a module and the name of its attribute."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model as it was before sharding; holds no memory of its parameters.
+
+    Attributes:
+        shapes: Each parameter by canonical name, on the meta device: the original itself, or a twin of a real one.
+        on_meta: Names of the parameters that have to be initialised.
+        names: For each site of a parameter, several for a tied one, the canonical name.
+        first_sites: The first site of each parameter in registration order.
+        unfinished: Ids of the modules with parameters or buffers on the meta device in them or below them.
+        module_names: Fully qualified name of each module by id.
+    """
+
+    shapes: Mapping[str, nn.Parameter]
+    on_meta: frozenset[str]
+    names: Mapping[Site, str]
+    first_sites: frozenset[Site]
+    unfinished: frozenset[int]
+    module_names: Mapping[int, str]
+
+    def label(self, module: nn.Module) -> str:
+        """A module for messages."""
+        return f"{self.module_names[id(module)] or '(root)'} ({type(module).__name__})"
+
+
+def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> Blueprint:
+    """Note what is on the meta device.
+
+    Args:
+        module: The model.
+        wanted: Canonical names of the parameters to initialise; others on the meta device are left there. None: all.
+    """
+    canonical = {id(param): name for name, param in module.named_parameters()}
+    names: dict[Site, str] = {}
+    first: dict[str, Site] = {}
+    for owner in module.modules():
+        for attribute, param in owner._parameters.items():
+            if param is not None:
+                name = names[id(owner), attribute] = canonical[id(param)]
+                first.setdefault(name, (id(owner), attribute))
+    params = dict(module.named_parameters())
+    on_meta = frozenset(name for name, param in params.items() if param.is_meta and (wanted is None or name in wanted))
+    given_up = {id(params[name]) for name in params.keys() - on_meta}
+    return Blueprint(
+        {name: param if param.is_meta else _twin(param) for name, param in params.items()},
+        on_meta,
+        names,
+        frozenset(first.values()),
+        frozenset(id(part) for part in module.modules() if any(has_meta(b, given_up) for b in part.modules())),
+        {id(part): name for name, part in module.named_modules()},
+    )
+
+
+def has_meta(module: nn.Module, but: Collection[int] = ()) -> bool:
+    """Whether a module itself holds a tensor without memory, besides those of certain ids; see `meta_tensors`."""
+    return next(meta_tensors(module, but), None) is not None
+
+
+def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
+    """Attribute names of the parameters, buffers and plain tensors without memory that a module itself holds."""
+    held: list[Mapping[str, object]] = [module._parameters, module._buffers, vars(module)]
+    for holder in held:
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in but:
+                yield name
+
+
+def reset_methods(module: nn.Module) -> tuple[Callable[[], object], ...]:
+    """The methods that give values to what a module holds, in the order in which to call them."""
+    found = [method for name in RESET_METHODS if (method := _method(module, name)) is not None][:1]
+    buffers = _method(module, BUFFER_METHOD)
+    return (*found, buffers) if buffers is not None else tuple(found)
+
+
+def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
+    """The method by which a model gives values to each of the modules below it, if it has one."""
+    return _method(module, MODEL_METHOD, module)
+
+
+def check_can_initialise(module: nn.Module) -> None:
+    """Refuse a model with modules that nothing can initialise; nothing is changed.
+
+    Raises:
+        ConfigurationError: Names every such module.
+    """
+    first: dict[int, tuple[nn.Module, str]] = {}
+    for owner in module.modules():
+        for attribute, param in owner._parameters.items():
+            if param is not None:
+                first.setdefault(id(param), (owner, attribute))
+    helpless = [
+        f"{name or '(root)'} ({type(part).__name__}: {', '.join(own)})"
+        for name, part in _without_model_method(module, "")
+        if not reset_methods(part) and (own := [n for n in meta_tensors(part) if not _is_alias(part, n, first)])
+    ]
+    if helpless:
+        raise ConfigurationError(
+            f"{len(helpless)} modules hold tensors on the meta device and have no method that initialises them: "
+            f"{'; '.join(helpless)}; give each a reset_parameters() that sets all it holds (reset_buffers() for "
+            f"buffers), or the model an {MODEL_METHOD}(module), or build these modules outside of the meta device"
+        )
+
+
+def _is_alias(module: nn.Module, attribute: str, first: Mapping[int, tuple[nn.Module, str]]) -> bool:
+    """Whether an attribute is a parameter that was met before, elsewhere, and gets its value there."""
+    param = module._parameters.get(attribute)
+    return param is not None and first[id(param)] != (module, attribute)
+
+
+def _without_model_method(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules, each once, that no model around them initialises."""
+    covered: set[int] = set()
+    for _, part in module.named_modules():
+        if id(part) not in covered and model_method(part) is not None:
+            covered.update(id(below) for below in part.modules())
+    for part_name, part in module.named_modules(prefix=name):
+        if id(part) not in covered:
+            yield part_name, part
+
+
+def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., object] | None:
+    method = getattr(module, name, None)
+    if not callable(method) or isinstance(method, nn.Module):
+        return None
+    try:
+        inspect.signature(method).bind(*arguments)
+    except (TypeError, ValueError):  # wants other arguments, or does not say
+        return None
+    return method
+
+
+def _twin(param: nn.Parameter) -> nn.Parameter:
+    hollow = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return nn.Parameter(hollow, requires_grad=param.requires_grad)
+
+
+# The same random numbers on every rank.
+
+RandomState = tuple[torch.Tensor, ...]
+"""States of the CPU's generator and, where that is another, of the device's."""
+
+
+def random_state(device: torch.device) -> RandomState:
+    """The states of the generators that random numbers for `device` may come from."""
+    cpu = torch.get_rng_state()
+    return (cpu,) if device.type == "cpu" else (cpu, torch.get_device_module(device).get_rng_state(device))
+
+
+def set_random_state(device: torch.device, state: RandomState) -> None:
+    """Go on from states that `random_state` gave."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
+@contextmanager
+def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
+    """Let every rank draw what the first rank of the groups draws.
+
+    Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
+    ranks take the first one's state for the block, are warned, and have their own back afterwards. So they have after
+    an exception.
+
+    Args:
+        groups: Process groups that this rank belongs to, one after another, such as those of the mesh axes.
+        device: Where tensors are drawn, and where states travel.
+    """
+    own = random_state(device)
+    differ = [_follow_first(group, device) for group in groups]
+    if any(differ):
+        warn_caller(
+            "ranks were seeded differently, so the weights were initialised with the random numbers of the first rank "
+            "of the group; seed every rank alike before sharding"
+        )
+    try:
+        yield
+    except BaseException:
+        set_random_state(device, own)
+        raise
+    if any(differ):
+        set_random_state(device, own)
+
+
+def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Take the random state of the group's first rank; whether any rank had another."""
+    mine = random_state(device)
+    states = [state.to(device) for state in mine]
+    hashes = torch.stack([fingerprint(state) for state in states])
+    if torch.equal(*lowest_and_highest(hashes, group)):
+        return False
+    for state in states:
+        dist.broadcast(state, group_src=0, group=group)
+    set_random_state(device, tuple(state.to(before.device) for state, before in zip(states, mine, strict=True)))
+    return True
+
+
+ModelMethod = Callable[[nn.Module], object]
+
+
+@dataclass
+class _Scope:
+    """Full tensors that exist now, of one unit or of what lies outside of units.
+
+    Attributes:
+        standing: Where full tensors stand: the site's module, and the sharded parameter to put back.
+        live: Full tensors that will be stored, by name.
+        scratch: Sites of tensors that are drawn into and dropped.
+        buffers: Buffers that were made.
+    """
+
+    standing: dict[Site, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
+    live: dict[str, Blank] = field(default_factory=dict)
+    scratch: set[Site] = field(default_factory=set)
+    buffers: list[tuple[nn.Module, str, Blank]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """How to construct a unit a second time: the random state it began with and the modules it visited."""
+
+    state: RandomState
+    visited: tuple[int, ...]
+
+
+def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
+    """Initialise everything that was on the meta device; nothing is communicated.
+
+    Args:
+        root: The model, with sharded parameters in their places already.
+        blueprint: The model as it was before.
+        units: Root first.
+        device: Where the shards live, and where full tensors are drawn.
+
+    Raises:
+        ConfigurationError: A method left something without a value, or wrote where it cannot be let.
+    """
+    unit_tops = [root.get_submodule(unit.name) for unit in units if unit.name and unit.is_module]
+    store = {
+        name: partial(group.store, index)
+        for unit in units
+        for group in unit.groups
+        for index, name in enumerate(group.names)
+    }
+    draw_values(root, blueprint, unit_tops, store, device)
+    left = [f"{name} of {blueprint.label(module)}" for module in root.modules() for name in meta_tensors(module)]
+    if left:
+        raise ConfigurationError(
+            f"{len(left)} tensors are still on the meta device after initialisation: {', '.join(left)}; "
+            "let reset_parameters() or reset_buffers() of the module set them"
+        )
+    for unit in units:
+        for group in unit.groups:
+            group.note_installed()
+
+
+def draw_values(
+    root: nn.Module,
+    blueprint: Blueprint,
+    unit_tops: Iterable[nn.Module],
+    store: Mapping[str, Callable[[torch.Tensor], None]],
+    device: torch.device,
+    *,
+    may_leave_buffers: bool = False,
+) -> None:
+    """Draw what the constructors and the initialisation of a model on the meta device would, a unit at a time.
+
+    Buffers are made where they belong. Parameters are handed over and freed.
+
+    Args:
+        root: The model; its parameters are back in their places afterwards.
+        blueprint: Of it.
+        unit_tops: The modules of whose parameters all exist at a time.
+        store: For each parameter that is to be initialised, by canonical name, what takes its values: full, or this
+            rank's part where it is tensor-parallel.
+        device: Where values are drawn.
+        may_leave_buffers: Whether buffers may stay without values, which the caller has from elsewhere.
+
+    Raises:
+        ConfigurationError: A method left something without a value, or wrote where it cannot be let.
+    """
+    with torch.no_grad(), torch.device(device):
+        _Walk(root, blueprint, unit_tops, store, device, may_leave_buffers).run()
+
+
+class _Walk:
+    """One pass over a model."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        blueprint: Blueprint,
+        unit_tops: Iterable[nn.Module],
+        store: Mapping[str, Callable[[torch.Tensor], None]],
+        device: torch.device,
+        may_leave_buffers: bool,
+    ) -> None:
+        self._may_leave_buffers = may_leave_buffers
+        self._root = root
+        self._blueprint = blueprint
+        self._device = device
+        self._unit_tops = {id(module) for module in unit_tops}
+        self._store = store
+        self._visited: dict[tuple[str, int], None] = {}
+        self._replays: dict[int, _Replay] = {}
+        self._buffers: dict[int, tuple[torch.Tensor, Blank]] = {}
+        self._ties_are_shared = False
+        self._stored: set[str] = set()
+
+    def run(self) -> None:
+        self._construct(self._root, _Scope(), held=False, model=None)
+
+    # ---- as constructors do -------------------------------------------------------------------------------------
+
+    def _construct(self, module: nn.Module, scope: _Scope, held: bool, model: ModelMethod | None) -> None:
+        """Draw what the constructors of `module` and of all below it draw.
+
+        Args:
+            module: Where to begin.
+            scope: Where full tensors are kept.
+            held: Whether a module around this one still needs to see its tensors.
+            model: The method of the nearest model around this module.
+        """
+        if not self._enters("construct", module):
+            return
+        resets, own = reset_methods(module), model_method(module)
+        for child in module.children():
+            inner_held = held or bool(resets) or own is not None
+            if id(child) in self._unit_tops:
+                self._construct_unit(child, own or model)
+            else:
+                self._construct(child, scope, inner_held, own or model)
+        self._call(module, resets, scope)
+        if own is not None:
+            self._ties_are_shared = not callable(getattr(module, "tie_weights", None))
+            self._initialise(module, own, scope)
+            self._ties_are_shared = False
+        if not held:
+            self._release(scope)
+
+    def _construct_unit(self, unit: nn.Module, model: ModelMethod | None) -> None:
+        """Construct a unit and store it; or, where a model will initialise it again, see to it that it can be repeated.
+
+        The model does that after all constructors, and its random numbers come after theirs.
+        """
+        scope = _Scope()
+        if model is None or model_method(unit) is not None:
+            self._construct(unit, scope, held=False, model=model)
+            return
+        state, before = random_state(self._device), len(self._visited)
+        self._construct(unit, scope, held=True, model=model)
+        self._put_back(scope)
+        self._replays[id(unit)] = _Replay(state, tuple(key for _, key in list(self._visited)[before:]))
+
+    # ---- as a model does after its constructor ------------------------------------------------------------------
+
+    def _initialise(self, module: nn.Module, model: ModelMethod, scope: _Scope, is_model: bool = True) -> None:
+        """Let a model initialise each module below it, and itself last."""
+        if not is_model and model_method(module) is not None:
+            return  # a model of its own, which has done so
+        if not self._enters("initialise", module, again=self._ties_are_shared):
+            return  # `nn.Module.apply` comes to a module again for each place that it has; transformers does not
+        is_unit = not is_model and id(module) in self._unit_tops
+        inner = _Scope() if is_unit else scope
+        if is_unit:
+            self._reconstruct(module, inner, model)
+        for child in module.children():
+            self._initialise(child, model, inner, is_model=False)
+        self._call(module, (partial(model, module),), inner)
+        if is_unit:
+            self._release(inner)
+
+    def _reconstruct(self, unit: nn.Module, scope: _Scope, model: ModelMethod) -> None:
+        """Bring back what the constructors of a unit drew."""
+        replay = self._replays.pop(id(unit), None)
+        if replay is None:
+            return
+        shared, self._ties_are_shared = self._ties_are_shared, False
+        now = random_state(self._device)
+        set_random_state(self._device, replay.state)
+        for key in replay.visited:
+            self._visited.pop(("construct", key), None)
+        self._construct(unit, scope, held=True, model=model)
+        set_random_state(self._device, now)
+        self._ties_are_shared = shared
+
+    # ---- one call -----------------------------------------------------------------------------------------------
+
+    def _call(self, module: nn.Module, methods: Sequence[Callable[[], object]], scope: _Scope) -> None:
+        """Call methods of a module while full tensors stand in it and below it, as far as its unit goes."""
+        if not methods:
+            return
+        for part in self._within(module):
+            self._fill(part, scope)
+        hollows = self._hollow_out(module)
+        try:
+            for method in methods:
+                method()
+        finally:
+            for part, attribute, sharded, _ in hollows:
+                set_parameter(part, attribute, sharded)
+        written = [
+            self._blueprint.names[id(part), attribute]
+            for part, attribute, _, hollow in hollows
+            if hollow.tensor._version != hollow.version
+        ]
+        if written:
+            raise ConfigurationError(
+                f"initialising {self._blueprint.label(module)} writes parameters of units below it (such as "
+                f"{written[0]}), but units are initialised one at a time; let each module initialise what it holds "
+                "itself, or build the model outside of the meta device, or give fsdp_unit_modules=[] for one unit"
+            )
+
+    def _within(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A module and those below it that are in the same unit."""
+        yield module
+        for child in module.children():
+            if id(child) not in self._unit_tops:
+                yield from self._within(child)
+
+    def _fill(self, module: nn.Module, scope: _Scope) -> None:
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                self._fill_parameter(module, attribute, param, scope)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                _, blank = self._buffers.setdefault(id(buffer), (buffer, blank_tensor(buffer, self._device)))
+                module._buffers[attribute] = blank.tensor
+                scope.buffers.append((module, attribute, blank))
+
+    def _fill_parameter(self, module: nn.Module, attribute: str, param: nn.Parameter, scope: _Scope) -> None:
+        """Put a full tensor where a sharded parameter stands: to be stored, or where the value is not wanted, scratch.
+
+        A real parameter keeps its value. A tied one keeps what its first module draws, as where a constructor sets
+        `head.weight = embedding.weight`; a model's own method that runs after that writes into the one tensor.
+        """
+        site = (id(module), attribute)
+        if site in scope.standing and not (site in scope.scratch and self._ties_are_shared):
+            return
+        name = self._blueprint.names[site]
+        if param.is_meta and name not in self._blueprint.on_meta:
+            return  # nobody wants its values, and on the meta device nothing is drawn
+        shape = self._blueprint.shapes[name]
+        is_wanted = name in self._blueprint.on_meta and (site in self._blueprint.first_sites or self._ties_are_shared)
+        blank = scope.live.get(name) if is_wanted else None
+        if blank is None:
+            blank = blank_parameter(shape, self._device)
+        if is_wanted:
+            scope.live[name] = blank
+            scope.scratch.discard(site)
+        else:
+            scope.scratch.add(site)
+        scope.standing.setdefault(site, (module, param))
+        assert isinstance(blank.tensor, nn.Parameter)
+        set_parameter(module, attribute, blank.tensor)
+
+    def _hollow_out(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Blank]]:
+        """Put tensors without memory where parameters of units below a module stand, to notice who writes there."""
+        inside = {id(part) for part in self._within(module)}
+        hollows = []
+        for part in module.modules():
+            if id(part) in inside:
+                continue
+            for attribute, param in part._parameters.items():
+                if param is not None:
+                    hollow = hollow_parameter(self._blueprint.shapes[self._blueprint.names[id(part), attribute]])
+                    assert isinstance(hollow.tensor, nn.Parameter)
+                    hollows.append((part, attribute, param, hollow))
+                    set_parameter(part, attribute, hollow.tensor)
+        return hollows
+
+    # ---- keeping ------------------------------------------------------------------------------------------------
+
+    def _put_back(self, scope: _Scope) -> None:
+        for (_, attribute), (module, sharded) in scope.standing.items():
+            set_parameter(module, attribute, sharded)
+        scope.standing.clear()
+        scope.scratch.clear()
+
+    def _release(self, scope: _Scope) -> None:
+        """Store what was drawn and free it."""
+        self._put_back(scope)
+        for name in self._stored & scope.live.keys():
+            if scope.live[name].is_untouched:  # made for a second unit that holds it, and has its value from the first
+                del scope.live[name]
+        unset = [name for name, blank in scope.live.items() if blank.is_unset]
+        unset += [
+            f"buffer {attribute} of {self._blueprint.label(module)}"
+            for module, attribute, blank in scope.buffers
+            if not self._may_leave_buffers and module._buffers.get(attribute) is blank.tensor and blank.is_unset
+        ]
+        if unset:
+            raise ConfigurationError(
+                f"{len(unset)} tensors got no value, or NaN, from the methods that initialise their modules: "
+                f"{', '.join(unset)}; let reset_parameters() (or reset_buffers(), or {MODEL_METHOD}(module) of the "
+                "model) set every element, or put real tensors there before sharding"
+            )
+        for name, blank in scope.live.items():
+            original = self._blueprint.shapes[name]
+            assert isinstance(blank.tensor, nn.Parameter)
+            self._store[name](own_part(blank.tensor, original))
+            self._stored.add(name)
+        scope.live.clear()
+        scope.buffers.clear()
+
+    def _enters(self, phase: str, module: nn.Module, again: bool = False) -> bool:
+        """Whether there is something to do that was not done, or may be done again."""
+        key = (phase, id(module))
+        if (key in self._visited and not again) or id(module) not in self._blueprint.unfinished:
+            return False
+        self._visited[key] = None
+        return True

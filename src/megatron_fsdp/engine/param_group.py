@@ -1,0 +1,469 @@
+"""A parameter group: the parameters of one unit that share dtype, requires_grad and mesh, and their buffers."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.real_values import address_of, addresses_of
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.reduction import unite_gradients
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
+from megatron_fsdp.engine.buffer import FlatBuffer, full_view, piece_view
+from megatron_fsdp.engine.gradients import (
+    DECOUPLED,
+    GRAD,
+    GradAttribute,
+    GradientBuffers,
+    get_grad,
+    plain_attributes,
+    set_grad,
+)
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.mixed_precision import ResolvedPrecision
+from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.placement import Placement, Placements, held_region
+
+# The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
+#
+#     main weight  -> copied, cast ->  its part of the compute weight  -> gathered over the outer axis ->
+#     what one inner rank stands for  -> gathered over the inner axis ->  full compute weight
+#
+# A step whose region does not grow is left out.
+
+
+class WeightBuffers:
+    """Compute weights and main weights; one memory where dtype and placement allow it.
+
+    Attributes:
+        compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in
+            this rank's part between an optimizer step and the next gather).
+        main: In the main dtype. Full under strategy 0, else this rank's part.
+        whole: (numel,) the full compute weights, where inner ranks share the memory of them; else None.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        axes: Sequence[Axis],
+        placements: Placements,
+        precision: ResolvedPrecision,
+        device: torch.device,
+    ) -> None:
+        self._axes = tuple(axes)
+        self.whole: torch.Tensor | None = None
+        part = None
+        held = held_region(layout.numel, placements.compute_weight, axes)
+        shared = axes[-1].shared if held.numel < layout.numel else None
+        if shared is not None:
+            self.whole = shared.whole(layout.numel, precision.compute)
+            part = shared.part_of(self.whole, held.start, held.stop)
+        self.compute = FlatBuffer(layout, held, precision.compute, device, part)
+        region = held_region(layout.numel, placements.main_weight, axes)
+        self.shares_memory = not precision.has_main_copy
+        if not self.shares_memory:
+            self.main = FlatBuffer(layout, region, precision.main_params, device)
+        elif region == self.compute.region:
+            self.main = self.compute
+        else:
+            self.main = FlatBuffer.slice_of(self.compute, region)
+        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placements.main_weight[-1]]
+        self._inner_region = held_region(layout.numel, inner_only, axes)
+        self._sent = self.compute.part(self._inner_region)
+        self._seen_version = -1
+
+    def make_main(self, precision: ResolvedPrecision) -> bool:
+        """Begin to hold main weights of their own, with the values of now, where their dtype asks for it.
+
+        Returns:
+            Whether that was done.
+        """
+        if not precision.has_main_copy:
+            return False
+        shared = self.main
+        self.main = FlatBuffer(shared.layout, shared.region, precision.main_params, shared.local.device)
+        self.main.local.copy_(shared.local)
+        self.shares_memory = False
+        return True
+
+    def store(self, index: int, tensor: torch.Tensor) -> None:
+        """Take the initial value of tensor `index`, full and in any dtype, into both buffers."""
+        self.compute.store(index, tensor)
+        if not self.shares_memory:
+            self.main.store(index, tensor)
+
+    def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Take the initial values of all tensors but those that are None, in few calls."""
+        self.compute.store_all(tensors)
+        if not self.shares_memory:
+            self.main.store_all(tensors)
+
+    @property
+    def main_changed(self) -> bool:
+        """Whether the memory of the main weights was written to since `note_seen`.
+
+        Where weights are gathered in place, around the main weights, this cannot tell, and says no.
+        """
+        gathered_in_place = self.shares_memory and self.main is not self.compute
+        return not gathered_in_place and self.main.local._version != self._seen_version
+
+    def note_seen(self) -> None:
+        """Take the memory of the main weights, as it is now, for installed."""
+        self._seen_version = self.main.local._version
+
+    def install(self) -> None:
+        """Copy main weights into compute weights, with the cast; nothing moves between ranks."""
+        if not self.shares_memory:
+            self.compute.part(self.main.region).copy_(self.main.local)
+
+    def gather_across(self) -> torch.distributed.Work | None:
+        """Start bringing an inner rank's part of the compute weights up to date, in place, from the outer ranks."""
+        return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region))
+
+    def gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
+        """Start gathering compute weights into `full` (numel,), from the inner ranks."""
+        return self._axes[-1].all_gather(full, self._sent)
+
+    def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """Tensor `index` as a view of gathered weights that share no version counter with the buffer.
+
+        Gathering writes into memory that autograd saved views of; the bytes are the same again when backward reads
+        them, so the write must not count as a modification.
+        """
+        return full_view(self.compute.layout, full, index).data
+
+
+# These run over all parameters in every step; without a frame of Python for each they take a fraction of the time.
+_requires_grad = attrgetter("requires_grad")
+_local_tensor = attrgetter("_local_tensor")
+_version = attrgetter("_version")
+
+
+class ParameterGroup:
+    """Buffers and parameter objects of one group.
+
+    Attributes:
+        plan: What was decided.
+        frames: For each parameter, who holds which of its elements.
+        weights: Compute and main weights.
+        gradients: Main gradient and bucket; None for a group that was frozen when it was made, and since.
+        trains: For each parameter whether it takes gradients, as the ranks last agreed.
+        trained: For each whether it took any since gradients were last shown.
+        sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
+        full: The parameters that compute sees: plain tensors, views of gathered weights.
+    """
+
+    def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter], frames: tuple[ShardFrame, ...]) -> None:
+        self.plan = plan
+        self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
+        self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
+        self.trains = [plan.requires_grad] * len(originals)
+        self.trained = list(self.trains)
+        self._grad_attribute: GradAttribute = GRAD
+        self._stand_in: torch.Tensor | None = None
+        self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
+        introduce_to_torch()
+        self.frames = frames
+        self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
+        self._hooked: set[int] = set()  # parameters that have one
+        pieces = self.weights.main.pieces()
+        self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
+        self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
+        self._stand_in = None  # it goes when every full parameter has its place
+        if self.weights.whole is not None:
+            self.place(self.weights.whole)
+        elif not self.weights_in_slots:
+            self.place(self.weights.compute.local)
+        self._pointers = self._find_pointers()
+        self._seen_versions = -1
+        self.note_installed()
+
+    def store(self, index: int, full: torch.Tensor) -> None:
+        """Take the initial value of parameter `index`, full and in any dtype; after the last, call `note_installed`."""
+        self.weights.store(index, full)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical parameter names, in layout order."""
+        return tuple(info.name for info in self.plan.spec.parameters)
+
+    @property
+    def main_changed(self) -> bool:
+        """Whether anyone wrote into the main weights since they were last installed.
+
+        In-place operations count on the DTensor, on its local tensor, or on the memory behind them. Operations through
+        `param.data` and torch's private ones on lists of DTensors count nowhere; optimizers are watched instead.
+        """
+        return self.weights.main_changed or self._versions() != self._seen_versions
+
+    def note_installed(self) -> None:
+        """Compute weights agree with main weights now."""
+        self.weights.note_seen()
+        self._seen_versions = self._versions()
+
+    def _versions(self) -> int:
+        with plain_attributes():
+            return sum(map(_version, self.sharded)) + sum(map(_version, map(_local_tensor, self.sharded)))
+
+    def install(self) -> None:
+        """Copy main weights into compute weights."""
+        self.weights.install()
+        self.note_installed()
+
+    def check_parameters(self) -> None:
+        """Refuse parameters whose memory was replaced after wrapping.
+
+        Raises:
+            ConfigurationError: Names the first one.
+        """
+        with plain_attributes():
+            if self._find_pointers() == self._pointers:
+                return
+        for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
+            if address_of(local_part(param)) != self._pointers[index]:
+                raise ConfigurationError(
+                    f"the data of {info.name} was replaced after the model was sharded (by param.data = ..., or by "
+                    "moving or casting the inner module); copy into the parameter instead, under torch.no_grad()"
+                )
+
+    def _find_pointers(self) -> tuple[int, ...]:
+        return addresses_of(tuple(map(_local_tensor, self.sharded)))
+
+    # ---- requires_grad ------------------------------------------------------------------------------------------
+
+    def wanted(self) -> list[bool]:
+        """What the user has set `requires_grad` of each sharded parameter to."""
+        with plain_attributes():
+            return list(map(_requires_grad, self.sharded))
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter takes gradients."""
+        return any(self.trains)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it has a part in the next reduction of its unit: gradients come, or have come and wait."""
+        return self.gradients is not None and (
+            any(self.trains) or self.gradients.is_filling or self.gradients.has_deferred
+        )
+
+    def follow(self, trains: Sequence[bool], has_unshown: bool) -> None:
+        """Let the full parameters take gradients, or no more, from now on.
+
+        Args:
+            trains: For each parameter; where there is no memory for gradients (`begin_training`), all False.
+            has_unshown: Whether gradients have come since some were last shown.
+        """
+        self.trains = list(trains)
+        self.trained = [now or (before and has_unshown) for now, before in zip(trains, self.trained, strict=True)]
+        for index, (param, trains_now) in enumerate(zip(self.full, trains, strict=True)):
+            param.requires_grad_(trains_now)
+            if trains_now:
+                self._watch(self.sharded[index], index)
+
+    def begin_training(self, plan: GroupPlan) -> None:
+        """Make what a group needs that was frozen until now; its weights stay where they are.
+
+        Args:
+            plan: The group's own but for dtypes and reduction.
+        """
+        self.plan = plan
+        if self.weights.make_main(plan.precision):
+            pieces = self.weights.main.pieces()
+            for param, piece, frame in zip(self.sharded, pieces, self.frames, strict=True):
+                self._move(param, piece, frame)
+            self._pointers = self._find_pointers()
+            self.note_installed()
+        self.gradients = self._make_gradients()
+        self.gradients.grad_attribute = self._grad_attribute
+
+    def _make_gradients(self) -> GradientBuffers:
+        plan = self.plan
+        return GradientBuffers(
+            plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
+        )
+
+    @staticmethod
+    def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
+        """Let a sharded parameter lie in other memory, maybe of another dtype; it stays the same object."""
+        moved: Any = param
+        moved.data = UnevenDTensor.wrap(piece.data, frame)  # the dtype that torch sees
+        moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether full weights have to be put together from the parts of the inner ranks."""
+        return self.plan.is_gathered
+
+    @property
+    def weights_in_slots(self) -> bool:
+        """Whether full weights exist only while gathered."""
+        return self.plan.weights_in_slots
+
+    @property
+    def grads_sharded(self) -> bool:
+        """Whether reduced gradients are this rank's part only."""
+        return self.gradients is not None and not self.gradients.main.is_whole
+
+    @property
+    def exchanges_inside(self) -> bool:
+        """Whether reducing over the inner ranks ends with a local sum."""
+        return self.gradients is not None and self.gradients.reducer.exchanges_inside
+
+    @property
+    def receives_inside(self) -> bool:
+        """Whether it needs memory for what comes in."""
+        return self.gradients is not None and self.gradients.reducer.receives_inside
+
+    @property
+    def grad_attribute(self) -> GradAttribute:
+        """The attribute of the sharded parameters that holds their gradient."""
+        return self._grad_attribute
+
+    def decouple_gradients(self) -> None:
+        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        self._grad_attribute = DECOUPLED
+        if self.gradients is not None:
+            self.gradients.grad_attribute = DECOUPLED
+            self.hide_grads()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What each sharded parameter shows as its gradient."""
+        return [get_grad(param, self.grad_attribute) for param in self.sharded]
+
+    def hide_grads(self) -> None:
+        """Let no sharded parameter show a gradient."""
+        for param in self.sharded:
+            param.grad = None
+            set_grad(param, self.grad_attribute, None)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the full compute weights where they exist only while gathered, else 0."""
+        return self.plan.gathered_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the full gradients on the wire; 0 for a frozen group."""
+        return self.plan.bucket_bytes
+
+    def change_precision(self, precision: ResolvedPrecision) -> None:
+        """Use another communication dtype from now on; the other dtypes must be the same."""
+        assert self.gradients is not None
+        reduction = self.plan.reduction.for_dtype(precision.grad_comm)
+        self.plan = replace(self.plan, precision=precision, reduction=reduction)
+        self.gradients.change_precision(precision, reduction)
+
+    def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
+        """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
+        return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
+
+    def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
+        """Let tools that look at the local tensor of parameter `index`, or of its state, know what part it holds."""
+        if not self.frames[index].is_whole:
+            describe_chunks(tensor, self.frames[index])
+        return tensor
+
+    def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor with the shape of parameter `index`, laid out as the parameter; a copy."""
+        flat = local_part(full.detach()).reshape(-1).to(self.plan.device)
+        start, stop = self.plan.layout.range_in(index, self.weights.main.region)
+        return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
+
+    def stand_ins(self) -> tuple[nn.Parameter, ...]:
+        """Parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
+        region = self.weights.main.region
+        part = self.weights.compute.part(region)
+        return tuple(
+            nn.Parameter(
+                self.describe_piece(index, piece_view(self.plan.layout, region, part, index)),
+                requires_grad=param.requires_grad,
+            )
+            for index, param in enumerate(self.sharded)
+        )
+
+    def place(self, full: torch.Tensor) -> None:
+        """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
+        with torch.inference_mode(False):
+            for index in range(len(self.full)):
+                self._point(index, self.weights.full_view(full, index))
+
+    def _point(self, index: int, memory: torch.Tensor) -> None:
+        param = self.full[index]
+        if isinstance(param, DTensor):
+            param._local_tensor = memory
+        else:
+            param.data = memory
+
+    def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
+        part = self.plan.parts[index]
+        local = grad if part is None else part.local_gradient(grad)
+        return local if local.layout is torch.strided else local.to_dense()
+
+    def hide(self) -> None:
+        """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
+        with torch.inference_mode(False):
+            for index in range(len(self.full)):
+                self._point(index, self._nowhere(index))
+
+    def _nowhere(self, index: int) -> torch.Tensor:
+        """What a parameter without memory points to: one element, expanded to the right shape."""
+        if self._stand_in is None:
+            self._stand_in = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
+        return self._stand_in.expand(self.plan.layout.shapes[index])
+
+    def _watch(self, param: nn.Parameter, index: int) -> None:
+        """Hear of gradients that autograd itself brings for a sharded parameter; once for each parameter."""
+        if index not in self._hooked:
+            self._hooked.add(index)
+            arrives = functools.partial(_of_autograd, weakref.ref(self), weakref.ref(param), index)
+            self.own_hooks.add(param.register_hook(arrives).id)
+
+    def _make_sharded(self, index: int, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
+        # No view: that would keep the buffer alive, whose memory is all that is needed, and have one version with it,
+        # so that gathers into the rest of the buffer, in place, would count as changes of the parameter.
+        param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
+        param.__dict__.update(original.__dict__)
+        if original.requires_grad:
+            self._watch(param, index)
+            for hook in (original._post_accumulate_grad_hooks or {}).values():
+                param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
+        return param
+
+    def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
+        hollow = self._nowhere(index)
+        part = self.plan.parts[index]
+        param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
+        param.__dict__.update(original.__dict__)
+        for hook in (original._backward_hooks or {}).values():
+            param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
+        return param
+
+
+def _of_autograd(
+    group: weakref.ref[ParameterGroup], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
+) -> torch.Tensor:
+    """Autograd has a gradient for sharded parameter `index` itself, as of a penalty, and is about to accumulate it."""
+    alive, param = group(), sharded()
+    assert param is not None  # this is a hook of its own
+    if alive is not None and alive.gradients is not None:  # else the model is gone
+        alive.gradients.make_way(index, param)
+    frame = param.shard_frame
+    sharded_grad = as_sharded(grad, frame)  # reductions hand back gradients of the global shape
+    if not frame.copy_groups:
+        return sharded_grad
+    return UnevenDTensor.wrap(unite_gradients(sharded_grad, frame.copy_groups, frame.adds_up), frame)

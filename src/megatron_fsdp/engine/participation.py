@@ -1,0 +1,131 @@
+"""Taking part in a unit's communication without computing with it, for ranks that have no data for the unit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fsdp.engine.engine import Engine, ForwardCall
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """A unit whose forward is stood in for, and the units that this forward would call, in order."""
+
+    unit: int
+    inner: tuple[UnitCall, ...] = ()
+
+
+def unit_calls(module: nn.Module, index_of: Mapping[int, int]) -> tuple[UnitCall, ...]:
+    """The units of a module as its forward calls them, if modules run in the order of their registration.
+
+    Args:
+        module: A unit, or something that holds units, or part of one (which has no communication of its own).
+        index_of: The unit that a module is, by the module's id.
+    """
+    inner = tuple(call for child in module.children() for call in unit_calls(child, index_of))
+    own = index_of.get(id(module))
+    return inner if own is None else (UnitCall(own, inner),)
+
+
+def calls_of(
+    engine: Engine, root: nn.Module, module: nn.Module | None, order: Iterable[nn.Module] | None
+) -> tuple[UnitCall, ...]:
+    """What `take_part` stands in for.
+
+    Args:
+        engine: Of the model.
+        root: The model.
+        module: A part of it; None: all of it.
+        order: Modules within it in the order that the forward calls them; None: the order of registration.
+
+    Raises:
+        ConfigurationError: A module is not part of the model.
+    """
+    index_of = {id(root.get_submodule(unit.name)): unit.index for unit in engine.units if unit.is_module}
+    known = {id(part) for part in root.modules()}
+    whole = root if module is None else module
+    stages = None if order is None else tuple(order)
+    for given in (whole, *(stages or ())):
+        if id(given) not in known:
+            raise ConfigurationError(
+                f"take_part was given a {type(given).__name__} that is not part of the sharded model; pass a module "
+                "of model.module, or None for all of it"
+            )
+    if stages is None:
+        return unit_calls(whole, index_of)
+    inner = tuple(call for stage in stages for call in unit_calls(stage, index_of))
+    own = index_of.get(id(whole))
+    return inner if own is None else (UnitCall(own, inner),)
+
+
+def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
+    """Run the schedule of some units' forwards now, and that of their backwards when `hidden`'s gradient comes.
+
+    Args:
+        engine: Of the model.
+        calls: The units.
+        hidden: Any floating-point tensor that the loss will depend on.
+
+    Returns:
+        The same values; a new tensor where a backward is going to run.
+
+    Raises:
+        ScheduleError: `hidden` cannot carry a gradient.
+    """
+    if not hidden.is_floating_point():
+        raise ScheduleError(
+            f"take_part was given a tensor of {hidden.dtype}, which carries no gradient; pass a floating-point "
+            "tensor that the loss depends on, or none and add the result to the loss"
+        )
+    for call in calls:
+        hidden = _stand_in(engine, call, hidden)
+    return hidden
+
+
+def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
+    try:
+        engine.before_forward(call.unit)
+        for inner in call.inner:
+            hidden = _stand_in(engine, inner, hidden)
+    except BaseException:
+        engine.after_forward(call.unit, needs_backward=False, failed=True)
+        raise
+    trains = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
+    needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trains)
+    forward = engine.after_forward(call.unit, needs_backward)
+    if not needs_backward:
+        return hidden
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so that there is a backward in any case
+    passed: Tensor = _Passage.apply(hidden, anchor)  # type: ignore[no-untyped-call]
+    passed.register_hook(partial(_announce, weakref.ref(engine), forward))
+    return passed
+
+
+def _announce(reference: weakref.ref[Engine], forward: ForwardCall, _grad: Tensor) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.before_backward(forward)
+
+
+class _Passage(torch.autograd.Function):
+    """Identity, with a place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
+        # Recomputation of a checkpointed function begins where something saved is asked for, as a unit's backward does.
+        ctx.save_for_backward(anchor)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        return grads[0], None

@@ -1,0 +1,182 @@
+"""The two stages of a gradient reduction: over the inner ranks, then, at the sync, over the outer ones.
+
+    bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
+
+A stage is a launch, which starts the collective, and a function that gives its result once that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.lanes import Launch
+from megatron_fsdp.comm.local_sums import add_up_into, put_scaled, sum_received
+from megatron_fsdp.sharding.gradient_scaling import GradientReduction
+from megatron_fsdp.sharding.placement import Placement, held_region
+from megatron_fsdp.shm.shared_work import SharedSum
+
+
+class Stage(NamedTuple):
+    """One collective of a reduction.
+
+    Attributes:
+        launch: Starts it.
+        result: Its result; to be called once, when it is done.
+        memory: What it reads and writes, to be kept until it is done.
+        result_into: In place of `result`, puts it times a factor into a tensor; None where nothing is spared so.
+    """
+
+    launch: Launch
+    result: Callable[[], torch.Tensor]
+    memory: tuple[torch.Tensor, ...] = ()
+    result_into: Callable[[torch.Tensor, float], None] | None = None
+
+    def put_into(self, out: torch.Tensor, factor: float) -> None:
+        """Put its result times a factor into a tensor of the same shape; in place of `result`."""
+        if self.result_into is not None:
+            self.result_into(out, factor)
+        else:
+            put_scaled(self.result(), factor, out)
+
+
+class GradientReducer:
+    """Moves gradients of one layout between ranks.
+
+    Attributes:
+        inner_region: What the first stage leaves on this rank.
+        main_region: What the second leaves; the same where the outer ranks do not share the gradient out.
+        reduction: Operation and factors; may be replaced between backwards.
+    """
+
+    def __init__(
+        self, numel: int, axes: Sequence[Axis], placement: Sequence[Placement], reduction: GradientReduction
+    ) -> None:
+        self._outer = axes[0] if len(axes) > 1 else None
+        self._inner = axes[-1]
+        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
+        self._numel = numel
+        self.inner_region = held_region(numel, inner_only, axes)
+        self.main_region = held_region(numel, placement, axes)
+        self.reduction = reduction
+
+    @property
+    def crosses(self) -> bool:
+        """Whether there is a second stage."""
+        return self._outer is not None and self._outer.num_ranks > 1
+
+    @property
+    def scatters_inside(self) -> bool:
+        """Whether the first stage leaves each inner rank a part of its own."""
+        return self.inner_region.numel < self._numel
+
+    @property
+    def scatters_across(self) -> bool:
+        """Whether the second stage leaves each outer rank a part of its own."""
+        return self.main_region.numel < self.inner_region.numel
+
+    @property
+    def exchanges_inside(self) -> bool:
+        """Whether the first stage ends with a local sum."""
+        return self.scatters_inside and self._inner.exchanges_pairwise
+
+    @property
+    def receives_inside(self) -> bool:
+        """Whether the first stage is an all-to-all before that, and needs memory for what comes in."""
+        return self.exchanges_inside and self._inner.shared is None
+
+    @property
+    def _exchanges_across(self) -> bool:
+        return self.scatters_across and self._outer is not None and self._outer.exchanges_pairwise
+
+    @property
+    def factor(self) -> float:
+        """What the final result has to be multiplied by."""
+        factor = self.reduction.post_factor
+        if self._averages:  # a local sum averages nothing
+            factor /= self._inner.num_ranks if self.exchanges_inside else 1
+            factor /= self._outer.num_ranks if self._outer is not None and self._exchanges_across else 1
+        return factor
+
+    @property
+    def _averages(self) -> bool:
+        return self.reduction.op == "avg"
+
+    def inside(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
+        """Reduce over the inner ranks.
+
+        Args:
+            bucket: (numel,) in the communication dtype.
+            scratch: The same again where `receives_inside`, else None.
+
+        Returns:
+            A stage whose result is (inner_region.numel,).
+        """
+        axis, average = self._inner, self._averages
+        if not self.scatters_inside:
+            return Stage(lambda: axis.all_reduce(bucket, average), lambda: bucket)
+        if axis.shared is not None:
+            return _in_shared_memory(axis, bucket)
+        if scratch is not None:
+            return _exchanged(axis, bucket, scratch)
+        return _native(axis, bucket, self.inner_region.numel, average)
+
+    def across(self, wire: torch.Tensor) -> Stage:
+        """Reduce over the outer ranks.
+
+        Args:
+            wire: (inner_region.numel,) in the communication dtype; used up.
+
+        Returns:
+            A stage whose result is (main_region.numel,).
+        """
+        axis, average = self._outer, self._averages
+        assert axis is not None
+        if not self.scatters_across:
+            return Stage(lambda: axis.all_reduce(wire, average), lambda: wire, (wire,))
+        if axis.shared is not None:
+            return _in_shared_memory(axis, wire)
+        if axis.exchanges_pairwise:
+            received = torch.empty_like(wire)
+            return _exchanged(axis, wire, received)._replace(memory=(wire, received))
+        stage = _native(axis, wire, self.main_region.numel, average)
+        return stage._replace(memory=(wire,))
+
+
+def _in_shared_memory(axis: Axis, full: torch.Tensor) -> Stage:
+    """Read and add up what other ranks hold; the result lies in memory that the next reduction may use."""
+    under_way: list[SharedSum] = []
+
+    def launch() -> SharedSum:
+        under_way.append(axis.add_up(full))
+        return under_way[0]
+
+    return Stage(
+        launch,
+        lambda: under_way.pop().total(),
+        (full,),
+        lambda out, factor: under_way.pop().total_into(out, factor),
+    )
+
+
+def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
+    """An all-to-all and a local sum."""
+
+    def result_into(out: torch.Tensor, factor: float) -> None:
+        add_up_into(received.view(axis.num_ranks, -1).unbind(), out, factor)
+
+    return Stage(lambda: axis.exchange(received, full), lambda: sum_received(received, axis.num_ranks), (), result_into)
+
+
+def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
+    """The back end's own reduce-scatter; its result is made where it is launched, on the lane's stream."""
+    reduced: list[torch.Tensor] = []
+
+    def launch() -> torch.distributed.Work | None:
+        reduced.append(torch.empty(numel, dtype=full.dtype, device=full.device))
+        return axis.reduce_scatter(reduced[0], full, average)
+
+    return Stage(launch, reduced.pop)

@@ -1,0 +1,553 @@
+"""The scheduler: what happened goes in, what to do comes out. Pure; it never touches a tensor, a stream or a rank.
+
+Events are methods: a unit's forward begins or ends, its backward begins, all its gradients are ready, the backward is
+over, the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward
+surrounds those of the others, so it stays gathered from the beginning of the forward until the weights change.
+
+Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its
+first gather as its *home*, because autograd saves views of the gathered weights and the backward must find the same
+bytes in the same place. A gathered unit that nobody uses stays in its slot until another unit needs it ("released"
+then), so the units used last in forward are still there when backward begins.
+
+Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
+every other unit outside k is over: its weights may go, and a gradient that has not come will not come. That is when a
+unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the order of
+collectives must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from megatron_fsdp.errors import ScheduleError
+
+# What the scheduler is told when it is made. Pure.
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What the scheduler has to know of a model and a strategy.
+
+    Attributes:
+        trainable: For each unit, root first, whether it has parameters that take gradients.
+        gathers: Whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank).
+        shares_slots: Whether gathered weights live in slots (strategy 3); else each unit has its own full buffer.
+        slots: Units other than the root that can be gathered at a time, at least 1.
+        prefetch_forward: How many units to gather ahead in forward.
+        prefetch_backward: How many units to gather ahead in backward.
+        reduces_early: Whether a unit is reduced as soon as its gradients are there; else when the backward is over.
+        homeless: Units with memory of their own: a slot only counts how many are gathered, and any will do.
+        private: Units with memory of their own that is kept: they take no slot and give way to nobody.
+        returned: Units, or the root, that are released when a backward is over, because their memory is given back.
+        returned_before_step: The same of the last backward before the weights change, as far as that can be foretold.
+    """
+
+    trainable: tuple[bool, ...]
+    gathers: bool = True
+    shares_slots: bool = True
+    slots: int = 2
+    prefetch_forward: int = 1
+    prefetch_backward: int = 1
+    reduces_early: bool = True
+    homeless: frozenset[int] = frozenset()
+    private: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
+    returned_before_step: frozenset[int] = frozenset()
+
+
+# Remember what happened in one pass, or step, and foretell what comes next in the following one. Pure.
+
+
+class RecordedOrder:
+    """The order of one kind of pass (forward or backward): recorded each time, replayed the next time.
+
+    The first pass foretells nothing. A pass that leaves the recorded order foretells nothing more until it ends; what
+    it did is what the next pass is compared with.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[int] = []
+        self._current: list[int] = []
+        self._on_track = True
+
+    def begin(self) -> None:
+        """Start a pass."""
+        self._current = []
+        self._on_track = True
+
+    def end(self) -> None:
+        """End the pass; what it needed is what the next one is expected to need."""
+        self._expected = self._current
+        self._current = []
+
+    def note(self, unit: int) -> None:
+        """Unit `unit` is needed now (a repeat of the unit needed last is not a new need)."""
+        if self._current and self._current[-1] == unit:
+            return
+        position = len(self._current)
+        self._on_track = self._on_track and position < len(self._expected) and self._expected[position] == unit
+        self._current.append(unit)
+
+    def upcoming(self, count: int) -> tuple[int, ...]:
+        """The next `count` units, nearest first; empty once the pass has left the recorded order."""
+        if not self._on_track or not self._current:
+            return ()
+        position = len(self._current)
+        return tuple(self._expected[position : position + count])
+
+
+class StepLength:
+    """How many backwards come between two changes of the weights; each step foretells the next one.
+
+    Ranks run the same backwards, so they foretell the same. Where a step is longer or shorter than the one before it,
+    what was foretold is wrong once.
+    """
+
+    def __init__(self) -> None:
+        self._expected = 0  # nothing is known of the first step
+        self._backwards = 0
+
+    def note_backward(self) -> bool:
+        """A backward is over; returns whether it is expected to be the last of its step."""
+        self._backwards += 1
+        return self._backwards == self._expected
+
+    def note_step(self) -> None:
+        """The weights have changed; without a backward before it that was no step."""
+        self._expected = self._backwards or self._expected
+        self._backwards = 0
+
+
+# When gradients are reduced: after every backward, at the last microbatch, or when told.
+
+
+class Reach(Enum):
+    """How far the gradients of a backward travel."""
+
+    NOWHERE = "nowhere"  # kept as full local sums
+    INSIDE = "inside"  # over the inner ranks; the outer ones wait for the sync
+    EVERYWHERE = "everywhere"
+
+
+@dataclass
+class SyncMode:
+    """The switches that decide what happens to the gradients of the next backward.
+
+    Attributes:
+        auto_sync: Reduce and show gradients after every backward.
+        is_last_microbatch: What the user said of the next backward; None where nothing was said.
+        defer_all: Inside `no_sync`: reduce nothing, keep full local sums.
+    """
+
+    auto_sync: bool = True
+    is_last_microbatch: bool | None = None
+    defer_all: bool = False
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the end of the next backward is a gradient sync."""
+        return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
+
+    def reach(self, pending_is_sharded: bool) -> Reach:
+        """How far gradients are reduced in the next backward.
+
+        Args:
+            pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
+                reduced over the inner ranks each time unless everything is deferred.
+        """
+        if self.syncs:
+            return Reach.EVERYWHERE
+        return Reach.INSIDE if pending_is_sharded and not self.defer_all else Reach.NOWHERE
+
+    @contextmanager
+    def changed(
+        self, *, auto_sync: bool | None = None, is_last_microbatch: bool | None = None, defer_all: bool | None = None
+    ) -> Iterator[None]:
+        """Change switches inside a block and restore them afterwards."""
+        before = (self.auto_sync, self.is_last_microbatch, self.defer_all)
+        if auto_sync is not None:
+            self.auto_sync = auto_sync
+        if is_last_microbatch is not None:
+            self.is_last_microbatch = is_last_microbatch
+        if defer_all is not None:
+            self.defer_all = defer_all
+        try:
+            yield
+        finally:
+            self.auto_sync, self.is_last_microbatch, self.defer_all = before
+
+
+ROOT = 0
+
+
+class Action(Enum):
+    """What an operation does to its unit."""
+
+    GATHER = "gather"  # start gathering the weights into the slot
+    WAIT = "wait"  # make the gathered weights usable by compute
+    RELEASE = "release"  # the gathered weights are no longer valid; their slot may be overwritten
+    REDUCE = "reduce"  # gradients that did not come are zero; start reducing (or, deferred, keep) the bucket
+    FINALISE = "finalise"  # the backward is over: wait for reductions, show gradients
+
+
+class Operation(NamedTuple):
+    """One instruction for the executor."""
+
+    action: Action
+    unit: int
+    slot: int | None = None
+
+    def __str__(self) -> str:
+        """Compact form for tests and traces, such as `gather3@1`."""
+        if self.action is Action.FINALISE:
+            return "finalise"
+        return f"{self.action.value}{self.unit}" + (f"@{self.slot}" if self.slot is not None else "")
+
+
+class Residence(Enum):
+    """Where a unit's full compute weights are."""
+
+    SHARDED = "sharded"  # not here, or out of date
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+_GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up takes longer than most decisions
+_SHARDED, _GATHERING, _READY = Residence
+
+
+@dataclass
+class _UnitState:
+    residence: Residence = Residence.SHARDED
+    home: int | None = None
+    open_forwards: int = 0  # forwards whose backward has not begun
+    in_backward: bool = False  # its backward has begun in the current backward pass
+    reduced: bool = True  # nothing to reduce since its backward last began
+    hosts: set[int] = field(default_factory=set)  # units whose forward was seen to call this unit's
+
+
+@dataclass
+class _SlotState:
+    unit: int | None = None
+    last_used: int = 0
+
+
+@dataclass
+class Scheduler:
+    """Decides who is gathered, waited for, released and reduced, and in which order."""
+
+    config: ScheduleConfig
+    _units: list[_UnitState] = field(init=False)
+    _slots: list[_SlotState] = field(init=False)
+    _forward_stack: list[int] = field(init=False, default_factory=list)
+    _backward_unit: int | None = field(init=False, default=None)  # its weights are in use by backward
+    _unsettled: list[int] = field(init=False, default_factory=list)  # units whose backward began, in that order
+    _epoch: int = field(init=False, default=0)
+    _in_backward: bool = field(init=False, default=False)
+    _clock: int = field(init=False, default=0)
+    _forward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
+    _backward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
+    _step_length: StepLength = field(init=False, default_factory=StepLength)
+
+    def __post_init__(self) -> None:
+        self._units = [_UnitState() for _ in self.config.trainable]
+        self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
+
+    # ---- events -------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, unit: int) -> tuple[Operation, ...]:
+        """A unit's forward is about to compute, in a forward pass or in a recomputation inside backward."""
+        state = self._units[unit]
+        if self._in_backward:
+            if self._backward_unit not in state.hosts:
+                self._backward_unit = None  # recomputation comes back to that unit before its backward computes
+        else:
+            if not self._forward_stack:
+                self._forward_order.begin()
+            state.hosts.update(host for host in self._forward_stack if host not in (ROOT, unit))
+        self._forward_stack.append(unit)
+        if self._in_backward:
+            return self._need(unit, self._backward_order, self.config.prefetch_backward)
+        return self._need(unit, self._forward_order, self.config.prefetch_forward)
+
+    def forward_ends(self, unit: int, needs_backward: bool) -> int:
+        """A unit's forward is over (also by an exception); `needs_backward`: autograd will come back to it.
+
+        Returns:
+            The epoch of the weights it used, to be handed to `backward_begins`.
+        """
+        while self._forward_stack and self._forward_stack.pop() != unit:
+            pass
+        state = self._units[unit]
+        if not self._in_backward:
+            state.open_forwards += needs_backward
+            if not self._forward_stack:
+                self._forward_order.end()
+        elif self._backward_unit not in state.hosts:
+            if needs_backward and state.open_forwards == 0 and not (self._unsettled and self._unsettled[-1] == unit):
+                state.open_forwards = 1
+            if unit != ROOT:
+                self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
+        return self._epoch
+
+    def backward_begins(self, unit: int, epoch: int) -> tuple[Operation, ...]:
+        """The backward of one forward of a unit is about to compute.
+
+        Raises:
+            ScheduleError: The weights have changed since that forward.
+        """
+        if epoch != self._epoch:
+            raise ScheduleError(
+                "backward reached a forward that ran before the weights were changed; its gradients would mix two "
+                "versions of the weights, so run backward before the optimizer step"
+            )
+        operations: list[Operation] = []
+        if not self._in_backward:
+            self._in_backward = True
+            self._backward_order.begin()
+        if unit != ROOT:
+            operations += self._settle_before(unit)
+            self._backward_unit = unit
+        state = self._units[unit]
+        state.in_backward, state.reduced = True, False
+        operations += self._need(unit, self._backward_order, self.config.prefetch_backward)
+        state.open_forwards = max(0, state.open_forwards - 1)
+        return tuple(operations)
+
+    def gradient_arrives(self, unit: int) -> None:
+        """The first gradient since the unit's last reduction has been computed.
+
+        Raises:
+            ScheduleError: The unit's weights were not gathered, so that the gradient cannot be right.
+        """
+        state = self._units[unit]
+        absent = self.config.gathers and state.residence is _SHARDED
+        if absent and not state.in_backward:
+            raise ScheduleError(
+                "a gradient arrived for a unit whose backward was never announced, so its weights were not gathered; "
+                "its forward must return its tensors in tuples, lists, dicts, dataclasses or classes registered with "
+                "torch.utils._pytree"
+            )
+        self._in_backward = True
+        state.in_backward, state.reduced = True, False
+
+    def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody who drives the passes by hand says that a unit's gradients are all there: reduce it now."""
+        if not self.config.reduces_early or unit == ROOT:
+            return ()
+        self._units[unit].reduced = True
+        return (Operation(_REDUCE, unit),)
+
+    def backward_ends(self) -> tuple[Operation, ...]:
+        """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
+        returned = self.config.returned
+        if self._in_backward and self._step_length.note_backward():
+            returned = returned | self.config.returned_before_step
+        done = [unit for unit in sorted(returned) if unit not in self._forward_stack]
+        operations = [operation for unit in done for operation in self._release(unit)]
+        for unit in range(len(self._units) - 1, -1, -1):
+            state = self._units[unit]
+            began = state.in_backward or (unit == ROOT and self._in_backward)
+            if began and self.config.trainable[unit] and (unit == ROOT or not state.reduced):
+                operations.append(Operation(_REDUCE, unit))
+            state.in_backward, state.reduced = False, True
+        if self._in_backward:
+            self._backward_order.end()
+        self._in_backward, self._backward_unit = False, None
+        self._unsettled.clear()
+        return (*operations, Operation(_FINALISE, ROOT))
+
+    def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody asks for a unit's weights ahead of its forward; start gathering them where there is room."""
+        return tuple(self._gather(unit, keep=range(len(self._units)), must=False)) if self.config.gathers else ()
+
+    def weights_awaited(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody needs a unit's weights now, outside of its forward."""
+        if not self.config.gathers:
+            return ()
+        operations = self._gather(unit, keep=(unit,), must=True)
+        if self._units[unit].residence is _GATHERING:
+            operations.append(Operation(_WAIT, unit))
+            self._units[unit].residence = _READY
+        return tuple(operations)
+
+    def weights_unwanted(self, unit: int) -> tuple[Operation, ...]:
+        """Somebody lets go of a unit's weights; nothing happens while they are in use, or to the root."""
+        in_use = unit in (ROOT, self._backward_unit) or unit in self._forward_stack
+        return () if in_use or not self.config.shares_slots else tuple(self._release(unit))
+
+    def weights_changed(self) -> tuple[Operation, ...]:
+        """The main weights are newer than what is gathered: everything has to be gathered again before its next use."""
+        if self._forward_stack:
+            raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
+        self._epoch += 1
+        self._step_length.note_step()
+        for state in self._units:
+            state.open_forwards = 0
+        return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
+
+    def reset(self) -> tuple[Operation, ...]:
+        """Forget passes that were broken off; every unit is sharded afterwards.
+
+        So is what was learnt (order of units, slots): ranks may have been stopped at different points, and have to
+        decide alike from here on.
+        """
+        self._forward_stack.clear()
+        self._backward_unit = None
+        self._unsettled.clear()
+        self._in_backward = False
+        self._forward_order, self._backward_order = RecordedOrder(), RecordedOrder()
+        self._step_length = StepLength()
+        for state in self._units:
+            state.in_backward, state.reduced = False, True
+        operations = self.weights_changed()
+        for state in self._units:
+            state.home = None
+        self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
+        return operations
+
+    def look_ahead(self, depth: int, may_grow: bool) -> None:
+        """Gather another number of units ahead from now on.
+
+        Args:
+            depth: How many, in both directions; not more than there are slots besides the one in use.
+            may_grow: Whether to add slots for them; slots are never taken away.
+        """
+        slots = max(self.config.slots, depth + 1) if may_grow else self.config.slots
+        if self.config.shares_slots:
+            depth = min(depth, slots - 1)
+            self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
+        self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
+
+    def trains(self, units: Sequence[Sequence[bool]]) -> None:
+        """Other parameters take gradients from now on.
+
+        Args:
+            units: For each unit whether each of its parameters does, group after group.
+        """
+        self.config = replace(self.config, trainable=tuple(map(any, units)))
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._in_backward
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward (or recomputation) of some unit is under way."""
+        return bool(self._forward_stack)
+
+    def forward_depth(self, unit: int) -> int:
+        """How many forwards of the unit are under way, one inside another."""
+        return self._forward_stack.count(unit)
+
+    # ---- decisions ----------------------------------------------------------------------------------------------
+
+    def _need(self, unit: int, order: RecordedOrder, depth: int) -> tuple[Operation, ...]:
+        """Gather the unit (unless it is here), then those expected next, then wait for the unit."""
+        order.note(unit)
+        self._clock += 1
+        if not self.config.gathers:
+            return ()
+        upcoming = order.upcoming(depth)
+        state = self._units[unit]
+        operations = self._gather(unit, keep=(unit,), must=True)
+        for position, ahead in enumerate(upcoming):
+            if self._units[ahead].residence is _SHARDED:
+                operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
+        if state.residence is _GATHERING:
+            operations.append(Operation(_WAIT, unit))
+            state.residence = _READY
+        if state.home is not None:
+            self._slots[state.home].last_used = self._clock
+        return tuple(operations)
+
+    def _settle_before(self, unit: int) -> list[Operation]:
+        """Settle the units whose backward is over now that another one's begins; callers of that one are not."""
+        callers = self._units[unit].hosts
+        finished = [other for other in self._unsettled if other != unit and other not in callers]
+        self._unsettled = [other for other in self._unsettled if other != unit and other in callers] + [unit]
+        return [operation for other in finished for operation in self._settle(other)]
+
+    def _settle(self, unit: int) -> list[Operation]:
+        """Reduce a unit whose backward is over though some of its gradients never came."""
+        state = self._units[unit]
+        done = state.reduced or state.open_forwards > 0 or not self.config.trainable[unit]
+        if done or not self.config.reduces_early:
+            return []
+        state.reduced = True
+        return [Operation(_REDUCE, unit)]
+
+    def _gather(self, unit: int, keep: Collection[int], must: bool) -> list[Operation]:
+        state = self._units[unit]
+        if state.residence is not _SHARDED:
+            return []
+        operations: list[Operation] = []
+        if unit != ROOT and self.config.shares_slots and unit not in self.config.private:
+            slot = self._choose_slot(unit, keep, must)
+            if slot is None:
+                return []
+            if (occupant := self._slots[slot].unit) is not None:
+                operations += self._release(occupant)
+            self._slots[slot] = _SlotState(unit, self._clock)
+            state.home = slot
+        state.residence = _GATHERING
+        operations.append(Operation(_GATHER, unit, state.home))
+        return operations
+
+    def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
+        """The unit's home if it can be had, else an empty or the least recently used slot; a new one if it must."""
+        home = None if unit in self.config.homeless else self._units[unit].home
+        if home is not None and self._can_evict(home, keep):
+            return home
+        if home is not None and (not must or self._units[unit].open_forwards > 0):
+            if not must:
+                return None
+            tenant = self._slots[home].unit
+            if tenant not in self.config.homeless:
+                raise ScheduleError(
+                    f"unit {unit} is needed while unit {tenant}, which shares its memory, is in use, and an earlier "
+                    "forward of it still waits for its backward; run that backward first"
+                )
+            # The tenant's memory is its own: it may be counted in any slot, in place of who has to go there.
+            other = self._free_slot(keep, must=True)
+            assert other is not None
+            self._slots[home], self._slots[other] = self._slots[other], self._slots[home]
+            self._units[tenant].home = other
+            return home
+        return self._free_slot(keep, must)
+
+    def _free_slot(self, keep: Collection[int], must: bool) -> int | None:
+        """An empty or the least recently used slot; a new one if it must."""
+        free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, keep)]
+        if not free and must:
+            self._slots.append(_SlotState())
+            return len(self._slots) - 1
+        return min(
+            free, key=lambda slot: (self._slots[slot].unit is not None, self._slots[slot].last_used), default=None
+        )
+
+    def _can_evict(self, slot: int, keep: Collection[int]) -> bool:
+        unit = self._slots[slot].unit
+        if unit is None:
+            return True
+        callers = self._units[self._backward_unit].hosts if self._backward_unit is not None else ()
+        if unit in callers and self._units[unit].in_backward:
+            return False  # its backward goes on when that of the unit it called is over
+        return unit not in keep and unit not in self._forward_stack and unit != self._backward_unit
+
+    def _release(self, unit: int) -> list[Operation]:
+        state = self._units[unit]
+        if state.residence is _SHARDED:
+            return []
+        operations = [Operation(_WAIT, unit)] if state.residence is _GATHERING else []
+        state.residence = _SHARDED
+        if state.home is not None and self._slots[state.home].unit == unit:
+            self._slots[state.home].unit = None
+        return [*operations, Operation(_RELEASE, unit)]

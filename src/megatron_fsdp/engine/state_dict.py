@@ -1,0 +1,236 @@
+"""Hooks on a model's state dicts: sharded parameters are what is saved, described, and called as on all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.comm.groups import gather_objects
+from megatron_fsdp.dtensor.chunks import describe_chunks
+from megatron_fsdp.dtensor.dispatch import local_operand
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.engine import Engine, live_engine
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+# Find out what is wrong with a state dict before anything of it is copied.
+
+
+class _CopiesNothing(TorchFunctionMode):
+    """Lets `tensor.copy_(other)` check that it could, and do nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.copy_:
+            if isinstance(args[0], UnevenDTensor):
+                local_operand(args[0].shard_frame, args[1], "copy_")
+            return args[0]
+        return func(*args, **dict(kwargs or {}))
+
+
+def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
+    """Go through a load without copying; no communication.
+
+    Args:
+        module: Where it loads into.
+        load: Does it, by torch's own means; it may be called again afterwards.
+
+    Returns:
+        What torch would complain of, all together; None where nothing is wrong.
+    """
+    overridden = [each for each in module.modules() if type(each).set_extra_state is not nn.Module.set_extra_state]
+    before = [(each, each.get_extra_state()) for each in overridden]
+    try:
+        with _CopiesNothing():
+            load()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        for each, state in before:
+            each.set_extra_state(state)
+    return None
+
+
+# ---- shards of other ranks -------------------------------------------------------------------------------------------
+
+
+def other_shards(value: object, frame: ShardFrame) -> str | None:
+    """Say what is wrong with a shard that is cut otherwise than it should be; no communication.
+
+    Args:
+        value: Anything out of a state dict.
+        frame: How it should be cut.
+
+    Returns:
+        One sentence, with this rank in it; None for what fits, is whole, or is no shard of ours.
+    """
+    if not isinstance(value, UnevenDTensor) or value.shape != frame.shape or value.shard_frame == frame:
+        return None
+    given, own = value.shard_frame.description, frame.description
+    if given.is_whole:
+        return None
+    place = f"at {given.coordinate} on a mesh of shape {given.use.sizes}"
+    is_own_place = (given.coordinate, given.use.sizes) == (own.coordinate, own.use.sizes)
+    whose = "its own under another strategy or other units" if is_own_place else f"those of the rank {place}"
+    return (
+        f"rank {dist.get_rank()} was given shards that it does not hold ({whose}), and nothing was loaded: torch.save "
+        "writes the shards of the rank that calls it and no whole tensors; save and load with "
+        "torch.distributed.checkpoint, or with save_checkpoint and load_checkpoint of megatron_fsdp.checkpoint"
+    )
+
+
+def are_from_file(values: Iterable[object]) -> bool:
+    """Whether there are shards that were unpickled, as from one file that all ranks read."""
+    return any(
+        isinstance(value, UnevenDTensor) and value.shard_frame.is_from_file and not value.shard_frame.is_whole
+        for value in values
+    )
+
+
+def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Let all ranks raise what any of them has found; one small collective for each group.
+
+    Args:
+        problem: What is wrong here.
+        groups: Together they reach every rank; None for a single rank.
+
+    Raises:
+        CheckpointError: A rank has a problem; that of the first which has one.
+    """
+    for group in groups:
+        if group is not None:
+            problem = next((each for each in gather_objects(group, problem) if each is not None), None)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds.
+
+    Experts are shown as all ranks together have them, and brought back when they are loaded: tensors that stack a
+    rank's experts in every state dict, names that count them in state dicts of the model.
+    """
+    reference = weakref.ref(engine)
+    owners = [owner for owner in module.modules() if owner._parameters]
+    describe = partial(_describe, reference)
+    handles = [owner.register_state_dict_post_hook(describe) for owner in owners]
+    if not engine.expert_names.is_trivial:
+        handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
+        handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
+    return handles
+
+
+def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Keep state dicts honest: sharded parameters are what is saved, and none is replaced by a load.
+
+    Of whole tensors each rank loads its own elements; they have to be the same on every rank.
+    """
+    reference = weakref.ref(engine)
+    owners = [owner for owner in module.modules() if owner._parameters]
+    before_load, after_save = partial(_before_load, reference), partial(_note_handed_out, reference)
+    return [
+        module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
+        *(owner.register_load_state_dict_pre_hook(before_load) for owner in owners),
+        *(owner.register_state_dict_post_hook(after_save) for owner in owners),
+    ]
+
+
+def _note_handed_out(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    found = [state_dict.get(prefix + name) for name in owner._parameters]
+    live_engine(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
+
+
+def _describe(
+    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    engine = live_engine(reference)
+    for attribute, param in owner._parameters.items():
+        value = state_dict.get(prefix + attribute)
+        if isinstance(value, DTensor) and id(param) in engine.places:
+            group, index = engine.places[id(param)]
+            saved = engine.expert_names.as_saved(group.names[index], value)
+            if isinstance(saved, UnevenDTensor) and not saved.shard_frame.is_whole:
+                describe_chunks(saved, saved.shard_frame)
+            state_dict[prefix + attribute] = saved
+
+
+def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
+    engine = live_engine(reference)
+    if not engine.scheduler.in_forward and not engine.opened:
+        engine.install_sharded()
+
+
+def _before_load(
+    reference: weakref.ref[Engine],
+    owner: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *_unused: Any,
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise ConfigurationError(
+            f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
+            "which are pieces of flat buffers; load with assign=False, which copies"
+        )
+    _to_own_shards(live_engine(reference), owner, state_dict, prefix)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _to_global_names(
+    reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    names = live_engine(reference).expert_names
+    entries = list(state_dict.items())
+    state_dict.clear()
+    for key, value in entries:
+        is_own = key.startswith(prefix)
+        state_dict[prefix + names.name_of(key.removeprefix(prefix)) if is_own else key] = value
+
+
+def _to_local_names(
+    reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
+) -> None:
+    """What other ranks' experts are called is left out: a state dict may be that of the whole model."""
+    names = live_engine(reference).expert_names
+    entries = list(state_dict.items())
+    state_dict.clear()
+    for key, value in entries:
+        name = names.name_here(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        if name is not None:
+            state_dict[prefix + name] = value
+        elif not key.startswith(prefix):
+            state_dict[key] = value
+
+
+def _to_own_shards(engine: Engine, owner: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    for attribute, param in owner._parameters.items():
+        if prefix + attribute in state_dict and id(param) in engine.places:
+            group, index = engine.places[id(param)]
+            value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
+            state_dict[prefix + attribute] = own_shard(value, group.frames[index])
+
+
+def own_shard(value: Any, frame: ShardFrame) -> Any:
+    """This rank's elements of a whole tensor, as a view; what is none is handed back."""
+    if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
+        if not all(placement.is_replicate() for placement in value.placements):
+            return value
+        value = value._local_tensor
+    if isinstance(value, UnevenDTensor) or not isinstance(value, torch.Tensor) or value.shape != frame.shape:
+        return value
+    return UnevenDTensor.wrap(frame.take(value.detach()), frame)

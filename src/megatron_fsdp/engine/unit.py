@@ -1,0 +1,299 @@
+"""A unit: a module whose parameters are gathered and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.comm.lanes import Lane, Ticket
+from megatron_fsdp.dtensor.frame import OwningUnit
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.pools import Block, pack_bytes, storage_of
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+
+ParameterSites = tuple[tuple[nn.Module, str], ...]
+_Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
+"""A place in the module tree, the full and the sharded parameter for it, and whether nobody wants to hear of a swap.
+
+Modules look up their attributes in several dictionaries, so what a swap needs is taken from the module's own directly.
+"""
+_version = attrgetter("_version")
+
+
+class Unit:
+    """The parameter groups of one module and the places in the module tree where their parameters hang.
+
+    Attributes:
+        index: Position in the plan; 0 is the root.
+        name: Fully qualified name of the module; empty for the root.
+        is_module: Whether there is a module of that name; else the parameters belong to several.
+        shows_full: Whether the module tree holds the full parameters now.
+        groups: Its parameter groups; none where the module owns no parameter of its own.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        groups: Sequence[ParameterGroup],
+        sites: Sequence[Sequence[ParameterSites]],
+        is_module: bool = True,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.is_module = is_module
+        self.groups = tuple(groups)
+        self._sites = tuple(tuple(of_group) for of_group in sites)
+        self._swaps = tuple(_swaps(self.groups, self._sites))
+        self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
+        self.plan_buckets()
+        self._gathered: list[torch.Tensor] = [
+            group.weights.compute.local if group.weights.whole is None else group.weights.whole for group in self.groups
+        ]
+        self._placed_in: Block | None = None
+        wholes = (group.weights.whole for group in self.groups)
+        self._shared = frozenset(storage_of(whole) for whole in wholes if whole is not None)  # these are never moved
+        self.shows_full = False
+        self._tickets: list[Ticket] = []
+        self._outer_tickets: list[Ticket] = []
+        self._is_behind = False  # outer ranks have not shared out the last update yet
+        self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
+        self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
+
+    @property
+    def group_plans(self) -> list[GroupPlan]:
+        """What was decided for each group."""
+        return [group.plan for group in self.groups]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter takes a gradient."""
+        return any(group.is_trained for group in self.groups)
+
+    @property
+    def lives_in_slots(self) -> bool:
+        """Whether full weights exist only while gathered."""
+        return bool(self._slotted)
+
+    @property
+    def receives_inside(self) -> bool:
+        """Whether reducing any group over the inner ranks needs memory for what comes in."""
+        return any(group.receives_inside for group in self.groups)
+
+    @property
+    def reduces_across(self) -> bool:
+        """Whether gradients of any group are reduced over outer ranks."""
+        return any(group.gradients is not None and group.gradients.reducer.crosses for group in self.groups)
+
+    @property
+    def label(self) -> str:
+        """The name for messages."""
+        return self.name or "(root)"
+
+    def say_who_owns(self, remedy: str) -> None:
+        """Let errors about sharded parameters, met where whole ones are needed, name the unit and what to do."""
+        owner = OwningUnit(self.label, remedy)
+        for group in self.groups:
+            for name, frame in zip(group.names, group.frames, strict=True):
+                frame.belongs = (name, owner)
+
+    def plan_buckets(self) -> None:
+        """Lay the buckets of all groups into one block; again after a change of the communication dtype."""
+        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.bucket_bytes for group in self.groups])
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_to_cross(self) -> bool:
+        """Whether outer ranks have a part of the last update that is missing here."""
+        return self._is_behind and any(group.plan.gathers_across for group in self.groups)
+
+    def gather_across(self, lane: Lane) -> None:
+        """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
+
+        It writes into the memory of the weights, so it must be over (`finish_across`) before anybody changes them.
+        """
+        if self._is_behind:
+            self._is_behind = False
+            self._outer_tickets += [
+                lane.submit(group.weights.gather_across) for group in self.groups if group.plan.gathers_across
+            ]
+
+    def finish_across(self) -> None:
+        """Wait for what `gather_across` started."""
+        self._await(self._outer_tickets)
+
+    def gather(self, lane: Lane, block: Block | None) -> None:
+        """Start gathering the compute weights, into `block` where they are sharded at rest."""
+        self._await(self._outer_tickets)
+        if block is not None and block is not self._placed_in:
+            self._place(block)
+        for group, full in zip(self.groups, self._gathered, strict=True):
+            if not group.plan.gathered_by_unit:
+                continue
+            self._tickets.append(lane.submit(partial(group.weights.gather_into, full)))
+
+    def wait(self) -> None:
+        """Make the gathered weights usable."""
+        self._await(self._outer_tickets)
+        if self._await(self._tickets) or self._shared:  # shared ones may be all that there is
+            self._mark(0)
+
+    @staticmethod
+    def _await(tickets: list[Ticket]) -> bool:
+        """Wait for what was started and forget it; False where nothing was."""
+        for ticket in tickets:
+            ticket.wait()
+        was_any = bool(tickets)
+        tickets.clear()
+        return was_any
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of this unit's gathered weights that live in a slot, or are other ranks' too."""
+        if self._placed_in is not None and self._placed_in.holds(tensor):
+            return True
+        return bool(self._shared) and storage_of(tensor) in self._shared
+
+    def invalidate(self) -> None:
+        """The gathered weights are about to be overwritten, or out of date.
+
+        Autograd then refuses to use what it saved of them: a backward that reaches the unit without an announcement
+        raises "modified by an inplace operation" where it would compute with the weights of another unit.
+        """
+        self._mark(1)
+
+    def hide(self) -> None:
+        """The memory of the gathered weights is gone: the full parameters lie nowhere until the next gather."""
+        self._placed_in = None
+        for group in self.groups:
+            if group.gathered_bytes:
+                group.hide()
+
+    def _mark(self, version: int) -> None:
+        """Set the version counters of full parameters that live in a slot; saved views of them share these."""
+        if self._slotted:
+            torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
+
+    def _place(self, block: Block) -> None:
+        self._placed_in = block
+        for position, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
+            if not group.gathered_bytes:
+                continue
+            full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
+            self._gathered[position] = full
+            group.place(full)
+
+    def install_full(self) -> None:
+        """Put the full parameters into the module tree.
+
+        Raises:
+            ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
+        """
+        self.shows_full = True
+        for module, namespace, attribute, param, sharded, is_plain in self._swaps:
+            held = namespace["_parameters"]
+            found = held.get(attribute)
+            if found is not sharded and found is not param:
+                raise ConfigurationError(
+                    f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded parameter any "
+                    "more (functional_call, or assigned after sharding); sharded models use their own weights"
+                )
+            if is_plain:
+                held[attribute] = param
+            else:
+                setattr(module, attribute, param)
+
+    def check_untouched(self) -> None:
+        """Refuse writes into gathered weights, which would be lost when these are released.
+
+        Where ranks share them a write is one into the weights of all.
+
+        Raises:
+            ScheduleError: Names the parameter.
+        """
+        if not any(map(_version, self._slotted)):
+            return
+        for group in self.groups:
+            if not group.weights_in_slots:
+                continue
+            for name, param in zip(group.names, group.full, strict=True):
+                if param._version:
+                    self._mark(0)
+                    raise ScheduleError(
+                        f"{name} was modified in place inside the forward of unit {self.label}, {_fate(group)}; modify "
+                        "parameters between forwards instead"
+                    )
+
+    def install_sharded(self) -> None:
+        """Put the sharded parameters into the module tree."""
+        self.shows_full = False
+        for module, namespace, attribute, _, param, is_plain in self._swaps:
+            if is_plain:
+                namespace["_parameters"][attribute] = param
+            else:
+                setattr(module, attribute, param)
+
+    def install_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Put parameters of somebody else's into the module tree, one per parameter of each group."""
+        for params, sites in zip(copies, self._sites, strict=True):
+            for param, places in zip(params, sites, strict=True):
+                for module, attribute in places:
+                    set_parameter(module, attribute, param)
+
+    def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
+        """Whether parameter `index` of a group is `copy` in every place of the module tree."""
+        return all(module._parameters.get(name) is copy for module, name in self._sites[position][index])
+
+    @property
+    def main_changed(self) -> bool:
+        """Whether main weights were written to since they were last installed."""
+        return any(group.main_changed for group in self.groups)
+
+    def install_main_weights(self) -> None:
+        """Bring the compute weights of this rank up to date with the main weights."""
+        self.finish_across()
+        self._is_behind = True
+        for group in self.groups:
+            group.install()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def bucket_of(self, position: int, block: Block) -> torch.Tensor:
+        """The part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
+        plan = self.groups[position].plan
+        return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
+
+
+def _fate(group: ParameterGroup) -> str:
+    """What becomes of a write into the full weights of a group."""
+    if not group.plan.shares_weights:
+        return "and the change would be lost when its gathered weights are released"
+    remedy = "load or set the weights again"
+    if not group.weights.shares_memory:
+        remedy = "call install_optimized_model_weights() when all have met this error, since main weights are unchanged"
+    return f"and so, in memory that ranks share, for all of them while they computed; {remedy}"
+
+
+def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
+    """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
+    if _is_plain(module):
+        module._parameters[attribute] = param
+    else:
+        setattr(module, attribute, param)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def _swaps(groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]]) -> Iterator[_Swap]:
+    for group, of_group in zip(groups, sites, strict=True):
+        for full, sharded, places in zip(group.full, group.sharded, of_group, strict=True):
+            for module, attribute in places:
+                yield module, module.__dict__, attribute, full, sharded, _is_plain(module)

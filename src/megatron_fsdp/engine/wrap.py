@@ -1,0 +1,729 @@
+"""Everything that happens at wrap time: check the model, find units, shard, connect the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
+
+from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
+from megatron_fsdp.comm.real_values import has_values
+from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
+from megatron_fsdp.debug.lifetimes import resolve_check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier, StepVerifier
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.engine.collective_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
+from megatron_fsdp.engine.domains import Sharding, make_domain
+from megatron_fsdp.engine.engine import Engine, EngineParts, StructureCheck
+from megatron_fsdp.engine.expert_state import find_expert_names
+from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.hooks import register_hooks
+from megatron_fsdp.engine.memory import plan_memory
+from megatron_fsdp.engine.meta_init import (
+    Blueprint,
+    check_can_initialise,
+    draw_blueprint,
+    has_meta,
+    materialise,
+    same_random_numbers,
+)
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
+from megatron_fsdp.engine.tensor_parallel import local_part, part_of
+from megatron_fsdp.engine.unit import ParameterSites, Unit
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
+from megatron_fsdp.sharding.memory_plan import MemoryOptions
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.placement import ShardingStrategy, placements_for
+from megatron_fsdp.sharding.units import (
+    ParameterGroupSpec,
+    ParameterInfo,
+    UnitPlan,
+    cut_groups,
+    find_units,
+    group_parameters,
+    plan_lines,
+    refine_units,
+)
+from megatron_fsdp.shm.share import VARIABLE as SHARED_MEMORY_VARIABLE
+from megatron_fsdp.shm.share import resolve_shared_memory
+
+# The plans of a model's parameter groups; groups of equal shapes, as equal blocks have, share what they can.
+
+Frames = tuple[ShardFrame, ...]
+
+
+class GroupPlans:
+    """Plans groups, those that are alike once.
+
+    Args:
+        sharding: How to shard.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._known: dict[object, tuple[GroupPlan, Frames]] = {}
+
+    def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
+        """Everything about one group, and for each parameter who holds which of its elements.
+
+        Args:
+            spec: The group.
+            originals: Its parameters as the modules hold them; only their description is read.
+        """
+        parts = self._sharding.parts_of(spec, originals)
+        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
+        known = self._known.get(alike)
+        if known is None:
+            plan = self._sharding.plan_group(spec, originals)
+            known = self._known[alike] = plan, tuple(plan.frame(index) for index in range(len(originals)))
+            return known
+        plan, frames = known
+        return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
+
+
+# From a model and its unit plan to units: groups, buffers, and the sharded parameters in their places.
+
+
+def build_units(
+    module: nn.Module,
+    plan: UnitPlan,
+    sharding: Sharding,
+    bucket_numel: int | None = None,
+    *,
+    leaves_empty: bool = False,
+) -> tuple[Unit, ...]:
+    """Shard a model in place, unit by unit, so that at most one unit exists twice.
+
+    Args:
+        module: The model; afterwards its parameters are the sharded ones.
+        plan: Its units.
+        sharding: How to shard.
+        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
+        leaves_empty: Give parameters on the meta device memory and no values, and leave buffers there.
+
+    Returns:
+        The units, root first.
+
+    Raises:
+        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
+    """
+    blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
+    originals = dict(module.named_parameters())
+    sites = parameter_sites(module)
+    plans = GroupPlans(sharding)
+    units = []
+    for index, spec in enumerate(plan.units):
+        infos = [parameter_info(name, originals[name], sharding) for name in spec.parameters]
+        groups = []
+        group_sites = []
+        specs = group_parameters(infos)
+        for group_spec in specs if index else cut_groups(specs, bucket_numel):
+            params = [originals.pop(info.name) for info in group_spec.parameters]
+            group_sites.append([sites.pop(id(param)) for param in params])
+            group_plan, frames = plans.plan(group_spec, params)
+            groups.append(ParameterGroup(group_plan, params, frames))
+            del params
+        unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
+        unit.install_sharded()
+        if index:  # the root is whole wherever a forward can read its weights
+            unit.say_who_owns(plan.remedy(spec))
+        units.append(unit)
+    if blueprint is not None:
+        _initialise(module, blueprint, units, sharding)
+    return tuple(units)
+
+
+def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
+    inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
+    groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
+    problem = None
+    try:
+        with same_random_numbers(groups, sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    except ConfigurationError as error:
+        problem = error
+    agree_over(sharding.reaching_all, problem)
+
+
+def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
+    """Where each parameter hangs: for its id, the modules and attribute names; several for a tied one."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for attribute, param in owner._parameters.items():
+            if param is not None:
+                sites.setdefault(id(param), []).append((owner, attribute))
+    return {key: tuple(places) for key, places in sites.items()}
+
+
+def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
+    """What grouping needs to know of a parameter; only its description is read."""
+    return ParameterInfo(
+        name,
+        tuple(local_part(param).shape),
+        param.dtype,
+        param.requires_grad,
+        is_expert=sharding.is_expert(name, param),
+        sums_in_fp32=sharding.sums_in_fp32(name),
+    )
+
+
+# What keeps a model from being sharded, told before anything is touched.
+
+EMPTY = "empty"
+"""Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
+
+
+def check_not_wrapped(module: object) -> None:
+    """Refuse what is no model, and models that another wrapper takes care of already; no communication.
+
+    Raises:
+        ConfigurationError: The model, or a module in it, is sharded or replicated by torch or by this package.
+        TypeError: It is no model.
+    """
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
+    for name, part in module.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(part, DistributedDataParallel):
+            raise ConfigurationError(
+                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
+                "give the module inside it (.module)"
+            )
+        if isinstance(part, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(part, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+            raise ConfigurationError(
+                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
+            )
+
+
+def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
+    """Refuse models that cannot be sharded; no communication.
+
+    Args:
+        module: The model.
+        init_meta: As in `Switches`.
+
+    Raises:
+        ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
+    """
+    check_not_wrapped(module)
+    params = dict(module.named_parameters())
+    if not params:
+        raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
+    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
+    if sharded:
+        raise ConfigurationError(
+            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
+            "model once"
+        )
+    lazy = [name for name, param in params.items() if isinstance(param, UninitializedParameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
+            "that lazy modules know their shapes"
+        )
+    _check_meta(module, params, init_meta)
+    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
+    if len(devices) > 1:
+        examples = ", ".join(
+            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
+            for device in devices
+        )
+        raise ConfigurationError(
+            f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
+        )
+
+
+def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
+    if init_meta not in (True, False, EMPTY):
+        raise ConfigurationError(
+            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
+            "afterwards"
+        )
+    if init_meta == EMPTY:
+        return
+    if init_meta:
+        check_can_initialise(module)
+        return
+    for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
+        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if meta:
+            raise ConfigurationError(
+                f"{len(meta)} of {len(tensors)} {kind} are on the meta device (such as {meta[0]}) and "
+                "init_model_with_meta_device is False; set it to let modules initialise themselves, or materialise "
+                "the model first"
+            )
+
+
+# Ranks that were seeded differently start from the weights of the first one.
+
+
+def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Give every data-parallel rank the weights of the first one, and report what had to be sent.
+
+    Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
+    initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
+    Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
+
+    Args:
+        module: The model with its full parameters and buffers; those without values are left out.
+        sharding: Says which ranks share which parameters.
+
+    Returns:
+        Names of parameters and buffers that differed, in model order.
+    """
+    held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
+    dense = {name: tensor for name, tensor in held.items() if name not in experts}
+    differing: set[str] = set()
+    for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
+        # Over the inner ranks first: then the first of each inner group stands for its group.
+        for axis in reversed(domain.axes if domain is not None else ()):
+            if axis.group is not None:
+                differing.update(_match(_plain(tensors), axis.group, sharding.device))
+    return tuple(name for name in held if name in differing)
+
+
+def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Names of parameters that tensor-parallel ranks hold whole, and hold different values of. Nothing is changed."""
+    group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
+    if group is None:
+        return ()
+    parts = {name: part_of(name, param, mesh) for name, param in module.named_parameters()}
+    whole = {
+        name: param
+        for name, param in module.named_parameters()
+        if (part := parts[name]) is not None and not part.is_cut and not sharding.is_expert(name, param)
+    }
+    return differing_tensors(_plain(whole), group, sharding.device)
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in local.items() if tensor.numel() and has_values(tensor)}
+
+
+def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:
+    differing = differing_tensors(tensors, group, device)
+    for name in differing:
+        value = tensors[name].to(device).contiguous()
+        dist.broadcast(value, group_src=0, group=group)
+        with torch.inference_mode(tensors[name].is_inference()):  # the only place where such a tensor may be written
+            tensors[name].copy_(value)
+    return differing
+
+
+def differing_tensors(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, ...]:
+    """Names of the tensors that are not the same bits on every rank; sends two numbers per tensor.
+
+    Args:
+        tensors: The same names in the same order on every rank, none of them empty.
+        group: The ranks.
+        device: Where the hashes travel.
+    """
+    if not tensors:
+        return ()
+    hashes = fingerprints(list(tensors.values())).to(device)
+    lowest, highest = lowest_and_highest(hashes, group)
+    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
+
+
+# The switch `reduce_scatter_with_fp32_accumulation`: where it can take effect, and what is said where it cannot.
+
+NAME = "reduce_scatter_with_fp32_accumulation"
+
+
+def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
+    """Refuse the switch where gradients are reduced by an all-reduce, which adds in the dtype that travels.
+
+    Raises:
+        ConfigurationError: The strategy is `no_shard`.
+    """
+    if strategy == ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            f"{NAME}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
+            "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
+        )
+
+
+def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
+    """Say so where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
+
+    Args:
+        trainable: The dtypes of every trainable parameter group.
+    """
+    travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
+    if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
+        warn_caller(
+            f"{NAME}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added in it; "
+            "set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
+        )
+
+
+# What becomes a unit of the engine, and who tells it when: by module here, and by other rules elsewhere.
+
+
+class Grouping(Protocol):
+    """Which parameters are gathered and reduced together, and what tells the engine when."""
+
+    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+        """The units of a model, the root first; the model is only read.
+
+        Raises:
+            ConfigurationError: The model cannot be cut like that.
+        """
+        ...
+
+    def cut_numel(self, num_ranks: int) -> int | None:
+        """Where to cut the root's parameters into groups, in elements; None: never."""
+        ...
+
+    def make_engine(self, parts: EngineParts) -> Engine:
+        """The engine, without hooks."""
+        ...
+
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+        """Register the hooks; `modules` are those of the units that are modules, by index."""
+        ...
+
+
+@dataclass(frozen=True)
+class UnitGrouping:
+    """Units are modules, and their forwards and backwards tell the engine when.
+
+    Attributes:
+        unit_modules: What to look for as units.
+        memory: How memory is borrowed.
+    """
+
+    unit_modules: Sequence[type[nn.Module] | str] | str | None
+    memory: MemoryOptions
+
+    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:  # noqa: ARG002
+        """See `Grouping`."""
+        plan = find_units(module, self.unit_modules)
+        self.memory.check_plan(len(plan.units) - 1)
+        return refine_units(module, plan, self.memory.whole_types) if self.memory.fine_grained else plan
+
+    def cut_numel(self, num_ranks: int) -> int | None:
+        """See `Grouping`."""
+        return self.memory.bucket_numel_on(num_ranks)
+
+    def make_engine(self, parts: EngineParts) -> Engine:
+        """See `Grouping`."""
+        return Engine(parts)
+
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+        """See `Grouping`."""
+        return register_hooks(engine, modules)
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the caller chose for one model, checked.
+
+    Attributes:
+        strategy: On the sharding axis.
+        outer_strategy: On the outer axis, where there is one.
+        policy: Dtypes.
+        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
+        overlap_param_gather: Gather ahead; strategy 3 always does.
+        average_in_collective: Let the collective average.
+        calculate_per_token_loss: Sum gradients, without a factor.
+        check_finite: Look for NaN and infinity in every gradient.
+        memory: How memory is borrowed and how far to gather ahead.
+        init_meta: Initialise what is on the meta device; "empty": only give its parameters memory.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
+        find_unused_parameters: Agree at every sync on which parameters were used.
+        scales_first: Scale gradients before they travel, not after.
+        numel_multiple: What the elements of every trainable group are padded to a multiple of.
+        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
+        verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
+        verify_each_step: Compare them once a step, after they have communicated.
+        check_large: Look for unexpectedly large values in every gradient.
+        own_groups: Communicate over process groups that the model's own collectives do not use.
+        fuses_weight_gradients: Let linears write weight gradients straight into buckets.
+        delays_weight_gradients: Let them compute weight gradients at the end of backward, where all units are reduced.
+    """
+
+    strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy
+    policy: MixedPrecisionPolicy
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    average_in_collective: bool
+    calculate_per_token_loss: bool
+    check_finite: bool
+    memory: MemoryOptions
+    init_meta: bool | str = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    verify_ranks_s: float = 0.0
+    verify_each_step: bool = False
+    find_unused_parameters: bool = False
+    scales_first: bool = False
+    numel_multiple: int = 1
+    fp32_patterns: tuple[str, ...] = ()
+    check_large: bool = False
+    own_groups: bool = False
+    fuses_weight_gradients: bool = False
+    delays_weight_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A sharded model.
+
+    Attributes:
+        engine: Runs it.
+        plan: Its units.
+        plan_lines: The units, for people.
+        handles: The hooks on modules and parameters.
+        state_dict_handles: The hooks that describe shards in state dicts.
+        device: Where the shards live.
+        hang_settings: The log that the environment asks for; None: it asks for none.
+        fused_linears: How many linears write their weight gradients straight into buckets.
+    """
+
+    engine: Engine
+    plan: UnitPlan
+    plan_lines: tuple[str, ...]
+    handles: tuple[RemovableHandle, ...]
+    state_dict_handles: tuple[RemovableHandle, ...]
+    device: torch.device
+    hang_settings: HangSettings | None = None
+    fused_linears: int = 0
+
+
+def assemble(
+    module: nn.Module,
+    grouping: Grouping,
+    switches: Switches,
+    index: FSDPDistributedIndex,
+    device: torch.device,
+    mode: SyncMode,
+    backward_finished: Callable[[], None],
+) -> Assembly:
+    """Shard a model in place.
+
+    Args:
+        module: The model.
+        grouping: Which parameters are gathered and reduced together.
+        switches: What the caller chose.
+        index: Mesh and process groups.
+        device: Where the shards are to live.
+        mode: When gradients are reduced; shared with the caller.
+        backward_finished: Called at the end of each backward.
+
+    Raises:
+        ConfigurationError: The model cannot be sharded as it is.
+    """
+    sharding = _sharding(switches, index, device)
+    plan, hang_settings = _plan_together(module, grouping, switches, sharding)
+    _move_buffers(module, device)
+    _match_ranks(module, sharding)
+    _warn_of_missing_experts(module, sharding)
+    lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
+    own_groups = None
+    if switches.own_groups:
+        sharding, own_groups = sharding.over_own_groups()
+    if resolve_shared_memory():
+        sharding = sharding.over_shared_memory()
+    bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
+    units = build_units(module, plan, sharding, bucket_numel, leaves_empty=switches.init_meta == EMPTY)
+    _warn_of_narrowing(units)
+    if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+        warn_without_16_bits(
+            [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
+        )
+    reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
+    reduces_early = reduces_early and not switches.delays_weight_gradients
+    memory = plan_memory(switches.memory, reduces_early, [unit.group_plans for unit in units])
+    engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
+    engine.own_groups = own_groups
+    if sharding.experts is not None and index.expt_device_mesh is not None:
+        engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
+    _add_gradient_checks(engine, switches, device)
+    _add_watchers(engine, switches, sharding)
+    modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
+    handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
+    engine.structure = StructureCheck(module, units)
+    fused = fuse_weight_gradients(engine, module) if switches.fuses_weight_gradients else 0
+    return Assembly(
+        engine,
+        plan,
+        lines,
+        handles,
+        tuple(register_state_dict_hooks(engine, module)),
+        device,
+        hang_settings,
+        fused,
+    )
+
+
+def _add_watchers(engine: Engine, switches: Switches, sharding: Sharding) -> None:
+    """What compares ranks, checks memory or holds things up, where it was asked for."""
+    if switches.verify_ranks_s and sharding.dense.group is not None:
+        make_verifier = StepVerifier if switches.verify_each_step else RankVerifier
+        labels = [unit.label for unit in engine.units]
+        engine.executor.verify_with(make_verifier(sharding.dense.group, labels, switches.verify_ranks_s))
+    if resolve_check_lifetimes():
+        engine.check_lifetimes()
+    delays = resolve_delays()
+    if delays is not None:
+        engine.observers.add(DelayObserver(delays, sharding.device))
+
+
+def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.device) -> None:
+    labels = {
+        name: unit.label.strip("()")  # messages put it in parentheses
+        for unit in engine.units
+        for group in unit.groups  # frozen ones too, which may be thawed
+        for name in group.names
+    }
+    if switches.check_finite:
+        engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
+        for group in engine.groups():
+            engine.inspect_gradients(group)
+    if switches.check_large:
+        engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
+
+
+def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
+    traffic = {name: Traffic() for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None}
+    has_outer = index.dp_outer_dim is not None
+    if not has_outer and switches.outer_strategy is not ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            f'outer_dp_sharding_strategy="{switches.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
+            "hybrid_fsdp_group, or leave it out"
+        )
+    sums_locally = switches.reduce_scatter_with_fp32_accumulation
+    placements_for(switches.strategy, switches.outer_strategy if has_outer else None)  # refuses what makes no sense
+    return Sharding(
+        switches.strategy,
+        switches.outer_strategy if has_outer else None,
+        switches.policy,
+        make_domain(index, traffic, sums_locally=sums_locally),
+        make_domain(index, traffic, is_expert=True, sums_locally=sums_locally)
+        if index.expt_device_mesh is not None
+        else None,
+        device,
+        switches.average_in_collective,
+        switches.calculate_per_token_loss,
+        switches.find_unused_parameters,
+        switches.scales_first,
+        switches.numel_multiple,
+        switches.fp32_patterns,
+    )
+
+
+def _plan_together(
+    module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding
+) -> tuple[UnitPlan, HangSettings | None]:
+    """Check the model and find its units; every rank gets the same answer or the same error."""
+    plan, hang_settings, problem, facts = None, None, None, []
+    try:
+        hang_settings = resolve_hang_log()
+        if switches.reduce_scatter_with_fp32_accumulation:
+            refuse_without_reduce_scatter(switches.strategy)
+        check_module(module, switches.init_meta)
+        params = dict(module.named_parameters())
+        for name, param in params.items():
+            part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
+        sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
+        plan = grouping.plan(module, sharding)
+        facts = _facts(module, plan, switches, sharding)
+        facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
+        facts.append(f"{SHARED_MEMORY_VARIABLE} {'1' if resolve_shared_memory() else '0'}")
+    except (MegatronFSDPError, TypeError) as error:
+        problem = error
+    agree_over(sharding.reaching_all, problem, facts)
+    assert plan is not None
+    return plan, hang_settings
+
+
+def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
+    differing = match_ranks(module, sharding)
+    if differing:
+        warn_caller(
+            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all "
+            "ranks now have those of the first rank of the group; seed every rank alike before building the model",
+        )
+    duplicates = differing_duplicates(module, sharding)
+    if duplicates:
+        warn_caller(
+            f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "
+            f"{duplicates[0]}); they are left as they are, and each rank trains its own; initialise them alike",
+        )
+
+
+def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
+    if sharding.experts is not None and not any(sharding.is_expert(*named) for named in module.named_parameters()):
+        warn_caller(
+            "expt_device_mesh was given, and no parameter is an expert's: none has '.experts.' in its name or carries "
+            "allreduce=False, so all are averaged over the dense ranks; rename or mark them, or leave the mesh out"
+        )
+
+
+def _warn_of_narrowing(units: Sequence[Unit]) -> None:
+    narrowed = [
+        group for unit in units for group in unit.groups if group.gradients is not None and group.plan.precision.narrows
+    ]
+    if narrowed:
+        precision = narrowed[0].plan.precision
+        warn_caller(
+            f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
+            f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
+            "MixedPrecisionPolicy(main_params_dtype=None) to "
+            "optimise them as they are",
+        )
+
+
+def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Sharding) -> list[str]:
+    """What every data-parallel rank must have in common; experts may be others on other ranks."""
+    chosen = [f"{name}={value}" for name, value in vars(switches).items()]
+    units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
+    if not all(spec.is_module for spec in plan.units):
+        units.append(plan.source)  # names that were made up tell nothing of what is in them
+    params = [
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
+        for name, p in module.named_parameters()
+        if not sharding.is_expert(name, p)
+    ]
+    buffers = [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}"
+        for name, buffer in module.named_buffers()
+        if not sharding.is_expert(name, buffer)
+    ]
+    return [*chosen, *params, *buffers, *units]
+
+
+def _place(tensor: torch.Tensor) -> str:
+    return " on the meta device" if tensor.is_meta else ""
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Module buffers are not sharded; they follow the parameters to their device, and out of inference mode."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            if buffer.device != device or buffer.is_inference():
+                owner._buffers[name] = buffer.to(device, copy=True)

@@ -1,0 +1,1 @@
+"""Optimizer integration: the step, the gradient norm, checks of gradients."""

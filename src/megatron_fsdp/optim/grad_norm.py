@@ -1,0 +1,176 @@
+"""The norm of all gradients, and clipping by it: one small collective per axis that gradients are shared out over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.comm.real_values import has_values
+from megatron_fsdp.engine.domains import Domain
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
+from megatron_fsdp.sharding.placement import Placement
+
+# Which ranks hold different pieces of one tensor, so that a total has to cross them.
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups:
+    """The process groups that a main weight, and its gradient after the sync, is shared out over.
+
+    Args:
+        group: The parameter group.
+        index: Of the parameter in it.
+        domain: The ranks of the group's parameters.
+
+    Returns:
+        Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts
+        the groups along which experts differ are among them.
+    """
+    plan = group.plan
+    over = [
+        axis.group
+        for axis, placement in zip(plan.axes, plan.placements.main_weight, strict=True)
+        if placement is Placement.SHARD and axis.group is not None
+    ]
+    part = plan.parts[index]
+    if part is not None and part.is_cut:
+        over.append(part.mesh.get_group())
+    if plan.spec.key.is_expert:
+        over += domain.foreign_groups
+    return tuple(over)
+
+
+def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        engine: Whose gradients.
+        max_norm: The largest norm allowed; infinity only measures.
+        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
+
+    Returns:
+        The norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank.
+
+    Raises:
+        ConfigurationError: `norm_type` is not positive.
+        NonFiniteNormError: The norm is not finite, on every rank; gradients are as they were.
+    """
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
+    pieces = _pieces(engine)
+    with engine.observers.during(Phase.NORM, ROOT):
+        norm = _total_norm(pieces, norm_type, engine.device)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteNormError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+        )
+    local = [piece for found in pieces.values() for piece in found]
+    if math.isfinite(max_norm) and local:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if not _is_known_to_be_one(factor):
+            torch._foreach_mul_(local, factor.to(local[0].device))
+    return norm
+
+
+def _is_known_to_be_one(factor: torch.Tensor) -> bool:
+    """Whether a factor changes nothing, where it can be read without a wait."""
+    return factor.is_cpu and has_values(factor) and factor.item() == 1.0
+
+
+def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
+    """This rank's elements of the gradients that parameters show, by the groups they are shared out over.
+
+    Where all parameters of a group show their part of the main gradient, that is one piece. The keys and their order
+    are the same on all ranks, gradient or not.
+    """
+    pieces: dict[Groups, list[torch.Tensor]] = {}
+    for group in engine.groups():
+        if group.gradients is None:
+            continue
+        domain = engine.domain_of(group)
+        whole = group.gradients.shown_as_one(group.sharded) if not any(group.plan.parts) else None
+        if whole is not None:
+            pieces.setdefault(shared_out_over(group, 0, domain), []).append(whole)
+            continue
+        for index, grad in enumerate(group.grads()):
+            found = pieces.setdefault(shared_out_over(group, index, domain), [])
+            if grad is not None:
+                found.append(_local(grad))
+    return pieces
+
+
+def _total_norm(pieces: dict[Groups, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum what is shared out over ranks; count what ranks hold copies of once."""
+    if not pieces:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
+    return combine_powers(powers, norm_type)
+
+
+def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Reduce each sum over its groups; sums that share a group travel together in one all-reduce.
+
+    Args:
+        powers: Groups over which pieces lie -> what `sum_of_powers` says of the pieces here; at least one, all on the
+            device that the groups communicate from. The keys and their order are the same on all ranks of a group.
+        norm_type: The p of the p-norm.
+
+    Returns:
+        The norm of everything, the same on all ranks of the groups.
+    """
+    is_max = math.isinf(norm_type)
+    wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32
+    powers = {groups: power.to(wide) for groups, power in powers.items()}
+    for over in dict.fromkeys(group for groups in powers for group in groups):
+        together = [groups for groups in powers if over in groups]
+        stacked = torch.stack([powers[groups] for groups in together])
+        if is_max:
+            stacked = largest_of(stacked, over)
+        else:
+            dist.all_reduce(stacked, group=over)
+        powers.update(zip(together, stacked.unbind(), strict=True))
+    total = torch.stack(list(powers.values()))
+    return total.max() if is_max else total.sum() ** (1.0 / norm_type)
+
+
+def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest of each number over the ranks; NaN where a rank has NaN, which back ends may overlook in a maximum.
+
+    Args:
+        values: One dimension, not negative.
+        group: The ranks.
+    """
+    both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, math.nan, both[0])
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def sum_of_powers(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum of |x|^p over all tensors; the largest |x| for infinity; 0 for none.
+
+    Args:
+        tensors: Plain ones, of any device.
+        norm_type: The p.
+        device: Where the result is wanted.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    if not filled:
+        return torch.zeros((), dtype=wide, device=device)
+    norms = torch.stack([norm.to(device, wide) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -1,0 +1,562 @@
+"""Any torch optimizer on sharded parameters, by hooks: final gradients before a step, installed weights after it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_fsdp.dtensor.chunks import leave_to_others
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.state_dict import are_from_file, other_shards
+from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.optim.local_step import LocalStep
+
+# Optimizer state before the first step: somewhere for a checkpoint to be loaded into, made without a step.
+#
+# torch's optimizers make the state of a parameter in their first step, so that a new one has none, and
+# `torch.distributed.checkpoint.load`, which fills the tensors that it is given, would load none. What they begin with is
+# made by a method of each class, `_init_group`, which is called here on an object of the class that shares everything
+# with the optimizer but its parameters and its state. (SGD has no more than a buffer, which its step makes.)
+
+StateDict = dict[str, Any]
+
+_BUFFER = "momentum_buffer"
+
+
+def is_known_without_a_step(optimizer: Optimizer) -> bool:
+    """Tell whether the state that an optimizer begins with can be made without a step: the step is one of torch's."""
+    kind = type(optimizer)
+    return kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
+
+
+def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Add the state that the first step would begin with, for every trainable parameter that has none.
+
+    The optimizer is not changed: state that is loaded into these tensors is the optimizer's once `load_state_dict` is
+    given them.
+
+    Args:
+        optimizer: Whose parameters are sharded.
+        state_dict: As torch made it.
+
+    Returns:
+        A state dict with state in the order of the parameters, the same on every rank; tensors cut as parameters.
+    """
+    if not is_known_without_a_step(optimizer) or isinstance(optimizer, torch.optim.Adagrad):
+        return state_dict  # Adagrad makes its state when it is built
+    had, state = state_dict["state"], {}
+    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, number in zip(group["params"], packed["params"], strict=True):
+            found = had.get(number) or (_first_state(optimizer, group, param) if param.requires_grad else None)
+            if found:
+                state[number] = found
+    return {**state_dict, "state": {**state, **had}}
+
+
+def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    if isinstance(optimizer, torch.optim.SGD):
+        return {_BUFFER: torch.full_like(param.detach(), _blank_momentum(group))} if group["momentum"] else {}
+    alias = param.detach()
+    alias.grad = param.detach()  # its values are not read
+    stand_in: Any = object.__new__(type(optimizer))
+    stand_in.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
+    num_lists = len(inspect.signature(stand_in._init_group).parameters) - 1
+    stand_in._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
+    made: dict[str, Any] = stand_in.state[alias]
+    if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
+        for value in made.values():
+            if not isinstance(value, DTensor):
+                leave_to_others(value)  # the step is told by ranks that hold elements, and so may have taken it
+    return made
+
+
+# ---- SGD -------------------------------------------------------------------------------------------------------------
+
+
+def _blank_momentum(group: Mapping[str, Any]) -> float:
+    """Return the zero that stands for "no step yet": one that gradients of zero do not leave behind.
+
+    Negative zero is also what changes nothing, to the last bit, where it is added to.
+    """
+    return 0.0 if group["maximize"] and group["dampening"] else -0.0
+
+
+def without_blank_momentum(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Leave out blank momentum where it is not the same as none: the first step of SGD knows no dampening."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return state_dict
+    blank = {
+        number
+        for group in state_dict["param_groups"]
+        if group.get("dampening")
+        for number in group["params"]
+        if _is_blank(state_dict["state"].get(number, {}).get(_BUFFER), _blank_momentum(group))
+    }
+    state = {number: slots for number, slots in state_dict["state"].items() if number not in blank}
+    return {**state_dict, "state": state}
+
+
+def _is_blank(buffer: Any, zero: float) -> bool:
+    if buffer is None:
+        return False
+    local: torch.Tensor = getattr(buffer, "_local_tensor", buffer)
+    is_negative = torch.signbit(torch.tensor(zero)).item()
+    return bool(local.numel() and not local.any() and (torch.signbit(local) == is_negative).all())
+
+
+SYNC_KEYWORD = "sync_grad_before_optimizer_step"
+INSTALL_KEYWORD = "install_optimized_model_weights"
+STEP_KEY = "step"
+"""State that is a number for each parameter, also where that is a number itself."""
+
+
+class ShardedModel(Protocol):
+    """What the hooks need of the wrapped model."""
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward ends with a gradient sync."""
+        ...
+
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced, as `no_sync` leaves them."""
+        ...
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left and show gradients."""
+
+    def install_optimized_model_weights(self) -> None:
+        """Copy main weights into compute weights."""
+
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+
+    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """A state dict of an optimizer as all ranks together have it."""
+        ...
+
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether weights were just loaded into a state dict of the model."""
+        ...
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, cut as a sharded parameter."""
+        ...
+
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file."""
+
+    def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The reverse."""
+        ...
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+
+    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
+
+
+class _StepHooks:
+    """The pair of hooks around one optimizer's `step`; remembers one keyword from the first for the second."""
+
+    def __init__(self, model: weakref.ref[ShardedModel]) -> None:
+        self._model = model
+        self._installs = True
+        self._local = LocalStep()
+        self.several: SeveralModels | None = None  # nobody else keeps it
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = dict(kwargs)
+        syncs = kwargs.pop(SYNC_KEYWORD, True)
+        self._installs = kwargs.pop(INSTALL_KEYWORD, True)
+        model = _alive(self._model)
+        if syncs and (not model.model_auto_sync or model.has_deferred_gradients):
+            model.finish_grad_sync()
+        if len(args) > 1 and callable(args[1]):
+            args = (args[0], self._around(args[1], syncs), *args[2:])
+        elif callable(kwargs.get("closure")):
+            kwargs["closure"] = self._around(kwargs["closure"], syncs)
+        if args and args[0] is optimizer:
+            args = (self._local.stand_in(optimizer), *args[1:])
+        return args, kwargs
+
+    def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
+        """A closure may be called several times while weights move: install weights before, finish gradients after."""
+
+        def synchronised() -> Any:
+            model = _alive(self._model)
+            model.install_optimized_model_weights()
+            with torch.enable_grad():
+                result = closure()
+            if syncs and not model.model_auto_sync:
+                model.finish_grad_sync()
+            return result
+
+        return synchronised
+
+    def at_once_after(self, _optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        self._local.release()
+
+    def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
+        self._local.abandon()
+
+    def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if self._installs:
+            _alive(self._model).install_optimized_model_weights()
+
+
+def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_state: bool) -> None:
+    """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
+
+    The step of torch's elementwise optimizers runs on local tensors (`local_step`); hooks of others, which are called
+    with the optimizer first, see DTensors as ever.
+
+    `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as
+    further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True).
+
+    Args:
+        optimizer: Changed in place.
+        model: Held weakly, unless it stands for several.
+        describes_state: Let the tensors of its state dict say which part of a global tensor they hold.
+    """
+    reference = weakref.ref(model)
+    hooks = _StepHooks(reference)
+    hooks.several = model if isinstance(model, SeveralModels) else None
+    optimizer.register_step_pre_hook(hooks.before)
+    optimizer.register_step_post_hook(hooks.after)
+    first = optimizer.register_step_post_hook(hooks.at_once_after)
+    # Hooks that were there before look at state, too.
+    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+    optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
+    optimizer.register_state_dict_post_hook(with_blank_state)
+    if describes_state:
+        optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
+    original = type(optimizer).zero_grad
+    owner = weakref.ref(optimizer)
+
+    @functools.wraps(original)
+    def zero_grad(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
+        alive = owner()
+        if alive is None:
+            return
+        original(alive, *args, **kwargs)
+        params = [param for group in alive.param_groups for param in group["params"]]
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        _alive(reference).clear_decoupled_gradients(params, set_to_none)
+        if zero_grad_buffer:
+            _alive(reference).forget_pending_gradients(params)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    """State tensors are made by the optimizer itself, so they learn what they hold when they are about to be saved."""
+    alive = _alive(model)
+    for param, number in _numbered(optimizer, state_dict):
+        for value in state_dict["state"].get(number, {}).values():
+            alive.describe_optimizer_state(param, value)
+    return alive.optimizer_state_as_saved(optimizer, state_dict)
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> list[tuple[Any, Any]]:
+    """Pair each parameter with its number in a state dict."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return list(zip(_params_of(optimizer), numbers, strict=True))
+
+
+def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    alive = _alive(model)
+    nothing = not state_dict["state"] and not optimizer.state
+    if nothing and alive.state_dict_was_filled and not is_known_without_a_step(optimizer):
+        kind = type(optimizer).__name__
+        warn_caller(
+            f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, so "
+            "torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
+            "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
+        )
+    slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
+    is_from_file = are_from_file(value for each in slots for value in each.values())
+    held = alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+    if len(_params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
+        return held  # which torch refuses
+    found = (
+        other_shards(value, param.shard_frame)
+        for param, number in _numbered(optimizer, held)
+        for value in held["state"].get(number, {}).values()
+        if isinstance(param, UnevenDTensor)
+    )
+    alive.refuse_load(next(filter(None, found), None), is_from_file)
+    return without_blank_momentum(optimizer, _with_shards(optimizer, held, alive))
+
+
+def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
+    """Cut state as its parameters are, where it is whole or cut otherwise; the rest is handed on."""
+    state = dict(state_dict["state"])
+    for param, number in _numbered(optimizer, state_dict):
+        if number in state and isinstance(param, DTensor):
+            state[number] = {key: _cut_as(param, key, value, model) for key, value in state[number].items()}
+    return {**state_dict, "state": state}
+
+
+def _cut_as(param: DTensor, key: str, value: Any, model: ShardedModel) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
+        return value
+    if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
+        is_same = value.shard_frame is param.shard_frame  # and no copy, as of what was unpickled
+        return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
+    if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
+        return value
+    return model.shard_like(param, _whole(value))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _with_numbers(state_dict: StateDict) -> StateDict:
+    """Bring together what torch.distributed.checkpoint has loaded under "0" with what it has filled under 0.
+
+    It loads tensors in place, but puts other objects back by keys that it has made strings of.
+    """
+    state = state_dict["state"]
+    listed = {key for group in state_dict["param_groups"] for key in group["params"]}
+    texts = {key: int(key) for key in state if isinstance(key, str) and key.isdecimal() and int(key) in listed}
+    if not texts:
+        return state_dict
+    merged = {key: dict(values) for key, values in state.items() if key not in texts}
+    for text, number in texts.items():
+        merged.setdefault(number, {}).update(state[text])
+    return {**state_dict, "state": merged}
+
+
+def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
+    model = reference()
+    if model is None:
+        raise ConfigurationError(
+            "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new model"
+        )
+    return model
+
+
+class SeveralModels:
+    """Several models that one optimizer updates, as one: what concerns a parameter goes to its own model.
+
+    Args:
+        models: Held weakly; in an order that all ranks share.
+        owner: The model of a sharded parameter.
+    """
+
+    def __init__(self, models: Sequence[ShardedModel], owner: Callable[[torch.Tensor], ShardedModel]) -> None:
+        self._references = [weakref.ref(model) for model in models]
+        self._owner = owner
+
+    @property
+    def _models(self) -> list[ShardedModel]:
+        return [_alive(reference) for reference in self._references]
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether every backward of each ends with a gradient sync."""
+        return all(model.model_auto_sync for model in self._models)
+
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums of any wait to be reduced."""
+        return any(model.has_deferred_gradients for model in self._models)
+
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether weights were just loaded into a state dict of any."""
+        return any(model.state_dict_was_filled for model in self._models)
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left and show gradients, where that is not done yet."""
+        for model in self._models:
+            if not model.model_auto_sync or model.has_deferred_gradients:
+                model.finish_grad_sync()
+
+    def install_optimized_model_weights(self) -> None:
+        """Copy main weights into compute weights."""
+        for model in self._models:
+            model.install_optimized_model_weights()
+
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+        self._owner(param).describe_optimizer_state(param, value)
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, cut as a sharded parameter."""
+        return self._owner(param).shard_like(param, full)
+
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise what is wrong with a state dict, with the ranks of every model where it comes out of a file."""
+        for model in self._models:
+            model.refuse_load(problem, is_from_file)
+
+    def optimizer_state_as_saved(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The state dict itself: no rank has parameters that others have not."""
+        return state_dict
+
+    def optimizer_state_as_held(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The state dict itself."""
+        return state_dict
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+        for model, own in self._by_model(params):
+            model.forget_pending_gradients(own)
+
+    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
+        for model, own in self._by_model(params):
+            model.clear_decoupled_gradients(own, set_to_none)
+
+    def _by_model(self, params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
+        models = self._models
+        found: dict[int, list[nn.Parameter]] = {id(model): [] for model in models}
+        for param in params:
+            found[id(self._owner(param))].append(param)
+        return [(model, found[id(model)]) for model in models]
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+    """Refuse an optimizer that would update something else than the sharded parameters.
+
+    Args:
+        optimizer: To check.
+        known: Name of each sharded parameter of the model by id.
+
+    Raises:
+        ConfigurationError: A parameter of the optimizer is none of the model's.
+    """
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
+    for position, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ConfigurationError(
+                    f"parameter {index} of param_groups[{position}] (shape {tuple(param.shape)}) is not a parameter of "
+                    "the model that is being sharded, so stepping it would train nothing; build the optimizer on "
+                    "model.parameters() after fully_shard_model, or hand model and optimizer to fully_shard together"
+                )
+
+
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose update of an element depends on others that may lie on other ranks.
+
+    Raises:
+        ConfigurationError: It is one of torch's that do, and a parameter is sharded.
+    """
+    sharded = any(
+        isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
+    fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
+    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
+            "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
+            "optimizer (SGD, AdamW, ...), or shard nothing (zero_dp_strategy=0, use_distributed_optimizer=False)"
+        )
+
+
+_NOT_ELEMENTWISE = (
+    torch.optim.LBFGS,
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+)
+
+
+def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:
+    """Refuse an optimizer that would find no gradient, so that nothing is trained in silence.
+
+    Raises:
+        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
+    """
+    if is_decoupled and type(optimizer).step.__module__.startswith("torch.optim"):
+        raise ConfigurationError(
+            f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {type(optimizer).__name__}, "
+            "one of torch's own, does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
+        )
+
+
+def move_to_sharded(
+    optimizer: torch.optim.Optimizer,
+    replacements: Mapping[int, nn.Parameter],
+    shard_state: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
+) -> None:
+    """Let an optimizer that was built on the original parameters hold the sharded ones; groups, order and options stay.
+
+    So do the lists of parameters themselves, which an optimizer may keep under other names as well (LBFGS does).
+
+    Args:
+        optimizer: Changed in place.
+        replacements: Sharded parameter for the id of each original.
+        shard_state: Turns a full state tensor, shaped as its parameter, into the one for the sharded parameter.
+    """
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        originals = list(group["params"])
+        group["params"][:] = [replacements[id(param)] for param in originals]
+        for original, param in zip(originals, group["params"], strict=True):
+            if original in state:
+                optimizer.state[param] = {
+                    key: shard_state(param, value) if _is_like(value, original) else value
+                    for key, value in state[original].items()
+                }
+
+
+def _is_like(value: object, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and param.dim() > 0 and value.shape == param.shape
+
+
+class StepWatcher(Protocol):
+    """What wants to hear of optimizer steps."""
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer of the process has stepped."""
+
+
+def watch_optimizers(watcher: StepWatcher) -> None:
+    """Tell a model of every step of any optimizer in the process, connected or not, for as long as the model lives."""
+    _watchers().add(watcher)
+
+
+@functools.cache
+def _watchers() -> weakref.WeakSet[StepWatcher]:
+    """Register torch's global hook, once, and return who hears of it.
+
+    The hook stays: a model may be collected while torch iterates over its hooks, which must not change then.
+    """
+    watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+
+    def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
+        for watcher in tuple(watchers):
+            watcher.note_step(optimizer)
+
+    register_optimizer_step_post_hook(after_step)
+    return watchers

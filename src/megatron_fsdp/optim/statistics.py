@@ -1,0 +1,171 @@
+"""Statistics of parameters and gradients from their shards: one small collective per set of ranks that share them.
+
+Each rank describes its pieces by nine numbers per tensor; these are gathered and merged on every rank in rank order:
+
+    mean = sum(n_r * mean_r) / n        m2 = sum(m2_r) + sum(n_r * (mean_r - mean)^2)
+
+(Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979), which
+keeps the accuracy of two passes. Everything is computed in float64; padding is no part of any piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.optim.grad_norm import Groups, shared_out_over
+
+_COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Of one tensor, or of all together. Mean, std, norm, min and max are those of its finite elements.
+
+    Attributes:
+        numel: Elements.
+        mean: Their mean; NaN where no element is finite, as for std, min and max.
+        std: Population standard deviation (divided by the count, as `torch.std(correction=0)`).
+        norm: 2-norm; 0.0 where no element is finite.
+        min: Smallest.
+        max: Largest.
+        zero_fraction: Elements that are zero, divided by numel; NaN where there are no elements.
+        nan_count: Elements that are NaN.
+        inf_count: Elements that are infinite.
+    """
+
+    numel: int
+    mean: float
+    std: float
+    norm: float
+    min: float
+    max: float
+    zero_fraction: float
+    nan_count: int
+    inf_count: int
+
+
+@dataclass(frozen=True)
+class ModelStatistics:
+    """The same on every rank.
+
+    Attributes:
+        tensors: By canonical name of the parameter; a tied one once, gradients that are None not at all.
+        total: Of all elements together.
+    """
+
+    tensors: dict[str, TensorStatistics]
+    total: TensorStatistics
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """This rank's part of one tensor; None where there is no tensor."""
+
+    name: str
+    device: torch.device
+    local: torch.Tensor | None
+
+
+def parameter_statistics(engine: Engine) -> ModelStatistics:
+    """Of all main weights. Collective.
+
+    Traffic: 72 bytes per parameter tensor and rank, none where every rank holds everything. Memory: the largest piece
+    a few times in float64.
+    """
+    return _statistics(
+        engine,
+        lambda group: [group.weights.main.piece(index) for index in range(len(group.sharded))],
+    )
+
+
+def gradient_statistics(engine: Engine) -> ModelStatistics:
+    """Of the gradients that trainable parameters show. Collective; costs as `parameter_statistics`."""
+    return _statistics(
+        engine,
+        lambda group: [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group.grads()],
+    )
+
+
+def _statistics(
+    engine: Engine, locals_of: Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
+) -> ModelStatistics:
+    by_ranks: dict[Groups, list[_Piece]] = {}
+    for group in engine.groups():
+        for index, local in enumerate(locals_of(group)):
+            ranks = shared_out_over(group, index, engine.domain_of(group))
+            by_ranks.setdefault(ranks, []).append(_Piece(group.names[index], group.plan.device, local))
+    merged: dict[str, torch.Tensor] = {}
+    for ranks, pieces in by_ranks.items():
+        for piece, rows in zip(pieces, _gather(ranks, pieces).unbind(1), strict=True):
+            if piece.local is not None:
+                merged[piece.name] = rows
+    every = torch.cat(list(merged.values())) if merged else torch.zeros(0, _COLUMNS, dtype=torch.float64)
+    return ModelStatistics({name: _merge(rows) for name, rows in merged.items()}, _merge(every))
+
+
+def _gather(ranks: Groups, pieces: Sequence[_Piece]) -> torch.Tensor:
+    """The rows of all ranks that hold different pieces, (ranks, pieces, columns), on the CPU."""
+    gathered = torch.stack([_row(piece) for piece in pieces]).unsqueeze(0)
+    for group in ranks:
+        parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, gathered, group=group)
+        gathered = torch.cat(parts)
+    return gathered.cpu()
+
+
+@torch.no_grad()
+def _row(piece: _Piece) -> torch.Tensor:
+    """Describe one piece, (columns,) in float64 on its device; nothing is read back."""
+    local = piece.local
+    if local is None or local.numel() == 0:
+        return torch.zeros(_COLUMNS, dtype=torch.float64, device=piece.device)
+    values = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1).double()
+    is_finite = torch.isfinite(values)
+    count = is_finite.sum(dtype=torch.float64)
+    finite = torch.where(is_finite, values, 0.0)
+    mean = finite.sum() / count.clamp(min=1.0)
+    deviation = torch.where(is_finite, values - mean, 0.0)
+    return torch.stack(
+        [
+            torch.full_like(count, values.numel()),
+            count,
+            mean,
+            deviation.square().sum(),
+            finite.square().sum(),
+            torch.where(is_finite, values, math.inf).min(),
+            torch.where(is_finite, values, -math.inf).max(),
+            (values == 0).sum(dtype=torch.float64),
+            values.isnan().sum(dtype=torch.float64),
+        ]
+    )
+
+
+def _merge(rows: torch.Tensor) -> TensorStatistics:
+    """One description out of those of disjoint parts, (parts, columns)."""
+    numels, counts, means, m2s, squares, minima, maxima, zeros, nans = rows.unbind(1)
+    numel, count, nan_count = int(numels.sum()), counts.sum().item(), int(nans.sum())
+    if count == 0:
+        mean = std = low = high = math.nan
+    else:
+        mean = ((counts * means).sum() / count).item()
+        std = math.sqrt((m2s.sum() + (counts * (means - mean).square()).sum()).item() / count)
+        low, high = minima[counts > 0].min().item(), maxima[counts > 0].max().item()
+    return TensorStatistics(
+        numel=numel,
+        mean=mean,
+        std=std,
+        norm=math.sqrt(squares.sum().item()),
+        min=low,
+        max=high,
+        zero_fraction=zeros.sum().item() / numel if numel else math.nan,
+        nan_count=nan_count,
+        inf_count=numel - int(count) - nan_count,
+    )

@@ -1,1 +1,0 @@
-"""What happens during training: the schedule (pure), its executor, the hooks, and the optimizer integration."""

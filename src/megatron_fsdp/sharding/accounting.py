@@ -1,0 +1,463 @@
+"""What a model costs per rank in bytes held, borrowed during a step and sent; derivations in ``docs/formulas.md``."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.memory_plan import Place, UnitWeights, WeightAllocator, WeightPlan, plan_weights
+from megatron_fsdp.sharding.placement import Placement, Placements, ShardingStrategy, placements_for
+
+ROOT_UNIT = 0
+_SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
+BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
+
+
+@dataclass(frozen=True)
+class GroupFootprint:
+    """What the formulas need to know of one parameter group.
+
+    Attributes:
+        unit: Index of its unit in the order of forward; 0 is the root.
+        numel: Elements of the whole flat buffer, with padding, over all shards.
+        num_shards: Ranks on the sharding axis, under every strategy; divides ``numel`` wherever a buffer of the group
+            is sharded.
+        compute: Dtype of the weights that forward and backward use.
+        main_params: Dtype of the weights that the optimizer updates.
+        main_grads: Dtype in which gradients are accumulated.
+        grad_comm: Dtype in which gradients travel.
+        requires_grad: Whether it is trained.
+        is_whole: Whether every rank holds it whole under every strategy, as it does parameters without a dimension to
+            shard: the group then costs what it costs under ``no_shard``.
+        outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
+        outer_shares: Whether these share main weights, main gradient and optimizer state out further (HFSDP).
+        shares_weights: Whether ranks read the shards of each other where they lie (docs/shared_memory.md), so that
+            nothing is gathered under ``optim_grads_params``; once in a step with ``outer_shares``.
+
+    Raises:
+        ConfigurationError: ``num_shards`` or ``outer_ranks`` is below 1, or another count is negative.
+    """
+
+    unit: int
+    numel: int
+    num_shards: int
+    compute: torch.dtype
+    main_params: torch.dtype
+    main_grads: torch.dtype
+    grad_comm: torch.dtype
+    requires_grad: bool
+    is_whole: bool = False
+    outer_ranks: int = 1
+    outer_shares: bool = False
+    shares_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unit < 0 or self.numel < 0 or self.num_shards < 1 or self.outer_ranks < 1:
+            raise ConfigurationError(
+                f"a group with unit={self.unit}, numel={self.numel}, num_shards={self.num_shards}, "
+                f"outer_ranks={self.outer_ranks} is not possible; give counts that are not negative and at least 1 "
+                "shard and outer rank."
+            )
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that one rank owns.
+
+        Raises:
+            ConfigurationError: The buffer cannot be cut into equal shards.
+        """
+        if self.numel % self.num_shards:
+            raise ConfigurationError(
+                f"a buffer of {self.numel} elements cannot be cut into {self.num_shards} equal shards; give its length "
+                "with padding."
+            )
+        return self.numel // self.num_shards
+
+
+@dataclass(frozen=True)
+class PersistentBytes:
+    """Bytes that one rank holds when an optimizer steps; between steps the same without gradients.
+
+    Attributes:
+        compute_weight: Weights that forward and backward use.
+        main_weight: Weights that the optimizer updates, where they are memory of their own.
+        main_grad: Accumulated gradients; there from a backward until they are cleared.
+        optimizer: Optimizer state.
+    """
+
+    compute_weight: int
+    main_weight: int
+    main_grad: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts, in bytes."""
+        return self.compute_weight + self.main_weight + self.main_grad + self.optimizer
+
+
+@dataclass(frozen=True)
+class TransientBytes:
+    """Full-size memory that one rank borrows during a step, each part where it takes most.
+
+    Attributes:
+        gathered: Whole compute weights of the units that are gathered at a time.
+        buckets: Whole gradients on their way into reductions; given back at the end of each backward.
+        scratch: What the back end needs in addition; likewise.
+    """
+
+    gathered: int
+    buckets: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts, in bytes."""
+        return self.gathered + self.buckets + self.scratch
+
+
+@dataclass(frozen=True)
+class PassingBytes:
+    """Shard-sized tensors that come and go with each backward, besides persistent and borrowed memory.
+
+    Attributes:
+        local_sum: The sum of what a pairwise exchange received for one group; gone when it has been accumulated.
+        cast_grads: Gradients in the dtype of the main weights, where main gradients have another: they are made when
+            backward ends and are what `.grad` holds, until gradients are cleared.
+    """
+
+    local_sum: int
+    cast_grads: int
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Collectives of one rank from one optimizer step to the next, and the bytes that the rank sends in them.
+
+    Attributes:
+        gathers: Number of parameter all-gathers.
+        reductions: Number of gradient reduce-scatters (all-reduces under ``no_shard`` and for groups held whole).
+        gather_bytes: Bytes sent in gathers.
+        reduce_bytes: Bytes sent in reductions.
+    """
+
+    gathers: int
+    reductions: int
+    gather_bytes: int
+    reduce_bytes: int
+
+
+def persistent_bytes(
+    groups: Sequence[GroupFootprint],
+    strategy: ShardingStrategy,
+    optimizer_states_per_param: int = 2,
+    deferred: bool = False,
+) -> PersistentBytes:
+    """Count what the engine and the optimizer hold when gradients are there.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        optimizer_states_per_param: State values per parameter in the main dtype: 2 for Adam, 1 for momentum, 0 for SGD.
+        deferred: Whether reductions are being put off (``no_sync``), which takes a whole unreduced gradient per
+            trainable group, under every strategy.
+
+    Returns:
+        Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
+    """
+    trainable = [group for group in groups if group.requires_grad]
+    with_main_copy = [group for group in trainable if group.main_params != group.compute]
+    main_grad = sum(_held_bytes(g, strategy, _main_grad, g.main_grads) for g in trainable)
+    if deferred:
+        main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
+    return PersistentBytes(
+        compute_weight=sum(_held_bytes(g, strategy, _compute_weight, g.compute) for g in groups),
+        main_weight=sum(_held_bytes(g, strategy, _main_weight, g.main_params) for g in with_main_copy),
+        main_grad=main_grad,
+        optimizer=optimizer_states_per_param
+        * sum(_held_bytes(g, strategy, _main_weight, g.main_params) for g in trainable),
+    )
+
+
+def transient_bytes(
+    groups: Sequence[GroupFootprint],
+    strategy: ShardingStrategy,
+    slots: int = 2,
+    buckets: int = 2,
+    scratch_bytes: int = 0,
+    allocator: WeightAllocator = WeightAllocator.SLOTS,
+) -> TransientBytes:
+    """Count what is borrowed during a step.
+
+    The root has a place for its gathered weights and a bucket of its own; the other units take turns in slots and
+    buckets, each of which fits the largest of them. Inside one, the groups of a unit start at multiples of
+    `BLOCK_ALIGNMENT_BYTES`. Other allocators than slots lend gathered weights in other ways; `WeightPlan.peak_bytes`
+    has the formula of each.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        slots: How many units besides the root are gathered at a time.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time. Where reductions wait
+            for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``), that is all of
+            them.
+        scratch_bytes: What the back end needs in addition; ``exchange_scratch_bytes`` on gloo.
+        allocator: Of gathered weights.
+
+    Returns:
+        Bytes per rank.
+    """
+    gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
+    return TransientBytes(gathered, _buckets_in_turn(_bucket_bytes(groups), buckets), scratch_bytes)
+
+
+def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
+    """Bytes of the blocks into which pairwise exchanges receive gradients, where the back end needs them (gloo).
+
+    There is one for each bucket but the one that fills, and units take turns, from the last to the root; each takes as
+    much as its bucket. Nothing is exchanged under ``no_shard`` or on one rank.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+    """
+    exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
+    sizes = _bucket_bytes(groups)
+    return _largest_in_a_row([sizes[unit] for unit in sorted(exchanged)], max(1, buckets - 1))
+
+
+def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
+    """Bound what is allocated anew in every backward, apart from autograd's own tensors.
+
+    A local sum of 16-bit gradients is taken in float32; wider ones are summed where they were received. With the
+    native reduce-scatter of other back ends the output of each reduction in flight takes its place.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+    """
+    narrow = [group for group in groups if _is_exchanged(group, strategy) and group.grad_comm.itemsize < _SUM_ITEMSIZE]
+    sums = [group.shard_numel * _SUM_ITEMSIZE for group in narrow]
+    cast = [group for group in groups if group.requires_grad and group.main_grads != group.main_params]
+    cast_grads = sum(_held_bytes(group, strategy, _main_grad, group.main_params) for group in cast)
+    return PassingBytes(max(sums, default=0), cast_grads)
+
+
+def step_traffic(
+    groups: Sequence[GroupFootprint],
+    strategy: ShardingStrategy,
+    microbatches: int = 1,
+    slots: int = 2,
+    allocator: WeightAllocator = WeightAllocator.SLOTS,
+) -> StepTraffic:
+    """Count the collectives from one optimizer step to the next, in the steady state.
+
+    Every trainable group is reduced once per microbatch; groups on one rank never communicate, and groups that are held
+    whole are never gathered. An optimizer step makes
+    all gathered weights stale. Frozen groups have nothing to gather under ``optim`` and ``optim_grads``, where every
+    rank holds them whole.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        microbatches: Pairs of forward and backward per optimizer step, 1 or more.
+        slots: How many units besides the root stay gathered.
+        allocator: Of gathered weights. Memory that is given back after a backward has to be gathered into again by the
+            next forward, and a unit whose buffer is its own and kept is gathered once per step.
+
+    Returns:
+        Counts and bytes per rank.
+
+    Raises:
+        ConfigurationError: ``microbatches`` is below 1.
+    """
+    if microbatches < 1:
+        raise ConfigurationError(f"microbatches={microbatches} is not possible; give 1 or more.")
+    communicating = [group for group in groups if group.num_shards > 1]
+    trainable = [group for group in communicating if group.requires_grad]
+    cut = [group for group in communicating if not group.is_whole]
+    if strategy == ShardingStrategy.optim_grads_params:
+        plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
+        order = _gathered_units(_unit_indices(groups), microbatches, plan)
+        gathered = [group for unit in order for group in cut if group.unit == unit and not group.shares_weights]
+        # What ranks share then comes from outer ranks: they meet once for each unit, after its weights have crossed.
+        gathered += [group for group in cut if group.shares_weights and group.outer_shares and group.requires_grad]
+    else:
+        gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
+    reduced_bytes = sum(
+        _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, _main_grad) else 2)  # an all-reduce
+        for group in trainable
+    )
+    return StepTraffic(
+        gathers=len(gathered),
+        reductions=len(trainable) * microbatches,
+        gather_bytes=sum(_sent_bytes(group, group.compute) for group in gathered),
+        reduce_bytes=reduced_bytes * microbatches,
+    )
+
+
+def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
+    """Units other than the root, in forward order."""
+    return _without_root(group.unit for group in groups)
+
+
+def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
+    """Units in the order of their gathers: what is used walks up and down the model, and the last few used stay."""
+    in_turn = [unit for unit in unit_indices if plan.places[unit] is not Place.OWN]
+    kept = min(plan.slots, len(in_turn))
+    after_forward = in_turn[: len(in_turn) - kept]  # gathered again on the way back, last ones first
+    # The next forward, where no optimizer step lies between, finds what was used last and not given back.
+    given_back = [unit for unit in (ROOT_UNIT, *in_turn[:kept]) if plan.places[unit] is Place.RESIZED]
+    first = [ROOT_UNIT, *unit_indices, *reversed(after_forward)]
+    later = [*given_back, *in_turn[kept:], *reversed(after_forward)]
+    return first + later * (microbatches - 1)
+
+
+def _compute_weight(placements: Placements) -> tuple[Placement, ...]:
+    return placements.compute_weight
+
+
+def _main_weight(placements: Placements) -> tuple[Placement, ...]:
+    return placements.main_weight
+
+
+def _main_grad(placements: Placements) -> tuple[Placement, ...]:
+    return placements.main_grad
+
+
+def _is_sharded(
+    group: GroupFootprint, strategy: ShardingStrategy, buffer: Callable[[Placements], tuple[Placement, ...]]
+) -> bool:
+    """Whether one buffer of a group is cut into shards."""
+    return not group.is_whole and buffer(placements_for(strategy)) == (Placement.SHARD,)
+
+
+def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
+    """Whether a group's gradients end up as shards, on more than one rank."""
+    return group.requires_grad and group.num_shards > 1 and _is_sharded(group, strategy, _main_grad)
+
+
+def _held_bytes(
+    group: GroupFootprint,
+    strategy: ShardingStrategy,
+    buffer: Callable[[Placements], tuple[Placement, ...]],
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of one buffer of a group on one rank."""
+    numel = group.shard_numel if _is_sharded(group, strategy, buffer) else group.numel
+    if buffer is not _compute_weight and group.outer_shares and not group.is_whole:
+        numel //= group.outer_ranks
+    return numel * dtype.itemsize
+
+
+def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]) -> dict[int, int]:
+    """Bytes of the block that holds the whole buffers of each unit."""
+    totals: dict[int, int] = {}
+    for group in groups:
+        blocks = -(-group.numel * dtype_of(group).itemsize // BLOCK_ALIGNMENT_BYTES)
+        totals[group.unit] = totals.get(group.unit, 0) + blocks * BLOCK_ALIGNMENT_BYTES
+    return totals
+
+
+def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
+    """The weights that each unit has to gather into borrowed memory, root first."""
+    cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
+    in_slots = [g for g in cut if not g.shares_weights]
+    gathered = _block_bytes(in_slots, lambda group: group.compute)
+    return [
+        UnitWeights(gathered.get(unit, 0), tuple((g.numel, g.compute) for g in in_slots if g.unit == unit))
+        for unit in range(1 + max((group.unit for group in groups), default=ROOT_UNIT))
+    ]
+
+
+def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
+    """Bytes of the bucket of each unit with trainable groups."""
+    return _block_bytes((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
+
+
+def _buckets_in_turn(bucket_bytes: dict[int, int], count: int) -> int:
+    """The root's bucket, and the largest sum over `count` of the others that follow one another."""
+    others = [bucket_bytes[unit] for unit in _without_root(bucket_bytes)]
+    return bucket_bytes.get(ROOT_UNIT, 0) + _largest_in_a_row(others, count)
+
+
+def _without_root(units: Iterable[int]) -> list[int]:
+    return sorted(set(units) - {ROOT_UNIT})
+
+
+def _largest_in_a_row(sizes: Sequence[int], count: int) -> int:
+    """The largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
+    return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
+
+
+def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
+    """What one rank sends when the whole buffer is gathered or reduce-scattered: all parts but one."""
+    buffer_bytes = group.numel * dtype.itemsize
+    return buffer_bytes - buffer_bytes // group.num_shards
+
+
+# What the outer axis of hybrid sharding costs, once per optimizer step; derivations in ``docs/formulas.md``.
+
+UNITS_CROSSING = 2
+"""How many units' gradients are on their way over the outer axis at a time."""
+
+
+def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> StepTraffic:
+    """Count the collectives over the outer axis from one optimizer step to the next.
+
+    What an inner rank stands for, its part of each trainable group (all of it under ``no_shard``), crosses once per
+    gradient sync: by an all-reduce, or by a reduce-scatter where the outer ranks share main weights out. Then the new
+    weights are gathered over the outer axis, once per optimizer step.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+
+    Returns:
+        Counts and bytes per rank; zeros without an outer axis.
+    """
+    trainable = [group for group in groups if group.requires_grad and group.outer_ranks > 1]
+    shared = [group for group in trainable if group.outer_shares and not group.is_whole]
+    return StepTraffic(
+        gathers=len(shared),
+        reductions=len(trainable),
+        gather_bytes=sum(_sent_across(group, strategy, group.compute.itemsize) for group in shared),
+        reduce_bytes=sum(
+            _sent_across(group, strategy, group.grad_comm.itemsize) * (1 if group in shared else 2)
+            for group in trainable
+        ),
+    )
+
+
+def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, deferred: bool = False) -> int:
+    """Bound the sums that wait for, or are on, their way over the outer axis.
+
+    Args:
+        groups: All parameter groups.
+        strategy: The strategy on the sharding axis.
+        deferred: Whether the outer reduction is being put off over microbatches: then every group keeps its sum.
+
+    Returns:
+        Bytes per rank, in the main gradient's dtype: those of all units, or of the units that cross at a time and the
+        one that is being summed.
+    """
+    by_unit: dict[int, int] = {}
+    for group in groups:
+        if group.requires_grad and group.outer_ranks > 1:
+            held = part_numel(group, strategy) * group.main_grads.itemsize
+            by_unit[group.unit] = by_unit.get(group.unit, 0) + held
+    sizes = sorted(by_unit.values(), reverse=True)
+    return sum(sizes if deferred else sizes[: UNITS_CROSSING + 1])
+
+
+def part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:
+    """Elements of a group's gradient that one inner rank stands for after the inner reduction."""
+    is_cut = not group.is_whole and strategy is not ShardingStrategy.no_shard
+    return group.shard_numel if is_cut else group.numel
+
+
+def _sent_across(group: GroupFootprint, strategy: ShardingStrategy, itemsize: int) -> int:
+    part_bytes = part_numel(group, strategy) * itemsize
+    return part_bytes - part_bytes // group.outer_ranks

@@ -1,0 +1,648 @@
+"""Where the tensors of a group lie in one flat buffer, and how that buffer is cut into equal shards.
+
+A layout is pure data: no devices, no ranks, no side effects. All offsets and lengths count elements, unless a name says
+otherwise. `plan_layout` makes one; `megatron_fsdp.sharding.layout` holds the search behind it.
+"""
+
+import bisect
+import enum
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.placement import Region
+
+# The search for the smallest shard (pure integers); `megatron_fsdp.sharding.layout.plan_layout` is its front door.
+#
+# Tensors lie one behind the other in a buffer of N shards of S elements. A shard edge may fall between two tensors, into
+# padding, or between two granules (say rows) of a tensor:
+#
+#     | rank 0                | rank 1                | rank 2                |
+#     [A0  A1  A2  A3  A4  A5  A6  A7  A8][b ][  C0      C1      C2  ][ D ]...
+#                             ^                       ^                    padding
+#                             between two rows of A   between two rows of C, thanks to b in front
+#
+# What makes padding is an edge at a wrong place, and there are only three cases:
+#
+# - a tensor that crosses no edge is free to lie anywhere;
+# - one that crosses one edge only needs the right start: a gap shorter than a granule in front of it, which small tensors
+#   fill later;
+# - one that crosses several edges needs a granule that divides S. Only tensors longer than 2 S must cross several, so
+#   only their granules are binding.
+#
+# So S starts at the lower bound payload / N and goes up through the values that the granules of the long tensors allow.
+# For each, tensors are laid greedily; the first S that holds everything wins. Where that wastes more than allowed, some
+# tensors give up their rows: the search begins with all rows given up, which has no padding but for alignment, and takes
+# rows back, group by group, small rows first, as long as the result stays within the limit.
+#
+# Lengths in here are counted in alignment units, so that alignment needs no further thought: with a granule of g elements
+# and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of units. Where
+# the whole buffer must be a multiple of M elements, N S is one if and only if M / gcd(N, M) divides S, so that S goes up
+# through the multiples of that only.
+
+# Shard lengths tried one by one before the steps double; bounds the work where the lower bound is far off.
+_DENSE_TRIES = 12
+# Halvings of the last doubled step, to come back to a length close to the smallest.
+_REFINING_TRIES = 12
+# Tensors at each end of the queue that may jump it where the next in line would leave a gap.
+_WINDOW = 4
+# Searches spent on giving rows back to lowered tensors.
+_MAX_ROW_SEARCHES = 64
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor to place.
+
+    Attributes:
+        numel: Elements, may be 0.
+        granule_numel: Elements that stay together, at least 1.
+        may_be_lowered: Whether the planner may cut at any element where that saves padding.
+    """
+
+    numel: int
+    granule_numel: int
+    may_be_lowered: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The result in elements: one offset and one granule per item, in the order of the items, and the shard length."""
+
+    offsets: tuple[int, ...]
+    granules: tuple[int, ...]
+    shard_numel: int
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A tensor in alignment units. It may be cut at multiples of `step` behind its start: never, if step >= length."""
+
+    index: int
+    length: int
+    step: int
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """How many shards there are, and what must divide their length, in units."""
+
+    count: int
+    step: int
+
+    def rounded_up(self, length: int) -> int:
+        """The smallest possible shard length from `length` on."""
+        return -(-length // self.step) * self.step
+
+
+@dataclass(frozen=True)
+class _Solution:
+    """A shard length in units, and the start of each span by its index."""
+
+    shard_length: int
+    starts: dict[int, int]
+
+
+def plan_placement(
+    items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
+) -> Placement:
+    """Place items into equal shards; the module docstring has the idea, `plan_layout` the contract.
+
+    Args:
+        items: The tensors.
+        num_shards: Number of shards, at least 1.
+        alignment_numel: Every offset and the shard length are multiples of this many elements.
+        max_waste: Padding divided by payload that whole rows may cost.
+        numel_multiple: `num_shards` times the shard length is a multiple of this many elements.
+    """
+    spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
+    # With a step of one unit there is nothing to give up.
+    lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}
+    shards = _Shards(num_shards, _shard_step(num_shards, alignment_numel, numel_multiple))
+    # One shard that holds everything always exists.
+    solution = _smallest(_with_lowered(spans, lowered), shards, shards.rounded_up(sum(span.length for span in spans)))
+    assert solution is not None
+    if lowered:
+        payload_numel = sum(item.numel for item in items)
+        most_numel = payload_numel + int(max_waste * payload_numel)
+        limit = max(solution.shard_length, most_numel // (num_shards * alignment_numel))
+        solution, lowered = _take_rows_back(spans, lowered, shards, limit, solution)
+    return Placement(
+        offsets=tuple(solution.starts.get(index, 0) * alignment_numel for index in range(len(items))),
+        granules=tuple(1 if index in lowered else item.granule_numel for index, item in enumerate(items)),
+        shard_numel=solution.shard_length * alignment_numel,
+    )
+
+
+def _shard_step(num_shards: int, alignment_numel: int, numel_multiple: int) -> int:
+    """What must divide a shard length, in alignment units."""
+    step_numel = numel_multiple // math.gcd(num_shards, numel_multiple)
+    return math.lcm(step_numel, alignment_numel) // alignment_numel
+
+
+def _span(index: int, item: Item, alignment_numel: int) -> _Span:
+    step_numel = math.lcm(item.granule_numel, alignment_numel)
+    return _Span(index, -(-item.numel // alignment_numel), step_numel // alignment_numel)
+
+
+def _with_lowered(spans: Iterable[_Span], lowered: set[int]) -> list[_Span]:
+    return [replace(span, step=1) if span.index in lowered else span for span in spans]
+
+
+def _take_rows_back(
+    spans: Sequence[_Span], lowered: set[int], shards: _Shards, limit: int, solution: _Solution
+) -> tuple[_Solution, set[int]]:
+    """Undo as much lowering as shards of `limit` units allow: all at once if possible, else by ever smaller groups."""
+    wishes = [span for span in spans if span.index in lowered]
+    pending = [sorted(wishes, key=lambda span: (span.step, span.length, span.index))]
+    for _ in range(_MAX_ROW_SEARCHES):
+        if not pending:
+            break
+        group = pending.pop()
+        still_lowered = lowered - {span.index for span in group}
+        found = _smallest(_with_lowered(spans, still_lowered), shards, limit)
+        if found is not None:
+            solution, lowered = found, still_lowered
+        elif len(group) > 1:
+            pending.extend(reversed(_halves(group)))
+    return solution, lowered
+
+
+def _halves(group: list[_Span]) -> tuple[list[_Span], list[_Span]]:
+    """Split near the middle, between two steps where there are several, since equal steps stand or fall together."""
+    borders = [i for i in range(1, len(group)) if group[i].step != group[i - 1].step]
+    middle = min(borders, key=lambda border: abs(2 * border - len(group)), default=len(group) // 2)
+    return group[:middle], group[middle:]
+
+
+def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution | None:
+    """The solution with the smallest shard length up to `limit` that the search finds, or None.
+
+    Lengths are tried one by one at first, then in doubling steps, whose last one is refined by bisection. (A longer
+    shard is not always easier to fill, so that this is a search and not a proof.)
+    """
+    orders = _orders(spans)
+    lengths = _ShardLengths(spans, shards)
+    failed, best = lengths.lower_bound - shards.step, None
+    step, tries = shards.step, 0
+    while best is None:
+        # Halving the way to the limit keeps a large step from jumping over the last candidates.
+        candidate = lengths.next_from(failed + max(1, min(step, (limit - failed) // 2)))
+        if candidate > limit:
+            return None
+        best = _place(orders, shards.count, candidate)
+        failed = candidate if best is None else failed
+        tries += 1
+        step = step if tries < _DENSE_TRIES else 2 * step
+    for _ in range(_REFINING_TRIES):
+        candidate = lengths.next_from((failed + best.shard_length) // 2 + 1)
+        if candidate >= best.shard_length:
+            break
+        shorter = _place(orders, shards.count, candidate)
+        failed, best = (candidate, best) if shorter is None else (failed, shorter)
+    return best
+
+
+class _ShardLengths:
+    """The shard lengths that are worth a try: what is needed whatever the order of the spans."""
+
+    def __init__(self, spans: Sequence[_Span], shards: _Shards) -> None:
+        by_length = sorted(spans, key=lambda span: span.length)
+        total = sum(span.length for span in spans)
+        self._lengths = [span.length for span in by_length]
+        # A shard holds at least a whole span or one step of it, and all shards hold everything.
+        needed = max([-(-total // shards.count), *(min(span.length, span.step) for span in spans)])
+        self.lower_bound = shards.rounded_up(needed)
+        self._multiples = self._common_steps(by_length, shards.step, total)
+
+    @staticmethod
+    def _common_steps(by_length: Sequence[_Span], shard_step: int, total: int) -> list[int]:
+        """Per position, what the shard and the steps from there on need in common, capped where it is out of reach.
+
+        A capped one is never used: it is longer than a shard at which the shortest of the spans stops being long.
+        """
+        multiples = [shard_step]
+        for span in reversed(by_length):
+            multiples.append(min(math.lcm(multiples[-1], span.step), total + 1))
+        return multiples[::-1]
+
+    def next_from(self, shard_length: int) -> int:
+        """The smallest length from `shard_length` on that the shard's step divides, and those of the long spans.
+
+        Long spans are those of more than two shards.
+        """
+        while True:
+            first_long = bisect.bisect_right(self._lengths, 2 * shard_length)
+            multiple = self._multiples[first_long]
+            candidate = -(-shard_length // multiple) * multiple
+            if candidate == shard_length or first_long == len(self._lengths):
+                return candidate
+            # The shortest of the long spans stops being long before that: then fewer steps must divide.
+            released = -(-self._lengths[first_long] // 2)
+            if candidate <= released:
+                return candidate
+            shard_length = released
+
+
+def _orders(spans: Sequence[_Span]) -> list[list[_Span]]:
+    """The orders to lay spans in, without repetition: as given, longest first, and largest step first."""
+    longest_first = sorted(spans, key=lambda span: (-span.length, -span.step))
+    largest_step_first = sorted(spans, key=lambda span: (-min(span.step, span.length), -span.length))
+    orders: list[list[_Span]] = []
+    for order in (list(spans), longest_first, largest_step_first):
+        if order not in orders:
+            orders.append(order)
+    return orders
+
+
+def _place(orders: Iterable[Sequence[_Span]], num_shards: int, shard_length: int) -> _Solution | None:
+    """Place all spans into shards of this length, in the first order that works; None where no order does."""
+    for order in orders:
+        starts = _place_in_order(order, num_shards, shard_length)
+        if starts is not None:
+            return _Solution(shard_length, starts)
+    return None
+
+
+def _place_in_order(order: Sequence[_Span], num_shards: int, shard_length: int) -> dict[int, int] | None:
+    """Lay spans one behind the other, but each into the tightest gap left so far that holds it whole, if any."""
+    starts: dict[int, int] = {}
+    gaps = _Gaps(shard_length)
+    waiting = list(order)
+    position = 0
+    while waiting:
+        gap_start = gaps.take(waiting[0].length)
+        if gap_start is not None:
+            starts[waiting.pop(0).index] = gap_start
+            continue
+        chosen = _next_in_line(waiting, position, shard_length)
+        span = waiting.pop(chosen)
+        start = _first_start(span, position, shard_length)
+        if start is None or start + span.length > num_shards * shard_length:
+            return None
+        gaps.add(position, start)
+        starts[span.index] = start
+        position = start + span.length
+    return starts
+
+
+def _next_in_line(waiting: Sequence[_Span], position: int, shard_length: int) -> int:
+    """The first in the queue, or one that reaches the next edge with a smaller gap in front of it."""
+    next_edge = (position // shard_length + 1) * shard_length
+    count = len(waiting)
+    chosen, smallest_gap = 0, None
+    for candidate in (*range(min(_WINDOW, count)), *range(max(_WINDOW, count - _WINDOW), count)):
+        start = _first_start(waiting[candidate], position, shard_length)
+        if start is None or (candidate and start + waiting[candidate].length < next_edge):
+            continue
+        if smallest_gap is None or start - position < smallest_gap:
+            chosen, smallest_gap = candidate, start - position
+        if smallest_gap == 0:
+            break
+    return chosen
+
+
+def _first_start(span: _Span, position: int, shard_length: int) -> int | None:
+    """The first start from `position` on at which shard edges cut the span between steps only; None if none exists."""
+    into_shard = position % shard_length
+    if into_shard + span.length <= shard_length:
+        return position
+    edge = position - into_shard + shard_length
+    start = position + (edge - position) % span.step
+    if shard_length % span.step == 0 or start + span.length <= edge + shard_length:
+        return start
+    # It would reach a second edge, which its steps cannot meet as well: begin in the next shard, as early as possible.
+    start = edge + shard_length % span.step
+    return start if start + span.length <= edge + 2 * shard_length else None
+
+
+class _Gaps:
+    """The room left between spans, one piece per shard it touches, so that what fits into a piece crosses no edge."""
+
+    def __init__(self, shard_length: int) -> None:
+        self._shard_length = shard_length
+        self._pieces: list[tuple[int, int]] = []  # (length, start), sorted
+
+    def add(self, start: int, stop: int) -> None:
+        """Note the range [start, stop) as free."""
+        while start < stop:
+            edge = min(stop, (start // self._shard_length + 1) * self._shard_length)
+            bisect.insort(self._pieces, (edge - start, start))
+            start = edge
+
+    def take(self, length: int) -> int | None:
+        """The start of a piece of `length` cut from the tightest gap that holds it, or None."""
+        at = bisect.bisect_left(self._pieces, (length, 0))
+        if at == len(self._pieces):
+            return None
+        gap_length, start = self._pieces.pop(at)
+        self.add(start + length, start + gap_length)
+        return start
+
+
+class GranularityKind(enum.Enum):
+    """What a shard edge may not cut."""
+
+    ROWS = "rows"
+    BLOCKS = "blocks"
+    TENSOR = "tensor"
+    ELEMENTS = "elements"
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """How finely one tensor may be cut.
+
+    `ROWS` is a wish: the planner lowers it to elements where whole rows would waste too much. The other kinds are
+    contracts and are never changed. `Granularity.blocks(1)` is therefore the strict form of `Granularity.ROWS`.
+
+    Attributes:
+        kind: The unit that is never cut.
+        rows: Number of rows that stay together; may differ from 1 for `BLOCKS` only.
+
+    Raises:
+        ConfigurationError: `rows` is below 1, or is not 1 for a kind other than `BLOCKS`.
+    """
+
+    kind: GranularityKind
+    rows: int = 1
+
+    ROWS: ClassVar["Granularity"]
+    TENSOR: ClassVar["Granularity"]
+    ELEMENTS: ClassVar["Granularity"]
+
+    def __post_init__(self) -> None:
+        """Refuse row counts that mean nothing."""
+        if self.rows < 1:
+            raise ConfigurationError(f"a granularity has rows={self.rows}; pass 1 or more.")
+        if self.rows != 1 and self.kind is not GranularityKind.BLOCKS:
+            raise ConfigurationError(
+                f"a granularity of kind {self.kind.value!r} has rows={self.rows}; only 'blocks' takes a row count: "
+                f"use Granularity.blocks({self.rows})."
+            )
+
+    @classmethod
+    def blocks(cls, rows: int) -> "Granularity":
+        """Blocks of `rows` consecutive rows, counted from the tensor's first row; the last block may be shorter."""
+        return cls(GranularityKind.BLOCKS, rows)
+
+    def granule_numel(self, shape: Sequence[int]) -> int:
+        """Elements of a tensor of this shape that stay together: at least 1, at most the whole tensor."""
+        numel = math.prod(shape)
+        wanted = {
+            GranularityKind.ROWS: math.prod(shape[1:]),
+            GranularityKind.BLOCKS: self.rows * math.prod(shape[1:]),
+            GranularityKind.TENSOR: numel,
+            GranularityKind.ELEMENTS: 1,
+        }[self.kind]
+        return max(1, min(wanted, numel))
+
+
+Granularity.ROWS = Granularity(GranularityKind.ROWS)
+Granularity.TENSOR = Granularity(GranularityKind.TENSOR)
+Granularity.ELEMENTS = Granularity(GranularityKind.ELEMENTS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors in one flat buffer of `num_shards * shard_numel` elements; shard r is owned by rank r.
+
+    Attributes:
+        shapes: Shape of each tensor.
+        offsets: First element of each tensor in the buffer. Tensors without elements have one too.
+        granules: Elements of each tensor that are never cut, counted from its first element; the last may be short.
+        num_shards: Number of equal shards.
+        shard_numel: Elements of one shard.
+
+    Raises:
+        ConfigurationError: The parts contradict each other: lengths differ, a tensor leaves the buffer, two overlap,
+            or a shard edge falls inside a granule.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    granules: tuple[int, ...]
+    num_shards: int
+    shard_numel: int
+
+    def __post_init__(self) -> None:
+        """Check every invariant in time that does not depend on the number of shards."""
+        if not len(self.shapes) == len(self.offsets) == len(self.granules):
+            raise ConfigurationError(
+                f"a layout has {len(self.shapes)} shapes, {len(self.offsets)} offsets and {len(self.granules)} "
+                "granules; give one of each per tensor."
+            )
+        if self.num_shards < 1 or self.shard_numel < 0:
+            raise ConfigurationError(
+                f"a layout has num_shards={self.num_shards} and shard_numel={self.shard_numel}; pass at least 1 shard "
+                "of at least 0 elements."
+            )
+        for index in range(len(self.shapes)):
+            self._check_tensor(index)
+        self._check_overlap()
+
+    def _check_tensor(self, index: int) -> None:
+        start, stop = self.tensor_range(index)
+        if start < 0 or stop > self.numel:
+            raise ConfigurationError(
+                f"tensor {index} lies at [{start}, {stop}), outside of the buffer [0, {self.numel}): give it an offset "
+                "that keeps it inside, or a larger shard_numel."
+            )
+        if self.granules[index] < 1:
+            raise ConfigurationError(f"tensor {index} has granule {self.granules[index]}; pass 1 element or more.")
+        if not self._is_cut_at_multiples_of(index, self.granules[index]):
+            raise ConfigurationError(
+                f"tensor {index} at [{start}, {stop}) is cut inside a granule of {self.granules[index]} elements by "
+                f"shards of {self.shard_numel} elements: move the tensor or change shard_numel."
+            )
+
+    def _check_overlap(self) -> None:
+        occupied = sorted((*self.tensor_range(i), i) for i in range(len(self.shapes)) if self.tensor_numel(i))
+        for (_, stop, first), (start, _, second) in itertools.pairwise(occupied):
+            if start < stop:
+                raise ConfigurationError(
+                    f"tensors {first} and {second} overlap: the one ends at {stop} and the other starts at {start}; "
+                    "give each its own range of the buffer."
+                )
+
+    def _is_cut_at_multiples_of(self, index: int, step: int) -> bool:
+        """Whether every shard edge strictly inside the tensor lies a multiple of `step` behind its start."""
+        start, stop = self.tensor_range(index)
+        if start == stop:
+            return True
+        first_edge = (start // self.shard_numel + 1) * self.shard_numel
+        if first_edge >= stop:
+            return True
+        # A second edge inside is one shard further on, so that the shard length must be a multiple, too.
+        has_second = first_edge + self.shard_numel < stop
+        return (first_edge - start) % step == 0 and (not has_second or self.shard_numel % step == 0)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.num_shards * self.shard_numel
+
+    @property
+    def payload_numel(self) -> int:
+        """Elements that belong to tensors."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no tensor."""
+        return self.numel - self.payload_numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding divided by payload; 0.0 where there is no payload."""
+        payload_numel = self.payload_numel
+        return self.padding_numel / payload_numel if payload_numel else 0.0
+
+    def tensor_numel(self, index: int) -> int:
+        """Elements of one tensor."""
+        return math.prod(self.shapes[index])
+
+    def tensor_range(self, index: int) -> tuple[int, int]:
+        """Half-open range of one tensor in the buffer."""
+        return self.offsets[index], self.offsets[index] + self.tensor_numel(index)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Half-open range of one rank's shard in the buffer.
+
+        Raises:
+            ConfigurationError: There is no such rank.
+        """
+        if not 0 <= rank < self.num_shards:
+            raise ConfigurationError(f"rank {rank} was asked for; this layout has shards 0 to {self.num_shards - 1}.")
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def local_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Half-open range of one tensor's flattened elements that a rank owns; start equals stop where it owns none.
+
+        The ranges of ranks 0, 1, ... follow each other without a gap: each starts where the one before stops.
+        """
+        return self.range_in(index, Region(*self.shard_range(rank)))
+
+    def range_in(self, index: int, region: Region) -> tuple[int, int]:
+        """Half-open range of one tensor's flattened elements that lie in a region of the buffer, maybe empty."""
+        offset, numel = self.offsets[index], self.tensor_numel(index)
+        return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
+
+    def pieces_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """Where the memory of a region holds what of each tensor: half-open range and shape, as `piece_shape`.
+
+        Worked out once for each region.
+        """
+        found = self._pieces.get(region)
+        if found is None:
+            found = self._pieces[region] = tuple(self._piece_in(index, region) for index in range(len(self.shapes)))
+        return found
+
+    @functools.cached_property
+    def _pieces(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        return {}
+
+    def _piece_in(self, index: int, region: Region) -> tuple[int, int, tuple[int, ...]]:
+        start, stop = self.range_in(index, region)
+        shape = self.shapes[index] if region.numel == self.numel else self.piece_shape(index, stop - start)
+        first = self.offsets[index] + start - region.start if start < stop else 0
+        return first, first + stop - start, shape
+
+    def is_row_sharded(self, index: int) -> bool:
+        """Whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).
+
+        What counts is where the shard edges fall, not the granularity that was asked for: a tensor cut by elements that
+        happens to be cut between rows only is row sharded. Tensors without dimensions or with empty rows never are.
+        """
+        shape = self.shapes[index]
+        row_numel = math.prod(shape[1:])
+        return len(shape) > 0 and row_numel > 0 and self._is_cut_at_multiples_of(index, row_numel)
+
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, `(elements,)` otherwise."""
+        start, stop = self.local_range(index, rank)
+        return self.piece_shape(index, stop - start)
+
+    def piece_shape(self, index: int, numel: int) -> tuple[int, ...]:
+        """Shape of a piece of `numel` elements that is made of whole shards' parts; as `local_shape`."""
+        if not self.is_row_sharded(index):
+            return (numel,)
+        row_shape = self.shapes[index][1:]
+        return (numel // math.prod(row_shape), *row_shape)
+
+
+def plan_layout(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    *,
+    alignment_numel: int = 1,
+    granularity: Sequence[Granularity] | Granularity = Granularity.ROWS,
+    max_waste: float = 0.01,
+    numel_multiple: int = 1,
+) -> Layout:
+    """Lay tensors into one flat buffer of `num_shards` equal shards, with as little padding as the search finds.
+
+    Every tensor and every shard starts at a multiple of `alignment_numel`. Where whole rows cost more than `max_waste`,
+    as few `ROWS` tensors as reasonable are cut at any aligned element instead; the other granularities are contracts.
+    The same arguments give the same layout on every rank and in every run.
+
+    With T non-empty tensors, all of them `ROWS` or `ELEMENTS`, the padding is guaranteed not to exceed
+
+        max(max_waste * payload_numel, T * (alignment_numel - 1) + (num_shards - 1) * alignment_numel)
+
+    elements. With a `numel_multiple` the second term is T * (alignment_numel - 1) + common - alignment_numel, where
+    common = lcm(num_shards * alignment_numel, numel_multiple): what equal shards of aligned length add up to. So
+    alignment aside it costs less than one multiple where num_shards * alignment_numel divides it. `BLOCKS` and
+    `TENSOR` may force more: then rows are kept as far as that costs nothing beyond the smallest buffer that the search
+    finds without them.
+
+    Args:
+        shapes: Shape of each tensor; `()` is a scalar, and a tensor may have no elements.
+        num_shards: Number of equal shards, at least 1.
+        alignment_numel: Alignment in elements, e.g. 16 bytes divided by the item size.
+        granularity: One for all tensors, or one per tensor.
+        max_waste: Padding divided by payload that keeping rows whole may cost.
+        numel_multiple: The whole buffer is a multiple of this many elements, e.g. 2**16 for fast rings of NCCL. Where
+            it leaves no cheap length for whole rows, more tensors are cut inside rows than without it.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or the number of granularities is not the number of shapes.
+    """
+    checked = tuple(_checked_shape(index, shape) for index, shape in enumerate(shapes))
+    wanted = _granularity_per_tensor(granularity, len(checked))
+    if num_shards < 1:
+        raise ConfigurationError(f"num_shards is {num_shards}; pass the number of ranks, 1 or more.")
+    if alignment_numel < 1:
+        raise ConfigurationError(f"alignment_numel is {alignment_numel}; pass 1 (no alignment) or more.")
+    if numel_multiple < 1:
+        raise ConfigurationError(f"numel_multiple is {numel_multiple}; pass 1 (any length) or more.")
+    if not 0.0 <= max_waste < math.inf:
+        raise ConfigurationError(
+            f"max_waste is {max_waste}; pass a finite fraction of 0 or more, 0.01 for one percent."
+        )
+    items = [
+        Item(math.prod(shape), kind.granule_numel(shape), kind.kind is GranularityKind.ROWS)
+        for shape, kind in zip(checked, wanted, strict=True)
+    ]
+    placement = plan_placement(items, num_shards, alignment_numel, max_waste, numel_multiple)
+    return Layout(checked, placement.offsets, placement.granules, num_shards, placement.shard_numel)
+
+
+def _checked_shape(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    if any(length < 0 for length in shape):
+        raise ConfigurationError(f"shape {index} is {tuple(shape)}; no dimension may be negative.")
+    return tuple(int(length) for length in shape)
+
+
+def _granularity_per_tensor(granularity: Sequence[Granularity] | Granularity, count: int) -> tuple[Granularity, ...]:
+    if isinstance(granularity, Granularity):
+        return (granularity,) * count
+    if len(granularity) != count:
+        raise ConfigurationError(
+            f"{len(granularity)} granularities were given for {count} shapes; give one per shape, or one for all."
+        )
+    return tuple(granularity)

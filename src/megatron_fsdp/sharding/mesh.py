@@ -1,0 +1,524 @@
+"""Where a rank stands: the process groups and sub-meshes that sharding runs over, for dense and expert parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.comm.lanes import default_device
+from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.config.arguments import explains_arguments
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
+
+
+class FSDPDistributedIndex:
+    """Process groups and sub-meshes by role.
+
+    Dimension names may be those of the mesh or of flattened dimensions (data parallel times context parallel, say).
+
+    Args:
+        device_mesh: The mesh of dense parameters, on any device type.
+        dp_shard_dim: The dimension to shard over.
+        dp_outer_dim: The outer dimension of hybrid sharding; goes with ``hybrid_fsdp_group``.
+        tp_dim: The tensor-parallel dimension, where there is one.
+        hybrid_fsdp_group: All ranks of the outer and the sharding dimension.
+        hybrid_fsdp_expt_group: The same for experts; made from their mesh where it is not given.
+        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension too.
+        expt_device_mesh: The mesh of expert parameters, with the same dimension names. Where it has not the sharding
+            dimension but one that this was flattened from, experts are sharded over that one; where it has not the
+            outer or the tensor-parallel dimension, experts have one rank along it.
+        fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, so that they need
+            not queue behind reductions.
+        expt_fsdp_group_ag: The same for experts.
+
+    Attributes:
+        use_hybrid_fsdp: Whether there is an outer dimension.
+        fsdp_group: Group of the sharding dimension.
+        outer_fsdp_group: Group of the outer dimension, or None.
+        expt_fsdp_group: Group of the sharding dimension for experts, or None.
+        expt_outer_fsdp_group: Group of the outer dimension for experts, or None.
+        mesh_library: Sub-meshes by ``(*dimension names, whether for experts)``.
+
+    Raises:
+        ConfigurationError: There is no sharding dimension; a dimension does not exist; only one of ``dp_outer_dim`` and
+            ``hybrid_fsdp_group`` is given; an argument needs another one that is missing; or the ranks of a group are
+            not those of the dimensions that it stands for.
+    """
+
+    @explains_arguments()
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.device_mesh = device_mesh
+        self.dp_shard_dim = dp_shard_dim
+        self.dp_outer_dim = dp_outer_dim
+        self.tp_dim = tp_dim
+        self.hybrid_fsdp_group = hybrid_fsdp_group
+        self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.expt_device_mesh: DeviceMesh | None = None
+        self.fsdp_group_ag = fsdp_group_ag
+        self.expt_fsdp_group_ag = expt_fsdp_group_ag
+
+        self.use_hybrid_fsdp = dp_outer_dim is not None
+        self._check_arguments(has_experts=expt_device_mesh is not None)
+        self.fsdp_group = self._group(False, "dp_shard_dim", dp_shard_dim)
+        self.outer_fsdp_group = self._group(False, "dp_outer_dim", dp_outer_dim)
+        if expt_device_mesh is not None:
+            self.expt_device_mesh = self._complete_expert_mesh(expt_device_mesh)
+        self.expt_fsdp_group = self._group(True, "dp_shard_dim", dp_shard_dim)
+        self.expt_outer_fsdp_group = self._group(True, "dp_outer_dim", dp_outer_dim)
+        self._group(False, "tp_dim", tp_dim)  # only to see that it exists
+        self.mesh_library = self._build_library()
+        if self.use_hybrid_fsdp and self.expt_device_mesh is not None and hybrid_fsdp_expt_group is None:
+            self.hybrid_fsdp_expt_group = self._make_hybrid_expert_group()
+        self._check_groups()
+
+    def get_submesh(self, names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False) -> DeviceMesh:
+        """Return the sub-mesh of some dimensions.
+
+        Args:
+            names: One dimension or several, outermost first.
+            is_expert_parallel: Whether to take it from the expert mesh.
+
+        Returns:
+            The sub-mesh, the same object every time.
+
+        Raises:
+            ConfigurationError: No such sub-mesh was registered.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if (*wanted, is_expert_parallel) not in self.mesh_library:
+            known = ", ".join(str(key[:-1]) for key in self.mesh_library if key[-1] == is_expert_parallel) or "none"
+            which = "expert" if is_expert_parallel else "dense"
+            raise ConfigurationError(f"there is no {which} sub-mesh {wanted}; the {which} sub-meshes are {known}.")
+        return self.mesh_library[*wanted, is_expert_parallel]
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """Return the group of all data-parallel ranks: outer and sharding dimension together where both exist."""
+        if self.use_hybrid_fsdp:
+            return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        return self.get_fsdp_group(is_expert_parallel)
+
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup | None:
+        """Return the group of the sharding dimension, or its second group that only gathers use (None if not given)."""
+        if independent_all_gather:
+            return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+        return self.expt_fsdp_group if is_expert_parallel else self.fsdp_group
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """Return the group of the outer dimension; None without hybrid sharding."""
+        return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
+        """Return the mesh that all sub-meshes are cut from; None for experts without one."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """Return which piece this rank owns of a buffer that is sharded over both dimensions.
+
+        The buffer is cut over the sharding dimension first and each part then over the outer one, so the pieces are
+        numbered ``sharding rank * outer ranks + outer rank``.
+
+        Args:
+            is_expert_parallel: Whether to number the ranks of the expert mesh.
+
+        Returns:
+            The number of the piece.
+
+        Raises:
+            ConfigurationError: The optimizer is not sharded over an outer dimension, or there is no expert mesh.
+        """
+        inner, outer = self.get_fsdp_group(is_expert_parallel), self.get_outer_fsdp_group(is_expert_parallel)
+        if not self.hsdp_outer_dp_shard or inner is None or outer is None:
+            raise ConfigurationError(
+                "a logical hybrid rank exists only with dp_outer_dim and hsdp_outer_dp_shard=True (and with "
+                "expt_device_mesh for experts); set them."
+            )
+        return dist.get_rank(inner) * dist.get_world_size(outer) + dist.get_rank(outer)
+
+    def _check_arguments(self, has_experts: bool) -> None:
+        """See that what belongs together is there together."""
+        if self.dp_shard_dim is None:
+            raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
+        for argument in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
+            if not isinstance(getattr(self, argument), str | None):
+                raise ConfigurationError(
+                    f"{argument}={getattr(self, argument)!r} is not the name of a mesh dimension; give its name."
+                )
+        named = [name for name in (self.dp_outer_dim, self.dp_shard_dim, self.tp_dim) if name is not None]
+        if len(set(named)) < len(named):
+            raise ConfigurationError(
+                f"dp_outer_dim={self.dp_outer_dim!r}, dp_shard_dim={self.dp_shard_dim!r} and tp_dim={self.tp_dim!r} "
+                "name a dimension twice; give each its own."
+            )
+        if (self.dp_outer_dim is None) != (self.hybrid_fsdp_group is None):
+            given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
+            if self.dp_outer_dim is None:
+                given, missing = missing, given
+            raise ConfigurationError(f"{given} is given without {missing}; give both for hybrid sharding, or neither.")
+        for name, is_given, needs, has_need in (
+            ("hsdp_outer_dp_shard", self.hsdp_outer_dp_shard, "dp_outer_dim", self.use_hybrid_fsdp),
+            ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "dp_outer_dim", self.use_hybrid_fsdp),
+            ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "expt_device_mesh", has_experts),
+            ("expt_fsdp_group_ag", self.expt_fsdp_group_ag is not None, "expt_device_mesh", has_experts),
+        ):
+            if is_given and not has_need:
+                raise ConfigurationError(f"{name} needs {needs}, which is missing; give both or neither.")
+
+    def _complete_expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The expert mesh with every dimension that is named, cut out of the one that experts are sharded over.
+
+        Raises:
+            ConfigurationError: It does not say which dimension that is, or has one that may be the missing one.
+        """
+        shard, names = self.dp_shard_dim, _dim_names(mesh)
+        assert shard is not None
+        own = shard if _has_dim(mesh, shard) else self._part_of_shard_dim(names)
+        missing = [dim for dim in (self.dp_outer_dim, self.tp_dim) if dim is not None and not _has_dim(mesh, dim)]
+        unknown = [dim for dim in names if dim not in (own, shard, self.dp_outer_dim, self.tp_dim)]
+        unknown = [dim for dim in unknown if not _names_expert_parallelism(dim)]
+        if own is None or (missing and (unknown or own not in names)):
+            wanted = repr(shard) if own is None else " and ".join(map(repr, missing))
+            raise ConfigurationError(
+                f"expt_device_mesh has the dimensions {', '.join(map(repr, names))} and not {wanted}; name its "
+                "dimensions as those of device_mesh, and 'ep' where ranks along one hold other experts."
+            )
+        if own == shard and not missing:
+            return mesh
+        outer, tp = ([dim] if dim in missing else [] for dim in (self.dp_outer_dim, self.tp_dim))
+        parts = (*(1 for _ in outer), mesh.size(names.index(own)), *(1 for _ in tp))
+        completed: DeviceMesh = mesh._unflatten(names.index(own), parts, (*outer, shard, *tp))
+        return completed
+
+    def _part_of_shard_dim(self, names: tuple[str, ...]) -> str | None:
+        """The one of some dimensions that the sharding dimension of dense parameters was flattened from."""
+        whole = set(dist.get_process_group_ranks(self._group(False, "dp_shard_dim", self.dp_shard_dim)))
+        parts = [
+            name
+            for name in names
+            if name in _dim_names(self.device_mesh)
+            and name not in (self.dp_outer_dim, self.tp_dim)
+            and whole.issuperset(dist.get_process_group_ranks(self.device_mesh.get_group(name)))
+        ]
+        return parts[0] if len(parts) == 1 else None
+
+    def _make_hybrid_expert_group(self) -> dist.ProcessGroup:
+        """The group of the outer and the sharding dimension of experts. Collective, by all ranks of their mesh."""
+        if self.expt_outer_fsdp_group is not None and dist.get_world_size(self.expt_outer_fsdp_group) == 1:
+            assert self.expt_fsdp_group is not None
+            return self.expt_fsdp_group
+        outer, shard = self.dp_outer_dim, self.dp_shard_dim
+        assert outer is not None
+        assert shard is not None
+        return self.mesh_library[outer, shard, True]._flatten(f"{outer}_{shard}_of_experts").get_group()
+
+    def _group(self, is_expert: bool, argument: str, name: str | None) -> dist.ProcessGroup | None:
+        mesh = self.get_root_mesh(is_expert)
+        return None if mesh is None or name is None else _group_of(mesh, name, argument)
+
+    def _build_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
+        """Cut out every combination of dimensions that buffers and DTensors use."""
+        outer, shard, tp = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
+        combinations = [(tp,), (outer, shard, tp), (shard, tp), (outer, shard), (outer,), (shard,)]
+        library: dict[tuple[str | bool, ...], DeviceMesh] = {}
+        for is_expert in (False, True):
+            mesh = self.get_root_mesh(is_expert)
+            for combination in combinations:
+                names = tuple(name for name in combination if name is not None)
+                if mesh is not None and len(names) == len(combination):
+                    library[*names, is_expert] = _submesh_of(mesh, names)
+        return library
+
+    def _check_groups(self) -> None:
+        """Compare the groups that were passed in with the dimensions that they stand for."""
+        shard, outer = self.dp_shard_dim, self.dp_outer_dim
+        for argument, group, names, is_expert in (
+            ("fsdp_group_ag", self.fsdp_group_ag, (shard,), False),
+            ("expt_fsdp_group_ag", self.expt_fsdp_group_ag, (shard,), True),
+            ("hybrid_fsdp_group", self.hybrid_fsdp_group, (outer, shard), False),
+            ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group, (outer, shard), True),
+        ):
+            if group is None:
+                continue
+            if not isinstance(group, dist.ProcessGroup):
+                raise ConfigurationError(
+                    f"{argument}={group!r} is not a process group; pass one of torch.distributed, such as "
+                    "mesh.get_group(name)."
+                )
+            expected = sorted(self.mesh_library[*names, is_expert].mesh.flatten().tolist())
+            if sorted(dist.get_process_group_ranks(group)) != expected:
+                mesh = self.get_root_mesh(is_expert)
+                raise ConfigurationError(
+                    f"{argument} is a group of {dist.get_world_size(group)} ranks that are not those along the mesh "
+                    f"dimensions {names}, which are {_ranks_along(mesh, names, expected)}; pass on every rank the "
+                    "group of exactly the ranks along them."
+                )
+
+
+def _ranks_along(mesh: DeviceMesh | None, names: tuple[str | None, ...], own: list[int]) -> list[list[int]]:
+    """All groups of ranks along some dimensions, the same list on every rank; this rank's where one is flattened."""
+    all_names = _dim_names(mesh) if mesh is not None else ()
+    if mesh is None or not set(names) <= set(all_names):
+        return [own]
+    chosen = [all_names.index(name) for name in names if name is not None]
+    others = [dim for dim in range(len(all_names)) if dim not in chosen]
+    table = mesh.mesh.permute(*others, *chosen).reshape(-1, len(own))
+    return [sorted(row) for row in table.tolist()]
+
+
+def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's dimensions.
+
+    Raises:
+        ConfigurationError: The mesh has no names.
+    """
+    if not mesh.mesh_dim_names:
+        raise ConfigurationError(
+            f"device_mesh={mesh} has no dimension names; build it with init_device_mesh(..., mesh_dim_names=(...))."
+        )
+    return tuple(mesh.mesh_dim_names)
+
+
+def _has_dim(mesh: DeviceMesh, name: str) -> bool:
+    """Whether a mesh has a dimension, or a flattened one, of that name."""
+    try:
+        mesh.get_group(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _names_expert_parallelism(name: str) -> bool:
+    """Whether ranks along a dimension of that name hold other experts: "ep", "expt_ep", "expert_parallel"."""
+    return any(word == "ep" or word.startswith("exp") for word in name.lower().split("_"))
+
+
+def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:
+    """Return the process group of one dimension.
+
+    Args:
+        mesh: The mesh.
+        name: A dimension of the mesh, or a flattened dimension of the mesh that it was cut from.
+        argument: The name of the argument that the dimension came from, for the error message.
+
+    Returns:
+        This rank's group.
+
+    Raises:
+        ConfigurationError: There is no such dimension.
+    """
+    names = _dim_names(mesh)
+    try:
+        return mesh.get_group(name)
+    except KeyError:
+        raise ConfigurationError(
+            f"{argument}={name!r} is not a dimension of the device mesh, which has {', '.join(map(repr, names))}; "
+            "give one of these or the name of a flattened one."
+        ) from None
+
+
+def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh that runs along some dimensions through this rank.
+
+    ``mesh[names]`` finds flattened dimensions in the root mesh only, with a deprecation warning, and only in mesh
+    order; ``mesh.get_group(name)`` finds them everywhere (torch 2.11 to 2.13). So sub-meshes with such names are put
+    together from groups.
+
+    Args:
+        mesh: The mesh.
+        names: Dimensions, outermost first, each one of the mesh or flattened, which need not be in mesh order.
+
+    Returns:
+        A mesh with these dimensions.
+
+    Raises:
+        ConfigurationError: A dimension does not exist, or two of them share ranks other than this one.
+    """
+    groups = [_group_of(mesh, name, "mesh dimension") for name in names]
+    own_names = _dim_names(mesh)
+    positions = [own_names.index(name) for name in names if name in own_names]
+    if len(positions) == len(names) and positions == sorted(set(positions)):
+        return mesh[names]
+    if len(names) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    ranks = _rank_table(mesh, [dist.get_process_group_ranks(group) for group in groups], names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...]) -> torch.Tensor:
+    """Global ranks of the sub-mesh, one dimension per axis.
+
+    Args:
+        mesh: The mesh that all axes lie in.
+        axes: Per dimension of the sub-mesh, the global ranks along it through this rank.
+        names: Their names, for the error message.
+
+    Returns:
+        Integer tensor of shape ``[len(axis) for axis in axes]``. An entry's mesh coordinates are this rank's, moved by
+        the steps that lead from this rank to the entry's position on each axis.
+    """
+    here = _position(mesh, dist.get_rank(), names)
+    steps = [torch.stack([_position(mesh, rank, names) - here for rank in axis]) for axis in axes]
+    moved = [(axis_steps != 0).any(dim=0) for axis_steps in steps]
+    if torch.stack(moved).sum(dim=0).max() > 1:
+        raise ConfigurationError(f"the dimensions {names} overlap; give dimensions that have only this rank in common.")
+    coordinates = here
+    for axis_steps in steps:
+        coordinates = coordinates.unsqueeze(-2) + axis_steps
+    return mesh.mesh[tuple(coordinates.unbind(dim=-1))]
+
+
+def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tensor:
+    """Coordinates of a global rank in the mesh, (mesh.ndim,)."""
+    found = (mesh.mesh == rank).nonzero()
+    if len(found) == 0:
+        raise ConfigurationError(
+            f"the dimensions {names} leave the device mesh {_dim_names(mesh)}; give the mesh that contains them all."
+        )
+    return found[0]
+
+
+# From the arguments of `fully_shard` that name a mesh, dimensions and groups to the index that the engine reads.
+
+
+def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
+    """Find or build the mesh, and check its dimensions.
+
+    Args:
+        arguments: Those of `fully_shard_model`.
+    """
+    if arguments["device_mesh"] is None:
+        _refuse_without_mesh(arguments)
+    tp_dim = arguments["tp_dim"]
+    mesh, shard_dim = mesh_and_dim(arguments["device_mesh"], arguments["dp_shard_dim"], tp_dim, "dp_shard_dim")
+    outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+    return index_from_mesh(
+        mesh,
+        shard_dim,
+        arguments["module"],
+        dp_outer_dim=arguments["dp_outer_dim"],
+        tp_dim=tp_dim,
+        hybrid_fsdp_group=arguments["hybrid_fsdp_group"],
+        hybrid_fsdp_expt_group=arguments["hybrid_fsdp_expt_group"],
+        shards_outside=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
+        expt_device_mesh=arguments["expt_device_mesh"],
+        fsdp_group_ag=arguments["fsdp_group_ag"],
+        expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
+    )
+
+
+def mesh_and_dim(
+    device_mesh: DeviceMesh | None, dim: str | None, tp_dim: str | None, argument: str
+) -> tuple[DeviceMesh, str]:
+    """The mesh, made of all ranks where none is given, and the name of its data-parallel dimension.
+
+    Args:
+        device_mesh: The caller's; None: all ranks on one axis, on the accelerator of this process or the CPU.
+        dim: The caller's name; None: the only dimension.
+        tp_dim: A tensor-parallel dimension, which has one rank where no mesh is given.
+        argument: The name of the argument that `dim` came from, for the error message.
+
+    Raises:
+        ConfigurationError: There are no process groups, or no dimension is named and there are several.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigurationError(
+            "torch.distributed is not initialised; start the program with torchrun and call "
+            "torch.distributed.init_process_group() before sharding"
+        )
+    if device_mesh is None:
+        dim = dim or "fsdp"
+        names = (dim,) if tp_dim is None else (dim, tp_dim)
+        shape = (dist.get_world_size(), *(1 for _ in names[1:]))
+        return init_device_mesh(default_device().type, shape, mesh_dim_names=names), dim
+    if dim is None and device_mesh.ndim == 1 and device_mesh.mesh_dim_names:
+        dim = device_mesh.mesh_dim_names[0]
+    if dim is None:
+        raise ConfigurationError(
+            f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
+        )
+    return device_mesh, dim
+
+
+@real_values()
+def index_from_mesh(
+    mesh: DeviceMesh,
+    shard_dim: str,
+    module: nn.Module,
+    *,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    shards_outside: bool = False,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+) -> FSDPDistributedIndex:
+    """An index; the tensor-parallel dimension is looked for in the model where it is not named.
+
+    Args:
+        mesh: The mesh.
+        shard_dim: The dimension to shard over.
+        module: The model.
+        dp_outer_dim: As in `FSDPDistributedIndex`, as those that follow.
+        tp_dim: See there; None: what the model's parameters are DTensors over.
+        hybrid_fsdp_group: See there.
+        hybrid_fsdp_expt_group: See there.
+        shards_outside: There `hsdp_outer_dp_shard`.
+        expt_device_mesh: See there.
+        fsdp_group_ag: See there.
+        expt_fsdp_group_ag: See there.
+    """
+    return FSDPDistributedIndex(
+        mesh,
+        shard_dim,
+        dp_outer_dim,
+        tp_dim or _tensor_parallel_dim(module, mesh),
+        hybrid_fsdp_group,
+        hybrid_fsdp_expt_group,
+        hsdp_outer_dp_shard=shards_outside,
+        expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
+    )
+
+
+_NEED_A_MESH = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
+
+
+def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
+    given = [name for name in _NEED_A_MESH if arguments[name] is not None]
+    if given:
+        raise ConfigurationError(
+            f"{', '.join(given)} cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh"
+        )
+
+
+def _tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
+    """The mesh dimension that parameters are DTensors over already; None where they are plain or name another one."""
+    params = [p for p in module.parameters() if isinstance(p, DTensor) and not hasattr(p, "_megatron_fsdp_model")]
+    named = (p.device_mesh.mesh_dim_names for p in params)
+    found = {names[0] for names in named if names is not None and len(names) == 1}
+    found &= set(mesh.mesh_dim_names or ())
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,211 @@
+"""Sharding strategies and what they mean: one placement per mesh axis for each of a model's buffers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+class Placement(enum.Enum):
+    """How a buffer lies on one mesh axis.
+
+    Attributes:
+        REPLICATE: every rank of the axis holds the same complete values.
+        PARTIAL: every rank of the axis holds a full-size summand; the value is their sum, which nobody has yet.
+        SHARD: every rank of the axis holds one of the equal contiguous pieces.
+    """
+
+    REPLICATE = "replicate"
+    PARTIAL = "partial"
+    SHARD = "shard"
+
+
+class ShardingStrategy(enum.IntEnum):
+    """What is sharded over data-parallel ranks; users give the number or the name.
+
+    Attributes:
+        no_shard: nothing, as in plain data parallelism (0).
+        optim: main weights and optimizer state, as in ZeRO-1 (1).
+        optim_grads: the above and gradients, as in ZeRO-2 (2).
+        optim_grads_params: the above and compute weights, as in ZeRO-3 and FSDP (3).
+
+    Clients may write the names in capitals, too.
+    """
+
+    no_shard = 0
+    optim = 1
+    optim_grads = 2
+    optim_grads_params = 3
+    NO_SHARD = no_shard
+    OPTIM = optim
+    OPTIM_GRADS = optim_grads
+    OPTIM_GRADS_PARAMS = optim_grads_params
+
+
+def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
+    """Turn what a user typed into a strategy.
+
+    Args:
+        value: A number 0 to 3, a name such as ``"optim_grads"``, or a strategy.
+        argument: The name of the argument that the value came from, for the error message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigurationError: ``value`` is neither a known number nor a known name; booleans are not numbers here.
+    """
+    if isinstance(value, str) and value in ShardingStrategy.__members__:
+        return ShardingStrategy[value]
+    if isinstance(value, int) and not isinstance(value, bool) and value in set(ShardingStrategy):
+        return ShardingStrategy(value)
+    allowed = ", ".join(f'{int(strategy)} or "{strategy.name}"' for strategy in ShardingStrategy)
+    raise ConfigurationError(f"{argument}={value!r} is not a sharding strategy; give one of {allowed}.")
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where the buffers of a parameter group lie, one placement per mesh axis, outermost axis first.
+
+    Attributes:
+        compute_weight: The weights that forward and backward use, at rest.
+        pending_grad: What is accumulated before the gradient sync.
+        main_grad: The gradient that the optimizer sees, after the gradient sync.
+        main_weight: The weights that the optimizer updates, and its state.
+    """
+
+    compute_weight: tuple[Placement, ...]
+    pending_grad: tuple[Placement, ...]
+    main_grad: tuple[Placement, ...]
+    main_weight: tuple[Placement, ...]
+
+
+_R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+
+
+def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = None) -> Placements:
+    """Say where each buffer lies under a strategy.
+
+    Args:
+        inner: The strategy on the sharding axis (``dp_shard_dim``).
+        outer: The strategy on the hybrid axis (``dp_outer_dim``): ``no_shard`` (HSDP) or ``optim`` (HFSDP); None where
+            there is no such axis.
+
+    Returns:
+        Placements with one entry per axis: ``(inner,)`` or ``(outer, inner)``.
+
+    Raises:
+        ConfigurationError: ``outer`` is neither None, ``no_shard`` nor ``optim``, or is ``optim`` where ``inner`` is
+            ``no_shard``.
+    """
+    on_inner = _inner_placements(inner)
+    if outer is None:
+        return on_inner
+    on_outer = _outer_placements(inner, outer)
+    return Placements(
+        compute_weight=on_outer.compute_weight + on_inner.compute_weight,
+        pending_grad=on_outer.pending_grad + on_inner.pending_grad,
+        main_grad=on_outer.main_grad + on_inner.main_grad,
+        main_weight=on_outer.main_weight + on_inner.main_weight,
+    )
+
+
+def _inner_placements(strategy: ShardingStrategy) -> Placements:
+    """Each step up the scale of strategies shards one buffer more."""
+    return Placements(
+        compute_weight=(_S if strategy >= ShardingStrategy.optim_grads_params else _R,),
+        pending_grad=(_S if strategy >= ShardingStrategy.optim_grads else _P,),
+        main_grad=(_S if strategy >= ShardingStrategy.optim else _R,),
+        main_weight=(_S if strategy >= ShardingStrategy.optim else _R,),
+    )
+
+
+def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Placements:
+    """Compute weights are never cut over the outer axis, and gradients wait there for the sync."""
+    if outer not in (ShardingStrategy.no_shard, ShardingStrategy.optim):
+        raise ConfigurationError(
+            f'outer_dp_sharding_strategy="{outer.name}" is not possible on the outer axis; '
+            'give 0 or "no_shard", or 1 or "optim".'
+        )
+    if outer == ShardingStrategy.optim and inner == ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            'outer_dp_sharding_strategy="optim" shares out further what the sharding axis shares out, which is nothing '
+            'under zero_dp_strategy="no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or '
+            '"no_shard" outside.'
+        )
+    after_sync = _S if outer == ShardingStrategy.optim else _R
+    return Placements(compute_weight=(_R,), pending_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))
+
+
+# Which stretch of a flat buffer a rank holds, from the placement on each mesh axis. Pure.
+#
+# A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one out,
+# so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner of shard
+# number s of N * M is inner rank s // M, outer rank s % M.
+
+
+class AxisPosition(Protocol):
+    """Where a rank stands on one axis."""
+
+    @property
+    def rank(self) -> int:
+        """Position, 0 <= rank < num_ranks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on the axis."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements [start, stop) of a flat buffer."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def within(self, outer: Region) -> slice:
+        """Where these elements lie in the memory of a region that contains them."""
+        return slice(self.start - outer.start, self.stop - outer.start)
+
+
+def held_region(numel: int, placements: Sequence[Placement], axes: Sequence[AxisPosition]) -> Region:
+    """What a rank holds of a flat buffer.
+
+    Args:
+        numel: Elements of the whole buffer; divisible by the ranks of all axes that shard it.
+        placements: One per axis, outermost first.
+        axes: This rank's position on each.
+
+    Returns:
+        Everything, unless an axis says `SHARD`.
+
+    Raises:
+        ConfigurationError: The buffer cannot be cut into equal parts.
+    """
+    start, length = 0, numel
+    for placement, axis in zip(reversed(placements), reversed(axes), strict=True):
+        if placement is Placement.SHARD:
+            if length % axis.num_ranks:
+                raise ConfigurationError(
+                    f"{length} elements cannot be cut into {axis.num_ranks} equal parts; pad the layout to a multiple."
+                )
+            length //= axis.num_ranks
+            start += axis.rank * length
+    return Region(start, start + length)
+
+
+def shard_count(placements: Sequence[Placement], axes: Sequence[AxisPosition]) -> int:
+    """Into how many parts the axes cut a buffer together."""
+    count = 1
+    for placement, axis in zip(placements, axes, strict=True):
+        count *= axis.num_ranks if placement is Placement.SHARD else 1
+    return count

@@ -1,0 +1,556 @@
+"""Finding the units of a model: the modules whose parameters are gathered and released together.
+
+Nothing here changes the model. A unit is the outermost module that matches, so units never lie inside one another; what
+no unit holds belongs to the root. A parameter that is reachable through two units, or through a unit and the root, is
+needed outside any one unit and belongs to the root too.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from megatron_fsdp.config.import_path import import_by_path
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.layout import Granularity
+
+# Large ends of a model: embeddings and output heads beside the blocks that are worth units of their own. Pure.
+
+READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Classes of torch that read parameters of the modules inside them without calling those."""
+
+_END_TYPES = (nn.Embedding, nn.Linear)
+_ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
+"""What chooses among its modules by a key or an index, so that ranks may call different ones."""
+
+_LEAST_PART = 4
+"""An end has at least the parameters of the largest block divided by this."""
+
+
+def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Find the modules outside of all blocks that are worth gathering by themselves.
+
+    In the root they would stay gathered from the beginning of forward to the end of backward, and share its bucket. An
+    end is an `nn.Embedding` or `nn.Linear` (or of a subclass)
+
+    * without modules inside, and outside of every block;
+    * whose parameters hang on it alone: tied weights are needed in two places;
+    * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and spare
+      next to nothing beside a slot and a bucket;
+    * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
+      called rather than read: not inside torch's attention and encoder layers.
+
+    Args:
+        module: The model; it is only read.
+        blocks: Its blocks by name.
+
+    Returns:
+        The ends by name, in module order; none where there is no block.
+    """
+    if not blocks:
+        return {}
+    least_numel = max(_numel(block) for block in blocks.values()) / _LEAST_PART
+    holders = _holders(module)
+    return {
+        name: candidate
+        for name, candidate in _outside(module, {id(block) for block in blocks.values()})
+        if isinstance(candidate, _END_TYPES)
+        and next(candidate.children(), None) is None
+        and all(holders[id(param)] == {id(candidate)} for param in candidate.parameters())
+        and _numel(candidate) >= least_numel
+    }
+
+
+def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that no block holds and every rank calls, each once, by name; without the model itself."""
+    inside = {id(part) for block in module.modules() if id(block) in blocks for part in block.modules()}
+    seen: set[int] = set()
+
+    def walk(name: str, owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for child_name, child in owner.named_children():
+            if "expert" in child_name or id(child) in inside | seen:
+                continue
+            seen.add(id(child))
+            path = f"{name}.{child_name}" if name else child_name
+            yield path, child
+            if not isinstance(child, (*_ALTERNATIVES, *READ_INNER_PARAMETERS)):
+                yield from walk(path, child)
+
+    if not isinstance(module, (*_ALTERNATIVES, *READ_INNER_PARAMETERS)):
+        yield from walk("", module)
+
+
+def _holders(module: nn.Module) -> dict[int, set[int]]:
+    """For the id of each parameter, the ids of the modules that it hangs on."""
+    found: dict[int, set[int]] = {}
+    for owner in module.modules():
+        for param in owner._parameters.values():
+            if param is not None:
+                found.setdefault(id(param), set()).add(id(owner))
+    return found
+
+
+def _numel(module: nn.Module) -> int:
+    """Elements of the parameters inside a module; those that have no shape yet count as none."""
+    return sum(param.numel() for param in module.parameters() if not isinstance(param, UninitializedParameter))
+
+
+_ROOT = 0
+_CLASSES_LISTED = 10
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit.
+
+    Attributes:
+        name: Fully qualified name of the module; ``""`` for the root.
+        parameters: Canonical names of the parameters that it owns, in model order.
+        class_name: Name of the module's class.
+        is_module: Whether it is a module; else parameters that were put together in another way, under a made-up name.
+        is_end: Whether it is an embedding or a linear layer that was found beside the blocks.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    class_name: str
+    is_module: bool = True
+    is_end: bool = False
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """All units of a model.
+
+    Attributes:
+        units: The root first (also where it owns nothing), then the others in module order.
+        source: How the units were found, in words.
+        aliases: For each further name of a tied parameter, ``(further name, canonical name)``; the canonical name is
+            the first in model order.
+        block_classes: Names of the classes of the units that are no ends, where there are ends.
+    """
+
+    units: tuple[UnitSpec, ...]
+    source: str
+    aliases: tuple[tuple[str, str], ...]
+    block_classes: tuple[str, ...] = ()
+
+    def remedy(self, unit: UnitSpec) -> str:
+        """What to do where a forward reads a weight of a unit without calling it, in words."""
+        if unit.is_end:
+            return (
+                f"call the module, or give fsdp_unit_modules=[{', '.join(self.block_classes)}], so that the weight "
+                "stays with the root, which is whole during the whole forward"
+            )
+        return "call the module, or let fsdp_unit_modules name classes that leave the weight to the root"
+
+
+def find_units(
+    module: nn.Module, fsdp_unit_modules: Sequence[type[nn.Module] | str] | Literal["auto"] | None
+) -> UnitPlan:
+    """Decide which modules are units.
+
+    * Classes or import paths (``"package.module.Class"`` or ``"package.module:Class"``): every outermost instance.
+      Where the model itself is an instance, it is the root and there are no other units. An empty sequence: no units.
+    * None or ``"auto"``: the classes that the model names in ``_no_split_modules``, as Hugging Face models do; else
+      repeated blocks, which are the children of a ``ModuleList`` or ``Sequential`` of which at least two share a class.
+      Beside them, embeddings and linear layers that are large (`large_ends` has the rule).
+
+    Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
+    others outside.
+
+    Args:
+        module: The model; it is only read.
+        fsdp_unit_modules: What to look for.
+
+    Returns:
+        The units.
+
+    Raises:
+        TypeError: ``fsdp_unit_modules`` is not a list, tuple or set (nor None or ``"auto"``), or an entry is not a
+            subclass of ``nn.Module``.
+        ConfigurationError: An import path leads nowhere, a class matches no module that holds parameters, or a matching
+            module has no ``forward`` and so cannot tell when its parameters are needed.
+    """
+    if fsdp_unit_modules is None or fsdp_unit_modules == "auto":
+        found, ends, source = _find_automatically(module)
+    else:
+        ends = {}
+        classes = _resolve_classes(module, fsdp_unit_modules)
+        found = _outermost(module, lambda candidate: isinstance(candidate, classes))
+        _check_matches(module, classes, found)
+        names = ", ".join(cls.__name__ for cls in classes)
+        source = f"given classes {names}" if classes else "no classes given"
+    return _plan(module, found, ends, source)
+
+
+def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
+    """Describe a plan for people, with runs of equal units in one line.
+
+    Args:
+        plan: The plan.
+        numels: Number of elements of each parameter by canonical name.
+
+    Returns:
+        One string per line: a heading, the root, the other units, and tied parameters where there are any.
+    """
+    rows = [(unit, sum(numels[name] for name in unit.parameters)) for unit in plan.units]
+    total_numel = sum(numel for _, numel in rows)
+    lines = [f"{len(rows) - 1} units besides the root ({plan.source}), {total_numel:,} parameters"]
+    lines.append(f"  root ({plan.units[_ROOT].class_name})  {rows[_ROOT][1]:,} parameters")
+    for (_, class_name, numel), group in groupby(rows[1:], key=lambda row: _row_pattern(*row)):
+        names = [unit.name for unit, _ in group]
+        if len(names) == 1:
+            lines.append(f"  {names[0]} ({class_name})  {numel:,} parameters")
+        else:
+            lines.append(f"  {names[0]} ... {names[-1]} ({len(names)} x {class_name})  {numel:,} parameters each")
+    lines.extend(f"  {alias} is tied to {canonical}" for alias, canonical in plan.aliases)
+    return lines
+
+
+def _row_pattern(unit: UnitSpec, numel: int) -> tuple[str, str, int]:
+    """Neighbours with the same pattern are described together: only the numbers in their names differ."""
+    return re.sub(r"\d+", "#", unit.name), unit.class_name, numel
+
+
+def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module], ...]:
+    if not isinstance(given, (list, tuple, set, frozenset)):
+        shown = given.__name__ if isinstance(given, type) else repr(given)
+        raise TypeError(
+            f"fsdp_unit_modules={shown} is not a list of classes or import paths; write fsdp_unit_modules=[...], "
+            'or "auto" to look for repeated blocks.'
+        )
+    classes = [_resolve_class(module, entry) for entry in given]
+    if isinstance(given, (set, frozenset)):  # whose order differs from run to run
+        classes.sort(key=lambda cls: (cls.__module__, cls.__qualname__))
+    return tuple(dict.fromkeys(classes))
+
+
+def _resolve_class(module: nn.Module, entry: object) -> type[nn.Module]:
+    cls = entry
+    if isinstance(entry, str):
+        in_model = {f"{type(m).__module__}.{type(m).__qualname__}": None for m in module.modules()}
+        cls = import_by_path(entry, "fsdp_unit_modules", suggestions=tuple(in_model))
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(
+            f"fsdp_unit_modules has the entry {entry!r}, which is not a subclass of torch.nn.Module; give classes."
+        )
+    return cls
+
+
+def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], found: Mapping[str, nn.Module]) -> None:
+    occurring = [candidate for candidate in module.modules() if _holds_parameters(candidate)]
+    for cls in classes:
+        if not any(isinstance(candidate, cls) for candidate in occurring):
+            counts = Counter(type(candidate).__name__ for candidate in occurring).most_common(_CLASSES_LISTED)
+            listed = ", ".join(f"{name} ({count} x)" for name, count in counts) or "none"
+            raise ConfigurationError(
+                f"fsdp_unit_modules names {cls.__name__}, but no module of that class holds parameters in this model; "
+                f"classes that do: {listed}."
+            )
+    for name, candidate in found.items():
+        if name and not has_forward(candidate):
+            raise ConfigurationError(
+                f"fsdp_unit_modules names {type(candidate).__name__}, but {name!r} of that class has no forward of its "
+                "own, so nothing says when its parameters are needed; name the class of the modules inside it."
+            )
+
+
+def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], str]:
+    """Try what the model says about itself, then repeated blocks. All units, the large ends of them, and in words."""
+    blocks, source = _find_blocks(module)
+    ends = large_ends(module, blocks)
+    if not ends:
+        return blocks, ends, source
+    ids = {id(unit) for unit in (*blocks.values(), *ends.values())}
+    units = _outermost(module, lambda candidate: id(candidate) in ids)
+    return units, ends, f"{source}; large ends {', '.join(ends)}"
+
+
+def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
+    class_names = _no_split_class_names(module)
+    found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and has_forward(candidate))
+    if found:
+        occurring = dict.fromkeys(type(candidate).__name__ for candidate in found.values())
+        return found, f"_no_split_modules {', '.join(occurring)}"
+    blocks = _repeated_blocks(module)
+    found = _outermost(module, lambda candidate: id(candidate) in blocks)
+    return (found, "repeated blocks") if found else ({}, "none found")
+
+
+def _no_split_class_names(module: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for candidate in module.modules():
+        declared = getattr(candidate, "_no_split_modules", None)
+        if isinstance(declared, (list, tuple, set, frozenset)):
+            names.update(name for name in declared if isinstance(name, str))
+    return names
+
+
+def _repeated_blocks(module: nn.Module) -> set[int]:
+    """Ids of the callable children of lists and sequences that hold parameters and have a sibling of their class."""
+    blocks: set[int] = set()
+    for name, container in module.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        if "expert" in name.rpartition(".")[2]:
+            continue  # chosen by data: ranks would call different ones, and all must call the same units
+        # children() names a child that was put in twice once: one block called twice repeats nothing.
+        children = [child for child in container.children() if _holds_parameters(child) and has_forward(child)]
+        counts = Counter(type(child) for child in children)
+        blocks.update(id(child) for child in children if counts[type(child)] > 1)
+    return blocks
+
+
+def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Every path at which an outermost match with parameters lies; a module that is registered twice has two paths."""
+
+    def walk(name: str, candidate: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if _holds_parameters(candidate) and is_unit(candidate):
+            yield name, candidate
+            return
+        for child_name, child in candidate._modules.items():  # named_children() leaves out second names
+            if child is not None:
+                yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    return dict(walk("", module))
+
+
+def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, nn.Module], source: str) -> UnitPlan:
+    """Hand every parameter to its owner."""
+    first_paths: dict[int, str] = {}
+    for path, unit_module in found.items():
+        if path:  # a match at the root is the root
+            first_paths.setdefault(id(unit_module), path)
+    owner_of_path = {path: first_paths[id(unit_module)] for path, unit_module in found.items() if path}
+
+    canonical: dict[int, str] = {}
+    owners: dict[str, set[str]] = {}
+    aliases: list[tuple[str, str]] = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first_name = canonical.setdefault(id(parameter), name)
+        owners.setdefault(first_name, set()).add(_owner(name, owner_of_path))
+        if name != first_name:
+            aliases.append((name, first_name))
+
+    owned: dict[str, list[str]] = {path: [] for path in ("", *first_paths.values())}
+    for name, paths in owners.items():
+        owned[paths.pop() if len(paths) == 1 else ""].append(name)
+    units = tuple(
+        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__, is_end=path in ends)
+        for path, names in owned.items()
+        if names or not path
+    )
+    blocks = dict.fromkeys(unit.class_name for unit in units[_ROOT + 1 :] if not unit.is_end)
+    return UnitPlan(units, source, tuple(aliases), tuple(blocks) if ends else ())
+
+
+def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:
+    """The unit on the way down to a parameter; at most one, since units are outermost."""
+    parts = parameter_name.split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((owner_of_path[prefix] for prefix in prefixes if prefix in owner_of_path), "")
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    """Asked of every module, so it goes down no further than to the first parameter."""
+    if any(param is not None for param in module._parameters.values()):
+        return True
+    return any(child is not None and _holds_parameters(child) for child in module._modules.values())
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling the module can work: containers such as ``ModuleList`` inherit a forward that only raises."""
+    return type(module).forward is not nn.Module.forward
+
+
+# Smaller units for fine-grained gathers: the modules inside units that own parameters themselves.
+#
+# Nothing here changes the model.
+
+
+def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.Module], ...] = ()) -> UnitPlan:
+    """Split every unit into the modules that own its parameters.
+
+    A parameter goes with the module that it hangs on; with an outer one where that cannot be called by itself, or where
+    an outer one inside the unit is of a class that is taken whole. Parameters that several such modules share belong to
+    the root.
+
+    Args:
+        module: The model; it is only read.
+        plan: Its units.
+        whole_types: Classes of modules that are taken whole, with everything inside; torch's own attention always is.
+
+    Returns:
+        The finer plan. Units may lie inside one another, and own disjoint parameters.
+    """
+    other_names: dict[str, list[str]] = {}
+    for alias, canonical in plan.aliases:
+        other_names.setdefault(canonical, []).append(alias)
+    root = plan.units[_ROOT]
+    shared: list[str] = []
+    owned: dict[str, list[str]] = {}
+    for unit in plan.units[_ROOT + 1 :]:
+        for name in unit.parameters:
+            # A tied parameter may have names elsewhere in its unit; those outside would have made it the root's.
+            owners = {
+                id(module.get_submodule(path)): path
+                for path in (
+                    _owning_module(module, unit.name, each, whole_types) for each in _names(name, unit, other_names)
+                )
+            }
+            if len(owners) > 1:
+                shared.append(name)
+            else:
+                owned.setdefault(next(iter(owners.values())), []).append(name)
+    ends = {unit.name for unit in plan.units if unit.is_end}
+    finer = [
+        UnitSpec(path, tuple(names), type(module.get_submodule(path)).__name__, is_end=path in ends)
+        for path, names in owned.items()
+    ]
+    order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
+    of_root = tuple(sorted((*root.parameters, *shared), key=order.__getitem__))
+    units = (UnitSpec(root.name, of_root, root.class_name), *finer)
+    return UnitPlan(units, f"{plan.source}, fine-grained", plan.aliases, plan.block_classes)
+
+
+def _names(canonical: str, unit: UnitSpec, other_names: dict[str, list[str]]) -> list[str]:
+    """The names of a parameter below the path of its unit; a unit that hangs at two paths is looked at through one."""
+    return [name for name in (canonical, *other_names.get(canonical, ())) if name.startswith(f"{unit.name}.")]
+
+
+def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tuple[type[nn.Module], ...]) -> str:
+    """The path of the module that a parameter is gathered with."""
+    inner = parameter.removeprefix(f"{unit}.").split(".")[:-1]
+    paths = [".".join((unit, *inner[:depth])) for depth in range(len(inner) + 1)]
+    for path in paths:
+        if isinstance(module.get_submodule(path), (*READ_INNER_PARAMETERS, *whole_types)):
+            return path
+    return next(path for path in reversed(paths) if has_forward(module.get_submodule(path)))
+
+
+# Sorting the parameters of one unit into groups that can share a flat buffer.
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What grouping and layout need to know of one parameter.
+
+    Attributes:
+        name: Fully qualified name in the model.
+        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
+        dtype: Dtype in the model.
+        requires_grad: Whether it is trained.
+        is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
+        sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
+        granularity: The pieces that sharding must not cut.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_expert: bool = False
+    sums_in_fp32: bool = False
+    granularity: Granularity = Granularity.ROWS
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What the parameters of one group have in common.
+
+    Attributes:
+        dtype: Dtype in the model.
+        requires_grad: Whether they are trained.
+        is_expert: Whether they belong to experts.
+        is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
+        sums_in_fp32: Whether their gradients are accumulated in float32, whatever they travel in.
+    """
+
+    dtype: torch.dtype
+    requires_grad: bool
+    is_expert: bool
+    is_scalar: bool = False
+    sums_in_fp32: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterGroupSpec:
+    """The parameters of one unit that share a flat buffer.
+
+    Attributes:
+        key: What they have in common.
+        parameters: The parameters, in the order in which they were given.
+    """
+
+    key: GroupKey
+    parameters: tuple[ParameterInfo, ...]
+
+
+def key_of(parameter: ParameterInfo) -> GroupKey:
+    """What has to be the same for another parameter to share a flat buffer with this one."""
+    return GroupKey(
+        parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape, parameter.sums_in_fp32
+    )
+
+
+def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
+    """Put parameters together that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions.
+
+    Args:
+        parameters: The parameters of one unit, in model order.
+
+    Returns:
+        The groups in the order in which their first parameter appears; inside a group the given order is kept.
+
+    Raises:
+        ConfigurationError: Two parameters have the same name.
+    """
+    members: dict[GroupKey, list[ParameterInfo]] = {}
+    names: set[str] = set()
+    for parameter in parameters:
+        if parameter.name in names:
+            raise ConfigurationError(
+                f"parameter {parameter.name!r} is given twice; give each parameter once, tied ones under one name."
+            )
+        names.add(parameter.name)
+        key = key_of(parameter)
+        members.setdefault(key, []).append(parameter)
+    return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
+
+
+def cut_groups(groups: Sequence[ParameterGroupSpec], bucket_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
+    """Cut groups into buckets: a bucket is closed by the parameter with which it reaches a number of elements.
+
+    Args:
+        groups: Of the parameters outside of units.
+        bucket_numel: Elements; None: nothing is cut.
+
+    Returns:
+        The buckets in the order of the groups; a parameter is never cut.
+    """
+    if bucket_numel is None:
+        return tuple(groups)
+    buckets: list[ParameterGroupSpec] = []
+    for group in groups:
+        filling: list[ParameterInfo] = []
+        for parameter in group.parameters:
+            filling.append(parameter)
+            if sum(info.numel for info in filling) >= bucket_numel:
+                buckets.append(ParameterGroupSpec(group.key, tuple(filling)))
+                filling = []
+        if filling:
+            buckets.append(ParameterGroupSpec(group.key, tuple(filling)))
+    return tuple(buckets)

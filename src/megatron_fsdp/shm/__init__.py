@@ -1,0 +1,1 @@
+"""Memory that CPU ranks of one host share."""

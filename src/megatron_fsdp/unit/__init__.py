@@ -1,1 +1,0 @@
-"""The parameters of one unit and the buffers behind them."""
