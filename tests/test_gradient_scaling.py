@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import HostLane
+from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.placement import Placement

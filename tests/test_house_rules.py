@@ -21,62 +21,70 @@ from tests.support.source_tree import (
 DEVICE_FILES = {"src/megatron_fsdp/comm/lanes.py", "src/megatron_fsdp/engine/executor.py"}
 """The only files that may name `torch.cuda`."""
 
-_API_MODULES = {
-    "fully_shard",
-    "megatron_fsdp",
-    "hand_driven",
-    "reports",
-    "uneven_dtensor",
-    "mesh_arguments",
-    "parameters_access",
-    "checkpoint_access",
-    "ema",
-    "param_and_grad_buffer",
-    "utils",
+LAYERS = (
+    "base",
+    "comm",
+    "config",
+    "shm",
+    "sharding",
+    "dtensor",
+    "engine",
+    "optim",
+    "debug",
+    "describe",
+    "hang",
+    "checkpoint",
+    "published",
+    "ddp",
+    "front",
+    "doctor",
+    "trace",
+    "plan",
+    "automodel",
+    "train",
+    "cli",
+)
+"""From the bottom to the top: each imports itself and what is below it (the picture is section 4 of docs/design.md).
+
+A layer is a folder. Of the modules beside them, those that import nothing but each other are "base", the others
+"published"; "front" is the package itself.
+"""
+
+STRANGERS = {
+    ("checkpoint", "engine"),
+    ("checkpoint", "optim"),
+    ("checkpoint", "hang"),
+    ("trace", "doctor"),
+    ("plan", "trace"),
+    ("plan", "doctor"),
+    ("plan", "checkpoint"),
+    ("automodel", "trace"),
+    ("automodel", "doctor"),
 }
-"""Top-level modules that are the public face of the engine; every other top-level module is pure."""
+"""(upper, lower) that know nothing of each other, although the order would allow it."""
 
-_ENGINE = {"pure", "buffer", "dtensor", "unit", "runtime", "hang", "api"}
-
-MAY_IMPORT: dict[str, set[str]] = {
-    "pure": {"pure"},
-    "buffer": {"pure", "buffer"},
-    "dtensor": {"pure", "dtensor"},
-    "unit": {"pure", "buffer", "dtensor", "unit"},
-    "runtime": {"pure", "buffer", "dtensor", "unit", "runtime"},
-    "hang": _ENGINE - {"api"},
-    "api": _ENGINE,
-    "ddp": _ENGINE | {"ddp"},
-    "front": _ENGINE | {"ddp"},
-    "checkpoint": {"pure", "buffer", "dtensor", "unit", "checkpoint"},
-    "doctor": _ENGINE | {"front", "ddp", "checkpoint", "doctor"},
-    "trace": _ENGINE | {"front", "ddp", "trace"},
-    "plan": _ENGINE | {"front", "ddp", "plan"},
-    "automodel": _ENGINE | {"front", "ddp", "checkpoint", "plan", "automodel"},
-    "train": _ENGINE | {"front", "ddp", "checkpoint", "plan", "doctor", "trace", "automodel", "train"},
-    "cli": _ENGINE | {"front", "ddp", "checkpoint", "plan", "doctor", "trace", "automodel", "train", "cli"},
-}
-"""Layer -> the layers it may import at run time; the picture is section 4 of docs/design.md."""
-
+PURE = {"sharding", "config"}
 PURE_BUT_THIN = {"megatron_fsdp.sharding.mesh"}
-"""Pure-layer modules that may know process groups, because holding them is all they do."""
+"""Modules of the pure layers that may know process groups, because holding them is all they do."""
 
 
 def layer_of(module: str) -> str:
-    """The layer of a dotted module name: its sub-package, "front" for the package itself, else "api" or "pure"."""
+    """The layer of a dotted module name: its folder, or "front", "base" or "published"."""
     parts = module.split(".")[1:] or ["__init__"]
-    is_package = len(parts) > 1 or (SOURCE / "megatron_fsdp" / parts[0]).is_dir()
-    if is_package:
+    if len(parts) > 1 or (SOURCE / "megatron_fsdp" / parts[0]).is_dir():
         return parts[0]
     if parts[0] == "__init__":
         return "front"
-    return "api" if parts[0] in _API_MODULES else "pure"
+    path = (SOURCE / "megatron_fsdp" / parts[0]).with_suffix(".py")
+    imported = {item.module for item in runtime_imports(path)} if path.exists() else set()
+    return "base" if all(name.count(".") == 1 and layer_of(name) == "base" for name in imported) else "published"
 
 
 def forbidden_imports(path: Path) -> list[str]:
     """The imports of a file below src that point up, one line of text each."""
     layer = layer_of(module_name(path))
-    allowed = MAY_IMPORT.get(layer, set())
+    below = LAYERS[: LAYERS.index(layer) + 1]
+    allowed = {other for other in below if (layer, other) not in STRANGERS}
     return [
         f"{short_name(path)}:{item.line} ({layer}) imports {item.module} ({layer_of(item.module)})"
         for item in runtime_imports(path)
@@ -111,13 +119,13 @@ def test_imports_point_down() -> None:
 
 def test_every_layer_stands_in_the_table() -> None:
     layers = {layer_of(module_name(path)) for path in python_files("src")}
-    assert layers - MAY_IMPORT.keys() == set()
+    assert layers == set(LAYERS)
 
 
 def test_pure_modules_know_no_process_groups() -> None:
     found = []
     for path in python_files("src"):
-        if layer_of(module_name(path)) != "pure" or module_name(path) in PURE_BUT_THIN:
+        if layer_of(module_name(path)) not in PURE or module_name(path) in PURE_BUT_THIN:
             continue
         for node in ast.walk(parse(path)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
@@ -154,9 +162,10 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     [
         ("megatron_fsdp", "front"),
         ("megatron_fsdp.__init__", "front"),
-        ("megatron_fsdp.fully_shard", "api"),
-        ("megatron_fsdp.errors", "pure"),
-        ("megatron_fsdp.engine.executor", "runtime"),
+        ("megatron_fsdp.fully_shard", "published"),
+        ("megatron_fsdp.errors", "base"),
+        ("megatron_fsdp.optional_packages", "base"),
+        ("megatron_fsdp.engine.executor", "engine"),
     ],
 )
 def test_layers_are_read_from_module_names(module: str, layer: str) -> None:
@@ -170,24 +179,25 @@ def test_import_rule_sees_upward_imports_and_spares_type_checking(
     monkeypatch.setattr("tests.support.source_tree.ROOT", tmp_path)
     monkeypatch.setattr(f"{__name__}.SOURCE", tmp_path)
     package = tmp_path / "megatron_fsdp"
-    for folder in ("buffer", "runtime"):
+    for folder in ("comm", "engine"):
         (package / folder).mkdir(parents=True)
-    (package / "runtime" / "executor.py").write_text("")
-    low = package / "buffer" / "low.py"
+    (package / "engine" / "executor.py").write_text("")
+    low = package / "comm" / "low.py"
     low.write_text(
         "from typing import TYPE_CHECKING\n"
         "from megatron_fsdp import errors\n"
-        "from ..runtime import executor\n"
-        "import megatron_fsdp.buffer.other\n"
-        "if TYPE_CHECKING:\n    from megatron_fsdp.runtime import executor\n"
+        "from ..engine import executor\n"
+        "import megatron_fsdp.comm.other\n"
+        "if TYPE_CHECKING:\n    from megatron_fsdp.engine import executor\n"
         "def late():\n    from megatron_fsdp.fully_shard import fully_shard\n"
     )
     (package / "errors.py").write_text("")
+    (package / "fully_shard.py").write_text("from megatron_fsdp.engine import executor\n")
     assert forbidden_imports(low) == [
-        "megatron_fsdp/buffer/low.py:3 (buffer) imports megatron_fsdp.engine.executor (runtime)",
-        "megatron_fsdp/buffer/low.py:8 (buffer) imports megatron_fsdp.fully_shard (api)",
+        "megatron_fsdp/comm/low.py:3 (comm) imports megatron_fsdp.engine.executor (engine)",
+        "megatron_fsdp/comm/low.py:8 (comm) imports megatron_fsdp.fully_shard (published)",
     ]
-    assert unannotated(low) == ["megatron_fsdp/buffer/low.py:7 late: return"]
+    assert unannotated(low) == ["megatron_fsdp/comm/low.py:7 late: return"]
 
 
 def test_root_is_this_project() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     StepTraffic,
@@ -18,7 +19,6 @@ from megatron_fsdp.sharding.accounting import (
     persistent_bytes,
     step_traffic,
 )
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.shm.futex import has_futex
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build

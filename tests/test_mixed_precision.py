@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, dtype_from_name, resolve_precision
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, dtype_from_name, resolve_precision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FIELDS = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")

@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.placement import Placement, Placements, ShardingStrategy, placements_for, resolve_strategy
+from megatron_fsdp.sharding.placement import Placement, Placements, placements_for
 
 R, P, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.mixed_precision import resolve_precision
+from megatron_fsdp.config.precision import resolve_precision
 from megatron_fsdp.train.data.feed import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.data.vocabulary import ByteVocabulary

@@ -62,13 +62,13 @@ __all__ = [
 _HOMES = {
     "DistributedDataParallel": "ddp",
     "DistributedDataParallelConfig": "distributed_data_parallel_config",
-    "FSDPDistributedIndex": "distributed_index",
+    "FSDPDistributedIndex": "sharding.mesh",
     "MegatronFSDP": "megatron_fsdp",
     "MixedPrecisionPolicy": "mixed_precision",
     "fully_shard": "fully_shard",
     "fully_shard_model": "fully_shard",
     "fully_shard_optimizer": "fully_shard",
-    "reduce_scatter_with_fp32_accumulation": "buffer.fp32_accumulation",
+    "reduce_scatter_with_fp32_accumulation": "comm.reduction",
 }
 """Public name -> the module that has it."""
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.config.arguments import FUNCTION_DEFAULTS, explains_arguments, refuse_unsupported
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP

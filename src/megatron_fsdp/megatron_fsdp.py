@@ -20,10 +20,13 @@ from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.debug.verify_ranks import compares_steps, resolve_verify_ranks
+from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.collective_log import check_timeout
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
@@ -49,7 +52,6 @@ from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_sha
 from megatron_fsdp.engine.wrap import Assembly, Grouping, Switches, UnitGrouping, assemble
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
@@ -57,7 +59,6 @@ from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePip
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.memory_plan import resolve_memory_options
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 # The part of the wrapper for loops that drive communication by hand, as Megatron-LM's schedules do.
 
@@ -656,7 +657,7 @@ class Reports:
         Raises:
             ScheduleError: A forward or backward is under way.
         """
-        self._engine.check_lifetimes()
+        check_lifetimes(self._engine)
 
     def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
         """Keep a log of what this rank does last, so that a hang can be explained: see `docs/hangs.md`. Collective.
@@ -915,6 +916,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
             raise
         self._engine = self._assembly.engine
         self._engine.delayed = delayed
+        watch(self._engine, switches.verify_ranks_s, switches.verify_each_step)
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.automodel import MegatronFSDPConfig, MegatronFSDPManager, create_device_mesh
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
 from megatron_fsdp.sharding.memory_plan import WeightAllocator
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, config_of, label_count, reference, token_loss_sum
 from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole

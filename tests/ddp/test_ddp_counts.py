@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import step_traffic
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.models import MODEL_CASES

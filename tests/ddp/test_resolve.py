@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 
 from megatron_fsdp import DistributedDataParallelConfig, MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.support.ddp_configs import valid_configs
 
 Fields = dict[str, Any]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.staging import StagingBuffers
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.memory import RankMemory, memory_of, step_bytes
 from megatron_fsdp.plan.planned_model import plan_model
@@ -20,7 +21,6 @@ from megatron_fsdp.plan.replay import StepCosts, replay_step
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.workload import Workload
 from megatron_fsdp.sharding.accounting import passing_bytes
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.tower import FEATURES, Floor, Tower

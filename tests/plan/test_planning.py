@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.front import plan
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine, tokens_to_hide
@@ -22,7 +23,6 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Se
 from megatron_fsdp.plan.timing import step_costs
 from megatron_fsdp.plan.wires import Wire, Wires
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step_traffic, step_traffic, transient_bytes
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.support.ends_models import TOKENS, Block, EndsDecoder, Shape
 from tests.support.tower import FEATURES, Floor, Tower
 

@@ -23,7 +23,7 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.comm import axis as collectives
 from megatron_fsdp.comm import real_values
-from megatron_fsdp.sharding.placement import ShardingStrategy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, message_of
 from tests.support.precision_emulation import History, Job

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ShardOperationError
 from megatron_fsdp.sharding.accounting import StepTraffic, step_traffic
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.ends_models import EndsDecoder, Read, Shape, calling, ends_case
 from tests.support.models import ModelCase

@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import GroupFootprint, StepTraffic, step_traffic
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelCase, ModelName
 from tests.support.op_counts import Collectives, OpCounts

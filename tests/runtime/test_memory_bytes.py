@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
 from megatron_fsdp.engine.pools import pack_bytes
 from megatron_fsdp.sharding.accounting import (
@@ -23,7 +24,6 @@ from megatron_fsdp.sharding.accounting import (
     persistent_bytes,
     transient_bytes,
 )
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.models import MODEL_CASES

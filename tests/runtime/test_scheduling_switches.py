@@ -14,10 +14,10 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.schedule import Action, Operation
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.mixed_precision import ResolvedPrecision, resolve_precision
+from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from tests.support.models import ModelCase
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import SAMPLES

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.mixed_precision import resolve_precision
+from megatron_fsdp.config.precision import resolve_precision
 from tests.support.models import MODEL_CASES, Batch, ModelCase, OddBlock, build_odd_shapes
 from tests.support.parity import fixed_seed
 from tests.support.precision_emulation import History, Job, emulate, exact_sgd

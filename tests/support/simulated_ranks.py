@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.sharding.layout import Granularity
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.sharding.shards import ShardDescription
 from megatron_fsdp.sharding.units import ParameterInfo, group_parameters
 

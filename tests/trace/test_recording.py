@@ -10,9 +10,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.sharding.accounting import outer_step_traffic, step_traffic
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from megatron_fsdp.config.arguments import explains_fields
+from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.sharding.placement import resolve_strategy
 
 BACKENDS = ("nccl", "gloo")
 

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: An option is unknown, or the model cannot be wrapped like that.
     """
-    from megatron_fsdp.mixed_precision import dtype_from_name
+    from megatron_fsdp.config.precision import dtype_from_name
     from megatron_fsdp.plan.models import build_meta_model
     from megatron_fsdp.plan.simulate import simulated_model
 
@@ -120,8 +120,8 @@ def _trainable(params: Any) -> list[Any]:
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `fully_shard_model`."""
+    from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
     from megatron_fsdp.fully_shard import fully_shard_model
-    from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, dtype_from_name
 
     known = set(inspect.signature(fully_shard_model).parameters) - {"module", "mixed_precision_policy"}
     found: dict[str, Any] = {

@@ -11,9 +11,9 @@ from megatron_fsdp.cli.output import write_error, write_facts, write_json, write
 from megatron_fsdp.cli.plan_trainer import build_trainer_model, is_trainer_preset, trainer_presets, trainer_workload
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.import_path import import_by_path
+from megatron_fsdp.config.precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 _AUTO = "auto"
 _FOLLOW = "auto"

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import DTYPE_NAMES, check_main_dtype
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 MOST = 2**63 - 1
 """The largest whole number that a field takes: sizes are counted in 64 bits. Python cannot print all larger ones."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_checks import CHOICES, FOLLOW
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import dtype_from_name
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import dtype_from_name
-from megatron_fsdp.sharding.placement import ShardingStrategy
 
 _RENAMED: Mapping[str, str] = {
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.config.arguments import explains_arguments
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
 from megatron_fsdp.ddp.meshes import cut_into_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import compares_steps, resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import Switches
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError

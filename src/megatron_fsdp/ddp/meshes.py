@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.placement import ShardingStrategy
 
 INSTANCE_SUFFIX = "_instances"
 SHARD_SUFFIX = "_shard"

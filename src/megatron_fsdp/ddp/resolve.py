@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 LEAST_BUCKET_NUMEL = 40_000_000
 BUCKET_NUMEL_PER_RANK = 1_000_000

@@ -11,15 +11,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from megatron_fsdp.engine.observer import Memory
 from megatron_fsdp.errors import LifetimeError
-
-
-class Memory(Enum):
-    """A kind of borrowed memory; the value is its name in messages."""
-
-    WEIGHTS = "gathered weights"
-    BUCKET = "communication bucket"
-    SCRATCH = "scratch of a reduction"
 
 
 class State(Enum):

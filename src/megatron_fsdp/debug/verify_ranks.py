@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import zip_longest
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.comm.fingerprint import fold
 from megatron_fsdp.comm.groups import go_with, twin_of
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
@@ -97,26 +98,6 @@ class RowExchange:
             assert done is not None
             done.wait()
         return rows
-
-
-# A number for a sequence of operations, to compare what ranks did without sending it.
-
-_LIMIT = 2**61 - 1  # a Mersenne prime; sums and differences fit into int64
-_FACTOR = 1_000_003
-
-
-def fold(so_far: int, operation: int, unit: int, num_bytes: int) -> int:
-    """The hash of a sequence with one more operation: a polynomial in the operations, modulo 2 ** 61 - 1.
-
-    Args:
-        so_far: The hash before it; 0 for an empty sequence.
-        operation: Which, 0 or more.
-        unit: Of which unit, 0 or more.
-        num_bytes: Of how many bytes.
-    """
-    for part in (operation, unit, num_bytes):
-        so_far = (so_far * _FACTOR + part + 1) % _LIMIT
-    return so_far
 
 
 VARIABLE = "MFSDP_VERIFY_RANKS"
@@ -219,40 +200,6 @@ def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, st
         return verify_ranks
     value = environment.get(VARIABLE, "0")
     return {"0": False, "": False, "1": True}.get(value, value)
-
-
-class Verifier(Protocol):
-    """What the executor tells of what it is about to do.
-
-    Attributes:
-        wait_limit: How long the host may wait for one collective; None: as long as its process group allows.
-    """
-
-    wait_limit: timedelta | None
-
-    def gather(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to gather a unit's weights."""
-
-    def reduce(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to reduce a unit's gradients."""
-
-    def end_forward(self, failed: bool) -> None:
-        """The outermost forward is over, perhaps by an exception."""
-
-    def end_backward(self) -> None:
-        """A backward that reduces is over."""
-
-    def note_step(self) -> None:
-        """An optimizer of the model has stepped."""
-
-    def change(self) -> None:
-        """`requires_grad` of some parameter was changed."""
-
-    def communication_failed(self, error: RuntimeError) -> None:
-        """A collective failed, or took too long; may raise an error that says more."""
-
-    def forget(self) -> None:
-        """The model was brought to rest after an exception."""
 
 
 class RankVerifier:

@@ -12,6 +12,8 @@ from torch import nn
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.real_values import backend_of
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.describe.description import (
     AxisDescription,
     Description,
@@ -22,7 +24,6 @@ from megatron_fsdp.describe.description import (
     UnitDescription,
 )
 from megatron_fsdp.describe.options import BUCKETS, EFFECTS, ENGINE_FIELDS, FULLY_SHARD, Option, OptionFacts
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.engine.domains import Domain
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import GRAD
@@ -31,7 +32,6 @@ from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.wrap import Assembly, Switches
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.optim.local_step import steps_locally
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex

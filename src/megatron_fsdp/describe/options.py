@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.memory_plan import DOUBLE_BUFFERS, WeightAllocator
-from megatron_fsdp.sharding.placement import ShardingStrategy
 
 # What options are told by: facts of a live model, as plain data. Pure.
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.difference import Difference
 from megatron_fsdp.doctor.digest import digest_of_batch
@@ -22,7 +23,6 @@ from megatron_fsdp.doctor.sharded import run_sharded, shard_with
 from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task, require_count
 from megatron_fsdp.doctor.tolerance import Tolerance
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.sharding.placement import resolve_strategy
 
 Result = TypeVar("Result")
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.comm.fingerprint import fold
 from megatron_fsdp.comm.lanes import Moment
-from megatron_fsdp.debug.verify_ranks import fold
 from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit

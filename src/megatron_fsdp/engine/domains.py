@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.tensor_parallel import TensorParallelPart, part_of
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.placement import Placements, ShardingStrategy, placements_for, shard_count
+from megatron_fsdp.sharding.placement import Placements, placements_for, shard_count
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec
 from megatron_fsdp.shm.share import over_shared_memory
 

@@ -21,7 +21,7 @@ from megatron_fsdp.comm.agreement import agree, agree_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.real_values import real_values
-from megatron_fsdp.debug.lifetimes import LifetimeChecker
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
@@ -34,7 +34,6 @@ from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Schedu
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, warn_caller
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
 
@@ -412,7 +411,6 @@ class OnRequest:
     scheduler: Scheduler
     executor: Executor
     memory: MemoryPlan
-    lifetimes: LifetimeChecker | None = None
     places: dict[int, tuple[ParameterGroup, int]]
     has_to_agree = False  # weights were asked for ahead, and ranks have not agreed since that all are up to date
     observers: Observers  # who are told of phases and collectives
@@ -484,15 +482,6 @@ class OnRequest:
         if self.has_to_agree:
             self.has_to_agree = False
             self.executor.begin_pass()
-
-    def check_lifetimes(self) -> None:
-        """Check every use of borrowed memory from now on; once."""
-        if self.scheduler.in_forward or self.scheduler.in_backward:
-            raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
-        if self.lifetimes is None:
-            self.executor.run(self.scheduler.weights_changed())
-            self.lifetimes = LifetimeChecker(self.units)
-            self.observers.add(self.lifetimes)
 
     @property
     def gathers_beside_main_weights(self) -> bool:

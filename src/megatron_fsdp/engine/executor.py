@@ -11,10 +11,8 @@ from functools import partial
 import torch
 
 from megatron_fsdp.comm.lanes import HostLane, Ticket, make_lane
-from megatron_fsdp.debug.lifetime_states import Memory
-from megatron_fsdp.debug.verify_ranks import Verifier
 from megatron_fsdp.engine.memory import WeightMemory
-from megatron_fsdp.engine.observer import PHASE_OF, Observers, Phase
+from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase, Verifier
 from megatron_fsdp.engine.pools import Block, BucketPool, weakly
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit

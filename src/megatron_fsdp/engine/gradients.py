@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.comm.local_sums import put_scaled
+from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, gaps_of, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
-from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Region

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.tensor_parallel import TensorParallelPart
-from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout

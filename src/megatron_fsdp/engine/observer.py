@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum
+from typing import Protocol
 
 import torch.distributed as dist
 
 from megatron_fsdp.comm.lanes import Moment
-from megatron_fsdp.debug.lifetime_states import Memory
 from megatron_fsdp.engine.pools import Block
 from megatron_fsdp.engine.schedule import Action
 
@@ -38,6 +39,14 @@ class Phase(Enum):
     NORM = "norm"  # the norm of all gradients
     PASS = "pass"  # waiting for all ranks to begin or end a forward or backward, where they share weights
     WHOLE = "whole tensors"  # putting whole tensors together, or handing them out, outside of forward and backward
+
+
+class Memory(Enum):
+    """A kind of borrowed memory; the value is its name in messages."""
+
+    WEIGHTS = "gathered weights"
+    BUCKET = "communication bucket"
+    SCRATCH = "scratch of a reduction"
 
 
 PHASE_OF: dict[Action, Phase] = {action: Phase(action.value) for action in Action}
@@ -104,6 +113,10 @@ class Observers:
         """Tell another one from now on."""
         self._all = (*self._all, observer)
         self.are_there = True
+
+    def include(self, kind: type[Observer]) -> bool:
+        """Return whether one of this kind watches."""
+        return any(isinstance(observer, kind) for observer in self._all)
 
     def remove(self, observer: Observer) -> None:
         """Tell it no longer."""
@@ -185,3 +198,37 @@ class Observers:
         """Tell all."""
         for observer in self._all:
             observer.communicates(number, moment, lane, work)
+
+
+class Verifier(Protocol):
+    """What the executor tells of what it is about to do.
+
+    Attributes:
+        wait_limit: How long the host may wait for one collective; None: as long as its process group allows.
+    """
+
+    wait_limit: timedelta | None
+
+    def gather(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to gather a unit's weights."""
+
+    def reduce(self, unit: int, num_bytes: int) -> None:
+        """This rank is about to reduce a unit's gradients."""
+
+    def end_forward(self, failed: bool) -> None:
+        """The outermost forward is over, perhaps by an exception."""
+
+    def end_backward(self) -> None:
+        """A backward that reduces is over."""
+
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
+
+    def change(self) -> None:
+        """`requires_grad` of some parameter was changed."""
+
+    def communication_failed(self, error: RuntimeError) -> None:
+        """A collective failed, or took too long; may raise an error that says more."""
+
+    def forget(self) -> None:
+        """The model was brought to rest after an exception."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.real_values import address_of, addresses_of
+from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.reduction import unite_gradients
@@ -32,7 +33,6 @@ from megatron_fsdp.engine.gradients import (
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import ResolvedPrecision
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Placements, held_region
 

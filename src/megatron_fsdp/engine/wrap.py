@@ -18,9 +18,8 @@ from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.comm.real_values import has_values
-from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
-from megatron_fsdp.debug.lifetimes import resolve_check_lifetimes
-from megatron_fsdp.debug.verify_ranks import RankVerifier, StepVerifier
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.collective_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
 from megatron_fsdp.engine.domains import Sharding, make_domain
@@ -45,10 +44,9 @@ from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_
 from megatron_fsdp.engine.tensor_parallel import local_part, part_of
 from megatron_fsdp.engine.unit import ParameterSites, Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.sharding.memory_plan import MemoryOptions
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.placement import ShardingStrategy, placements_for
+from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
     ParameterGroupSpec,
     ParameterInfo,
@@ -561,7 +559,6 @@ def assemble(
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, switches, device)
-    _add_watchers(engine, switches, sharding)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
@@ -576,19 +573,6 @@ def assemble(
         hang_settings,
         fused,
     )
-
-
-def _add_watchers(engine: Engine, switches: Switches, sharding: Sharding) -> None:
-    """What compares ranks, checks memory or holds things up, where it was asked for."""
-    if switches.verify_ranks_s and sharding.dense.group is not None:
-        make_verifier = StepVerifier if switches.verify_each_step else RankVerifier
-        labels = [unit.label for unit in engine.units]
-        engine.executor.verify_with(make_verifier(sharding.dense.group, labels, switches.verify_ranks_s))
-    if resolve_check_lifetimes():
-        engine.check_lifetimes()
-    delays = resolve_delays()
-    if delays is not None:
-        engine.observers.add(DelayObserver(delays, sharding.device))
 
 
 def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.device) -> None:

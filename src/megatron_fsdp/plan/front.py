@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.plan.machine import Machine, find_machine
 from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
 from megatron_fsdp.plan.names import nearest_name
@@ -21,7 +22,6 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, Optimize
 from megatron_fsdp.plan.share import share_of_rank
 from megatron_fsdp.plan.workload import Workload
 from megatron_fsdp.sharding.memory_plan import MemoryOptions
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 Ranks = int | Mapping[str, int] | ParallelRanks
 _Choice = TypeVar("_Choice", bound=Enum)

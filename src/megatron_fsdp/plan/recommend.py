@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.compute_profile import ComputeProfile
 from megatron_fsdp.plan.machine import Machine
@@ -12,7 +13,6 @@ from megatron_fsdp.plan.planning import Plan, plan_workload
 from megatron_fsdp.plan.recompute import Recompute
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.workload import Workload
-from megatron_fsdp.sharding.placement import ShardingStrategy
 
 _ALMOST = 1.02  # of the fastest: what is simpler wins
 

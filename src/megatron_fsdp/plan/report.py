@@ -7,11 +7,11 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.planned_model import PlannedUnit
 from megatron_fsdp.plan.planning import Plan
 from megatron_fsdp.plan.setup import Setup
-from megatron_fsdp.sharding.placement import ShardingStrategy
 
 GIB = 1 << 30
 Row = tuple[str, str]

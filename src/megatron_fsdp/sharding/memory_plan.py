@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.placement import ShardingStrategy, resolve_strategy
 
 # Where gathered weights live: the choice of an allocator turned into a place for every unit. Pure.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -22,49 +23,6 @@ class Placement(enum.Enum):
     REPLICATE = "replicate"
     PARTIAL = "partial"
     SHARD = "shard"
-
-
-class ShardingStrategy(enum.IntEnum):
-    """What is sharded over data-parallel ranks; users give the number or the name.
-
-    Attributes:
-        no_shard: nothing, as in plain data parallelism (0).
-        optim: main weights and optimizer state, as in ZeRO-1 (1).
-        optim_grads: the above and gradients, as in ZeRO-2 (2).
-        optim_grads_params: the above and compute weights, as in ZeRO-3 and FSDP (3).
-
-    Clients may write the names in capitals, too.
-    """
-
-    no_shard = 0
-    optim = 1
-    optim_grads = 2
-    optim_grads_params = 3
-    NO_SHARD = no_shard
-    OPTIM = optim
-    OPTIM_GRADS = optim_grads
-    OPTIM_GRADS_PARAMS = optim_grads_params
-
-
-def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
-    """Turn what a user typed into a strategy.
-
-    Args:
-        value: A number 0 to 3, a name such as ``"optim_grads"``, or a strategy.
-        argument: The name of the argument that the value came from, for the error message.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        ConfigurationError: ``value`` is neither a known number nor a known name; booleans are not numbers here.
-    """
-    if isinstance(value, str) and value in ShardingStrategy.__members__:
-        return ShardingStrategy[value]
-    if isinstance(value, int) and not isinstance(value, bool) and value in set(ShardingStrategy):
-        return ShardingStrategy(value)
-    allowed = ", ".join(f'{int(strategy)} or "{strategy.name}"' for strategy in ShardingStrategy)
-    raise ConfigurationError(f"{argument}={value!r} is not a sharding strategy; give one of {allowed}.")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from tests.train.options.cases import BUCKETS, UNITS, Case, engine, notices, resolved
 
 _DOUBLED = "gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"

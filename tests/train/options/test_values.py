@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import OPTIONS, in_flags

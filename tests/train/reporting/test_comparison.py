@@ -1,9 +1,9 @@
 import torch
 
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
 from megatron_fsdp.sharding.accounting import GroupFootprint
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.reporting.readings import optimizer_bytes
 

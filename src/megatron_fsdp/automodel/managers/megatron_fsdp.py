@@ -16,11 +16,11 @@ from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.managers.checks import refuse_parallel_model
 from megatron_fsdp.automodel.meshes import MEGATRON_AXES, get_megatron_dp_axis
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.wrap import EMPTY
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 
 
 class MegatronFSDPManager:

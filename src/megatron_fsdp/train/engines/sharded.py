@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.engines.loss_scale import make_loss_scale
 from megatron_fsdp.train.engines.microbatches import MicrobatchModel
 from megatron_fsdp.train.engines.optimizers import build_optimizer

@@ -15,11 +15,11 @@ from megatron_fsdp.automodel.initial_values import allocate
 from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stage_model import tied_embeddings
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.engine.wrap import EMPTY
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import build_from_config
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.context_cut import ContextCut
 from megatron_fsdp.train.engines.experts import expert_ranks

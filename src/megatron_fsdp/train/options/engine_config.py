@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import flag_of
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from megatron_fsdp.sharding.placement import ShardingStrategy
 from megatron_fsdp.train.options.job import EngineName, Sizes
 from megatron_fsdp.train.options.options import DDP_FIELDS, Options, flag_for, in_flags
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.batch import BatchPlan
 from megatron_fsdp.train.options.options import Options

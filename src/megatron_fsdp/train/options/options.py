@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, destination_of, flag_of, off_flag_of
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.checkpoint import CheckpointOptions
 from megatron_fsdp.train.options.data import DataOptions

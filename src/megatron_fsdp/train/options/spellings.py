@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import destination_of, off_flag_of
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.train.options.fields import Option
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 import torch
 
 from megatron_fsdp.config.ddp_config_flags import off_flag_of
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy, resolve_precision
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.launch.ranks import Rank

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
@@ -12,7 +13,6 @@ from megatron_fsdp.sharding.accounting import (
     step_traffic,
     transient_bytes,
 )
-from megatron_fsdp.sharding.placement import ShardingStrategy
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,268 @@
+"""The configuration of the ``DistributedDataParallel`` front end."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from megatron_fsdp.config.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
+from megatron_fsdp.config.ddp_config_checks import checked_values, idle_settings, with_implications
+from megatron_fsdp.config.yaml_mapping import read_mapping, write_mapping
+from megatron_fsdp.errors import ConfigurationError, warn_caller
+
+
+@explains_fields
+@dataclass
+class DistributedDataParallelConfig:
+    """How to reduce gradients and shard a model over data-parallel ranks.
+
+    It holds every field of the published package's class and of Megatron-Core's, and behind them
+    ``gradient_accumulation_fusion``, which Megatron-Core has in its model's configuration. Holding a field is not a
+    promise that every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
+
+    Strategies may be given as numbers and are stored as names; dtypes may be given as names such as ``"bf16"``,
+    ``"torch.float32"`` or ``"auto"`` (None) and are stored as ``torch.dtype``. Checks run at construction; they always
+    raise ``ConfigurationError``, which is a ``ValueError``, also where the published class raises ``AssertionError``. A
+    check that torch before 2.11 needed (``nccl_ub`` with expandable segments) is left out, since 2.11 is required
+    anyway.
+
+    Attributes may be set afterwards; ``checked_copy`` checks them again, and front ends work on such a copy.
+
+    Attributes:
+        grad_reduce_in_fp32: Accumulate and reduce gradients in float32.
+        overlap_grad_reduce: Reduce gradients while backward goes on.
+        overlap_param_gather: Gather parameters while forward goes on.
+        align_param_gather: Start the parameter gathers of all pipeline stages together.
+        use_distributed_optimizer: Shard the optimizer: reduce-scatter in place of all-reduce.
+        num_distributed_optimizer_instances: Into how many parts data parallelism is cut, each of which shards a whole
+            optimizer.
+        check_for_nan_in_grad: Check gradients for NaN and infinity before they are reduced.
+        check_for_large_grads: Check gradients for unexpectedly large values before they are reduced: above 100 times
+            the largest of the same parameter in all backwards before, once there were 10.
+        bucket_size: Parameters per gradient bucket, in elements; None: chosen by the front end.
+        num_buckets: Number of gradient buckets, as an alternative to ``bucket_size``.
+        pad_buckets_for_high_nccl_busbw: Round buckets up to a multiple of 2**16 elements.
+        reduce_scatter_with_fp32_accumulation: Send gradients in their dtype, but add them up in float32.
+        param_name_patterns_for_fp32_local_accumulation: ``fnmatch`` patterns of parameters whose gradients accumulate
+            in float32 on each rank; ``"all"`` is every parameter.
+        average_in_collective: Let the collective average, in place of a sum and a factor.
+        fp8_param_gather: Keep compute weights in float8 and gather them so.
+        fp4_param_gather: Keep compute weights in 4 bits and gather them so.
+        reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters into the gradient buffer; needs
+            ``fp8_param_gather``.
+        use_megatron_fsdp: Use the fully sharded engine.
+        megatron_fsdp_version: Version of that engine, 1 or 2.
+        use_custom_fsdp: Former name of ``use_megatron_fsdp``; mapped onto it with a ``DeprecationWarning``.
+        data_parallel_sharding_strategy: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or ``"optim_grads_params"``.
+        gradient_reduce_div_fusion: Fuse the gradient factor into the reduction.
+        suggested_communication_unit_size: Elements to communicate at once; also bounds prefetching.
+        keep_fp8_transpose_cache: Keep transposed float8 weights.
+        nccl_ub: Register communication buffers with NCCL; sets ``fsdp_double_buffer``.
+        fsdp_double_buffer: Keep two fixed communication buffers in place of allocating one per use.
+        fsdp_db_use_persist_buf_on_alloc_fail: Give units that fit neither buffer one of their own.
+        fsdp_all_gather_in_start_param_sync: Only start parameter gathers in ``start_param_sync``; False: wait for each.
+        outer_dp_sharding_strategy: ``"no_shard"`` or ``"optim"``, on the outer axis of hybrid sharding.
+        disable_symmetric_registration: Register buffers with NCCL in the conventional way.
+        fsdp_manual_registration: Register buffers with NCCL on demand.
+        delay_wgrad_compute: Compute weight gradients later, to overlap more communication.
+        megatron_fsdp_main_params_dtype: Dtype of main weights; None: the compute weights are the main weights.
+        megatron_fsdp_main_grads_dtype: Dtype of main gradients; None: that of the parameter.
+        megatron_fsdp_grad_comm_dtype: Dtype in which gradients travel; None: that of the main gradients.
+        megatron_fsdp_use_decoupled_grad: Put gradients into ``param.decoupled_grad``.
+        megatron_fsdp_cuda_graph_mode: Never drop references to gradients.
+        megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module in place of per unit.
+        megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
+        gradient_accumulation_fusion: Let the backward of linears write weight gradients straight into the bucket, or
+            add to what is there.
+
+    Raises:
+        ConfigurationError: A value or a combination of values is not possible.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    average_in_collective: bool = False
+    fp8_param_gather: bool = False
+    fp4_param_gather: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    use_megatron_fsdp: bool = False
+    megatron_fsdp_version: int = 1
+    use_custom_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False
+    gradient_accumulation_fusion: bool = False
+
+    def __post_init__(self) -> None:
+        own = dataclasses.fields(DistributedDataParallelConfig)  # a subclass checks what it adds
+        given = {field.name: getattr(self, field.name) for field in own}
+        values = checked_values(given, {field.name: field.type for field in own})
+        if values["use_custom_fsdp"]:
+            warn_caller(
+                "use_custom_fsdp is deprecated and was taken as use_megatron_fsdp=True; write that instead.",
+                DeprecationWarning,
+            )
+        for name, value in with_implications(values).items():
+            setattr(self, name, value)
+
+    def checked_copy(self) -> Self:
+        """Check the attributes as they are now, and return a copy with everything in its stored form.
+
+        This object is not written to. A copy never warns of what this object warned of when it was built.
+
+        Returns:
+            A configuration that equals one built from these values.
+
+        Raises:
+            ConfigurationError: A value or a combination is not possible, or an attribute was set that is not a field.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in vars(self):
+            if name not in known:
+                hint = nearest_name(name, known)
+                raise ConfigurationError(f"{name!r} was set on a {type(self).__name__} and is no field of it; {hint}")
+        return type(self)(**{name: getattr(self, name) for name in known})
+
+    @classmethod
+    def read_from(cls, other: object) -> tuple[Self, tuple[str, ...]]:
+        """Read a configuration of another class, such as Megatron-Core's own, for `MegatronFSDP`; it is left as it is.
+
+        Fields that it lacks take their defaults, and so do those that are decided elsewhere (``DECIDED_ELSEWHERE``).
+        What this class does not know cannot have an effect, and is warned of where it is not at its default.
+
+        Args:
+            other: Any object with attributes of these names.
+
+        Returns:
+            The configuration, and a sentence for each field that was set and is decided elsewhere.
+
+        Raises:
+            ConfigurationError: A value or a combination is not possible.
+            TypeError: It is no configuration: it lacks ``data_parallel_sharding_strategy``.
+        """
+        if not hasattr(other, "data_parallel_sharding_strategy"):
+            raise TypeError(
+                f"a {type(other).__name__} was given as ddp_config, which has no data_parallel_sharding_strategy; give "
+                f"a {cls.__name__}, or Megatron-Core's"
+            )
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}
+        given = {name: getattr(other, name, default) for name, default in defaults.items()}
+        notices = tuple(
+            f"{name}={given.pop(name)!r} of ddp_config decides nothing here: {reason}"
+            for name, reason in DECIDED_ELSEWHERE.items()
+            if given[name] != defaults[name]
+        )
+        if unknown := _set_and_unknown(other, defaults):
+            warn_caller(
+                f"{', '.join(unknown)} of {type(other).__name__} has no effect in this version of megatron_fsdp."
+            )
+        return cls(**given), notices
+
+    def idle_settings(self) -> dict[str, str]:
+        """Find switches that are on and cannot have an effect beside the others, whatever the front end.
+
+        The published class takes them in silence, so construction does too.
+
+        Returns:
+            One sentence by name of the field.
+        """
+        return idle_settings(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build a configuration from plain values, such as those of ``to_dict`` or of a JSON file.
+
+        Args:
+            values: Field values by field name; what is missing takes its default.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigurationError: A key is not a field, or a value is not possible.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigurationError(
+                f"a {cls.__name__} cannot be built from a {type(values).__name__}; give a mapping of fields to values."
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key, value in values.items():
+            if key not in known:
+                is_section = isinstance(value, Mapping) and not value.keys().isdisjoint(known)
+                hint = "give only the mapping below it." if is_section else nearest_name(key, known)
+                raise ConfigurationError(f"{key!r} is not a field of {cls.__name__}; {hint}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as a plain value that JSON can hold: dtypes by name, the patterns as a list."""
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_yaml(cls, source: str | os.PathLike[str]) -> Self:
+        """Build a configuration from YAML, such as that of ``to_yaml``. Nothing in it is executed.
+
+        Args:
+            source: The text; or a path object (not a string), which is read.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigurationError: The file cannot be read, this is not a YAML mapping, a key is not a field or is there
+                twice, or a value is not possible; names the file.
+        """
+        values, where = read_mapping(source)
+        try:
+            return cls.from_dict(values)
+        except ConfigurationError as error:
+            raise ConfigurationError("\n".join(f"{where}{line}" for line in str(error).splitlines())) from None
+
+    def to_yaml(self) -> str:
+        """Return every field as YAML text, one a line, in the order of the class."""
+        return write_mapping(self.to_dict())
+
+
+def _set_and_unknown(other: Any, known: Mapping[str, object]) -> list[str]:
+    """Fields of a dataclass that are not known and not at their defaults, with their values."""
+    return [
+        f"{field.name}={getattr(other, field.name)!r}"
+        for field in (dataclasses.fields(other) if dataclasses.is_dataclass(other) else ())
+        if field.name not in known and field.default is not dataclasses.MISSING
+        if getattr(other, field.name) != field.default
+    ]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,176 @@
+"""Which dtype each copy of a parameter and of its gradient has."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from megatron_fsdp.config.arguments import explains_fields
+from megatron_fsdp.errors import ConfigurationError
+
+_ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@explains_fields
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of main weights, main gradients and gradient communication; None means "follow".
+
+    Attributes:
+        main_params_dtype: Dtype of the weights that the optimizer updates. None: the compute weights are the main
+            weights, and no copy is kept.
+        main_grads_dtype: Dtype in which gradients are accumulated and handed to the optimizer. None: the dtype of the
+            parameter.
+        grad_comm_dtype: Dtype in which gradients travel. None: the dtype of the main gradients.
+
+    Raises:
+        TypeError: A value is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).
+        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_main_dtype(getattr(self, field.name), field.name)
+
+
+def check_main_dtype(dtype: object, argument: str) -> None:
+    """Refuse what cannot hold main weights, main gradients or gradients in transit.
+
+    Args:
+        dtype: The value to check; None passes.
+        argument: The name of the argument it came from, for the error message.
+
+    Raises:
+        TypeError: ``dtype`` is neither None nor a ``torch.dtype``.
+        ConfigurationError: ``dtype`` is not one of float16, bfloat16, float32, float64.
+    """
+    allowed = ", ".join(map(str, _ALLOWED))
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{argument}={dtype!r} is not a torch.dtype; give one of {allowed}, or None to follow.")
+    if dtype is not None and dtype not in _ALLOWED:
+        raise ConfigurationError(f"{argument}={dtype} cannot be used; give one of {allowed}, or None to follow.")
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy of this package, torch's class of the same name above all.
+
+    Raises:
+        TypeError: It is not; names what to give instead.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return
+    if type(policy).__name__ == MixedPrecisionPolicy.__name__:
+        raise TypeError(
+            f"mixed_precision_policy is the {type(policy).__name__} of {type(policy).__module__}; give that of "
+            "megatron_fsdp, with grad_comm_dtype for its reduce_dtype, and build the model in its param_dtype"
+        )
+    raise TypeError(f"mixed_precision_policy={policy!r} is not a MixedPrecisionPolicy; give megatron_fsdp's")
+
+
+def is_float8tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
+    return any(
+        kind.__module__.partition(".")[0] == "transformer_engine"
+        and kind.__name__ in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor")
+        for kind in type(tensor).__mro__
+    )
+
+
+@dataclass(frozen=True)
+class ResolvedPrecision:
+    """The dtypes of one parameter group, with nothing left to follow.
+
+    Attributes:
+        compute: Dtype of the weights that forward and backward use.
+        main_params: Dtype of the weights that the optimizer updates.
+        main_grads: Dtype in which gradients are accumulated.
+        grad_comm: Dtype in which gradients travel.
+        has_main_copy: Whether main weights are memory of their own, since their dtype differs from ``compute``.
+    """
+
+    compute: torch.dtype
+    main_params: torch.dtype
+    main_grads: torch.dtype
+    grad_comm: torch.dtype
+    has_main_copy: bool
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the optimizer works with fewer bits than the model computes with."""
+        return self.main_params.itemsize < self.compute.itemsize
+
+
+def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> ResolvedPrecision:
+    """Apply a policy to the parameters of one dtype.
+
+    Parameters that are not real floating-point numbers (integers, booleans, complex numbers) cannot be cast to the
+    policy's dtypes without loss, so everything about them keeps their own dtype. Gradients of float8 parameters that
+    are told to follow take bfloat16, since sums in float8 would mean nothing.
+
+    Args:
+        policy: The policy to apply.
+        param_dtype: Dtype of the parameters in the model, which is the dtype of the compute weights.
+
+    Returns:
+        The dtypes to use.
+
+    Raises:
+        ConfigurationError: The parameters are float8 and ``main_params_dtype`` is None; an optimizer cannot update
+            float8 values.
+    """
+    if not param_dtype.is_floating_point:
+        return ResolvedPrecision(param_dtype, param_dtype, param_dtype, param_dtype, has_main_copy=False)
+    is_float8 = param_dtype.itemsize == 1
+    if is_float8 and policy.main_params_dtype is None:
+        raise ConfigurationError(
+            f"main_params_dtype=None leaves {param_dtype} parameters without weights that an optimizer can update; "
+            "set main_params_dtype=torch.float32."
+        )
+    main_params = policy.main_params_dtype or param_dtype
+    main_grads = policy.main_grads_dtype or (torch.bfloat16 if is_float8 else param_dtype)
+    return ResolvedPrecision(
+        compute=param_dtype,
+        main_params=main_params,
+        main_grads=main_grads,
+        grad_comm=policy.grad_comm_dtype or main_grads,
+        has_main_copy=main_params != param_dtype,
+    )
+
+
+DTYPE_NAMES = {
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float32": torch.float32,
+    "fp64": torch.float64,
+    "double": torch.float64,
+    "float64": torch.float64,
+}
+"""Dtypes as configuration files and command lines may name them."""
+
+
+def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:
+    """Translate a name from a configuration file or a command line.
+
+    Args:
+        name: Such as ``"bf16"``, ``"float32"`` or ``"torch.float32"``.
+        argument: The name of the argument it came from, for the error message.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        ConfigurationError: The name is not known.
+    """
+    dtype = DTYPE_NAMES.get(name.removeprefix("torch."))
+    if dtype is None:
+        known = ", ".join(DTYPE_NAMES)
+        raise ConfigurationError(f"{argument}={name!r} is not a dtype name; give one of {known}.")
+    return dtype

@@ -1,0 +1,41 @@
+"""What watches a model because a debug switch asks for it: ranks are compared, memory is checked, lanes are held up."""
+
+from __future__ import annotations
+
+from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
+from megatron_fsdp.debug.lifetimes import LifetimeChecker, resolve_check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier, StepVerifier
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.errors import ScheduleError
+
+
+def watch(engine: Engine, verify_ranks_s: float, verify_each_step: bool) -> None:
+    """Add the observers that arguments and environment ask for. Collective where ranks are compared.
+
+    Args:
+        engine: Of a model that has just been wrapped.
+        verify_ranks_s: Compare ranks before they communicate and wait so many seconds for each; 0.0: do not.
+        verify_each_step: Compare them once a step, after they have communicated.
+    """
+    if verify_ranks_s and engine.dense.group is not None:
+        make_verifier = StepVerifier if verify_each_step else RankVerifier
+        labels = [unit.label for unit in engine.units]
+        engine.executor.verify_with(make_verifier(engine.dense.group, labels, verify_ranks_s))
+    if resolve_check_lifetimes():
+        check_lifetimes(engine)
+    delays = resolve_delays()
+    if delays is not None:
+        engine.observers.add(DelayObserver(delays, engine.device))
+
+
+def check_lifetimes(engine: Engine) -> None:
+    """Check every use of borrowed memory from now on; once.
+
+    Raises:
+        ScheduleError: A forward or backward is under way.
+    """
+    if engine.scheduler.in_forward or engine.scheduler.in_backward:
+        raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
+    if not engine.observers.include(LifetimeChecker):
+        engine.executor.run(engine.scheduler.weights_changed())
+        engine.observers.add(LifetimeChecker(engine.units))
