@@ -115,9 +115,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     for name, default in (("main-params", "fp32"), ("main-grads", _FOLLOW), ("grad-comm", _FOLLOW)):
         known = ", ".join(n for n in DTYPE_NAMES if n in ("fp16", "bf16", "fp32"))
         group.add_argument(f"--{name}-dtype", default=default, help=f"{known} or auto: follow ({default})")
-    group.add_argument(
-        "--backend", choices=("nccl", "gloo", "shared_memory"), default="nccl", help="of collectives (nccl)"
-    )
+    group.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="of collectives (nccl)")
 
 
 def run(args: argparse.Namespace) -> int:

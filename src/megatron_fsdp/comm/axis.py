@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.real_values import address_of, backend_of
-from megatron_fsdp.shm.shared_memory import SharedMemory
-from megatron_fsdp.shm.shared_work import SharedSum
 
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,7 +63,6 @@ class Axis:
         traffic: Counters, shared by everything that communicates along this axis on behalf of one model.
         gather_group: A second group of the same ranks for gathers, which then need not queue behind reductions.
         sums_locally: Reduce-scatter by an all-to-all and a local sum in float32 on any back end.
-        shared: Memory that the ranks share; None: they communicate over the group alone.
     """
 
     group: dist.ProcessGroup | None
@@ -74,7 +71,6 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     gather_group: dist.ProcessGroup | None = None
     sums_locally: bool = False
-    shared: SharedMemory | None = field(default=None, compare=False)
 
     @property
     def exchanges_pairwise(self) -> bool:
@@ -97,8 +93,6 @@ class Axis:
             return None
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
-        if self.shared is not None:
-            return self.shared.all_gather(full, shard)
         work: dist.Work = _all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=True)
         return work
 
@@ -108,8 +102,6 @@ class Axis:
             return None
         self.traffic.reductions += 1
         self.traffic.reduce_bytes += 2 * (full.nbytes - full.nbytes // self.num_ranks)
-        if self.shared is not None:
-            return self.shared.all_reduce(full, average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return dist.all_reduce(full, op=op, group=self.group, async_op=True)
 
@@ -124,16 +116,6 @@ class Axis:
         """Start the pairwise half of a reduce-scatter: part r of `full` goes to rank r; what r sent is row r."""
         self._count_reduce_scatter(full)
         return dist.all_to_all_single(received, full, group=self.group, async_op=True)
-
-    def add_up(self, full: torch.Tensor) -> SharedSum:
-        """Start a reduce-scatter in `shared` memory, which needs none for what other ranks send.
-
-        Returns:
-            The work; once it was waited for it gives the sum of this rank's part, as `sum_received` does.
-        """
-        assert self.shared is not None
-        self._count_reduce_scatter(full)
-        return self.shared.reduce_scatter(full)
 
     def _count_reduce_scatter(self, full: torch.Tensor) -> None:
         self.traffic.reductions += 1

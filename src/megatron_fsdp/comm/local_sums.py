@@ -29,18 +29,6 @@ def sum_received(received: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return total
 
 
-def add_up(rows: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Sum two rows or more: into a new tensor if they have 16 bits, else into `out`, which may be one of them."""
-    if sum_dtype(rows[0].dtype) != rows[0].dtype:
-        return _sum(rows)
-    if len(rows) == 2:
-        return torch.add(*rows, out=out)
-    for start in range(0, out.numel(), _ADDED_AT_ONCE):  # in parts, since a row that `out` is may come last
-        part = slice(start, start + _ADDED_AT_ONCE)
-        torch.add(_sum([row[part] for row in rows[:-1]]), rows[-1][part], out=out[part])
-    return out
-
-
 def add_up_into(rows: Sequence[torch.Tensor], out: torch.Tensor, factor: float) -> None:
     """Put the sum of two rows or more times a factor into a floating tensor that shares no memory with them.
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from megatron_fsdp.comm.lanes import Moment
-from megatron_fsdp.debug.lifetime_states import AT_REST, Event, Memory, State, next_state
-from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.debug.lifetime_states import AT_REST, Event, State, next_state
+from megatron_fsdp.engine.observer import Memory, Observer, Phase
 from megatron_fsdp.engine.pools import Block
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
@@ -73,9 +73,7 @@ class LifetimeChecker(Observer):
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [
-            _Weights(unit.label, any(group.plan.gathered_by_unit for group in unit.groups)) for unit in units
-        ]
+        self._weights = [_Weights(unit.label, any(group.plan.is_gathered for group in unit.groups)) for unit in units]
         self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
         self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
         self._buckets: dict[int, _Lent] = {}  # by unit, what it was lent last

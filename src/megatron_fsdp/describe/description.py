@@ -51,10 +51,7 @@ def _ranks(axis: AxisDescription) -> str:
     if axis.backend is None:
         return "1 rank, never communicates"
     second = ", gathers over a second group" if axis.has_gather_group else ""
-    shared = " and shared memory" if axis.shares_memory else ""
-    return (
-        f"{axis.size} ranks, this is {axis.position}, {axis.backend}{shared}, global ranks {_some(axis.ranks)}{second}"
-    )
+    return f"{axis.size} ranks, this is {axis.position}, {axis.backend}, global ranks {_some(axis.ranks)}{second}"
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -126,8 +123,6 @@ def _memory_lines(memory: MemoryDescription) -> Iterator[str]:
         )
     yield f"  gradients on their way: {memory.buckets} buckets of {in_bytes(memory.bucket_bytes)}"
     yield f"  so far at most {in_bytes(memory.transient_peak_bytes)} of these, {in_bytes(memory.gathered_bytes)} now"
-    if memory.shared_bytes:
-        yield f"  shared memory: {in_bytes(memory.shared_bytes)}"
 
 
 def _optimizer_lines(told: Description) -> Iterator[str]:
@@ -167,7 +162,6 @@ class AxisDescription:
         ranks: Global ranks of its group, in order; just this one where it never communicates.
         backend: Of its group; None for a single rank.
         has_gather_group: Whether gathers run over a second group of the same ranks.
-        shares_memory: Whether they run through memory that the ranks share, and not over the group.
     """
 
     name: str
@@ -177,7 +171,6 @@ class AxisDescription:
     ranks: tuple[int, ...]
     backend: str | None
     has_gather_group: bool = False
-    shares_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -271,7 +264,6 @@ class MemoryDescription:
         optimizer_bytes: State of connected optimizers.
         gathered_bytes: What gathered weights take now.
         transient_peak_bytes: The most that gathered weights, buckets and scratch have taken so far.
-        shared_bytes: What this rank takes of memory that ranks share.
     """
 
     allocator: str
@@ -285,7 +277,6 @@ class MemoryDescription:
     optimizer_bytes: int
     gathered_bytes: int
     transient_peak_bytes: int
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import UnitPlan
-from megatron_fsdp.shm.shared_memory import SharedMemory
 
 # What a wrapped model holds and costs, read off the live objects.
 
@@ -53,10 +52,6 @@ class MemoryUse:
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
             as taken.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
-        shared_bytes: What lies in memory that ranks of one machine share, of this rank and now: its weights and
-            buckets, which are part of the numbers above, and what is copied there to be sent. No allocator of torch
-            counts it.
-        copied_bytes: The last of these alone.
     """
 
     compute_weight_bytes: int
@@ -64,8 +59,6 @@ class MemoryUse:
     main_grad_bytes: int
     transient_peak_bytes: int
     gathered_bytes: int
-    shared_bytes: int = 0
-    copied_bytes: int = 0
 
     @property
     def persistent_bytes(self) -> int:
@@ -78,18 +71,11 @@ def memory_of(engine: Engine) -> MemoryUse:
     groups = engine.groups()
     return MemoryUse(
         sum(group.weights.compute.local.nbytes for group in groups),
-        sum(group.weights.main.local.nbytes for group in groups if not group.weights.shares_memory),
+        sum(group.weights.main.local.nbytes for group in groups if not group.weights.main_is_compute),
         sum(group.gradients.main.num_bytes for group in groups if group.gradients is not None),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
-        sum(shared.held_bytes for shared in _shared_memories(engine)),
-        sum(shared.copied_bytes for shared in _shared_memories(engine)),
     )
-
-
-def _shared_memories(engine: Engine) -> list[SharedMemory]:
-    domains = (engine.dense,) if engine.experts is None else (engine.dense, engine.experts)
-    return [axis.shared for domain in domains for axis in domain.axes if axis.shared is not None]
 
 
 def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
@@ -128,8 +114,7 @@ def _axis(
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (_rank(),)
     backend = None if group is None else backend_of(group)
     has_second = axis is not None and axis.gather_group is not None and axis.gather_group is not axis.group
-    shares_memory = axis is not None and axis.shared is not None
-    return AxisDescription(name, role, size, rank, ranks, backend, has_second, shares_memory)
+    return AxisDescription(name, role, size, rank, ranks, backend, has_second)
 
 
 def _rank() -> int:
@@ -188,7 +173,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         main_gradient=() if gradients is None else _placed(plan.placements.main_grad),
         main_weight=_placed(plan.placements.main_weight),
         compute_bytes=group.weights.compute.local.nbytes,
-        main_bytes=0 if group.weights.shares_memory else group.weights.main.local.nbytes,
+        main_bytes=0 if group.weights.main_is_compute else group.weights.main.local.nbytes,
         gradient_bytes=0 if gradients is None else gradients.main.num_bytes,
     )
 
@@ -217,7 +202,6 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=sum(_state_bytes(engine, optimizer) for optimizer in engine.connected),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
-        shared_bytes=held.shared_bytes,
     )
 
 
@@ -391,7 +375,7 @@ def _facts_of_ranks(subject: Subject) -> dict[str, Any]:
             min(group.plan.precision.grad_comm.itemsize, group.plan.precision.main_grads.itemsize) < 4
             for group in trainable
         ),
-        "has_main_copy": any(not group.weights.shares_memory for group in groups),
+        "has_main_copy": any(not group.weights.main_is_compute for group in groups),
     }
 
 

@@ -25,11 +25,10 @@ class FlatBuffer:
         region: Region,
         dtype: torch.dtype,
         device: torch.device,
-        memory: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.region = region
-        self.local = torch.zeros(region.numel, dtype=dtype, device=device) if memory is None else memory
+        self.local = torch.zeros(region.numel, dtype=dtype, device=device)
 
     @classmethod
     def slice_of(cls, whole: FlatBuffer, region: Region) -> FlatBuffer:

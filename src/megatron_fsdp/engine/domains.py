@@ -25,7 +25,6 @@ from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placements, placements_for, shard_count
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec
-from megatron_fsdp.shm.share import over_shared_memory
 
 # The ranks that share parameters of one kind: dense ones, or experts, which live on a mesh of their own.
 
@@ -216,14 +215,6 @@ class Sharding:
         return replace(
             self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
         ), own
-
-    def over_shared_memory(self) -> Sharding:
-        """The same, which shares memory along each axis whose ranks can; collective, by all ranks."""
-
-        def shared(domain: Domain) -> Domain:
-            return replace(domain, axes=tuple(over_shared_memory(axis, self.device) for axis in domain.axes))
-
-        return replace(self, dense=shared(self.dense), experts=None if self.experts is None else shared(self.experts))
 
     def parts_of(
         self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]

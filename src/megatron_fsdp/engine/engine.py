@@ -25,7 +25,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck, first_few
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradAttribute, GradientBuffers, get_grad, plain_attributes, set_grad
 from megatron_fsdp.engine.memory import MemoryPlan, bucket_count, unit_numels
 from megatron_fsdp.engine.observer import Observers, Phase
@@ -412,7 +412,6 @@ class OnRequest:
     executor: Executor
     memory: MemoryPlan
     places: dict[int, tuple[ParameterGroup, int]]
-    has_to_agree = False  # weights were asked for ahead, and ranks have not agreed since that all are up to date
     observers: Observers  # who are told of phases and collectives
     _sharding: Sharding
 
@@ -471,7 +470,6 @@ class OnRequest:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
                 unit.wait()
-        self.has_to_agree = True
         if wait:
             self.await_weights()
 
@@ -479,9 +477,6 @@ class OnRequest:
         """Wait for what `prefetch_weights` has started."""
         for unit in self.units:
             unit.wait()
-        if self.has_to_agree:
-            self.has_to_agree = False
-            self.executor.begin_pass()
 
     @property
     def gathers_beside_main_weights(self) -> bool:
@@ -490,7 +485,8 @@ class OnRequest:
         Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
         """
         return not any(
-            group.is_gathered and group.weights.shares_memory and not group.weights_in_slots for group in self.groups()
+            group.is_gathered and group.weights.main_is_compute and not group.weights_in_slots
+            for group in self.groups()
         )
 
     @property
@@ -520,8 +516,6 @@ class OnRequest:
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """Gather the units that own some parameters, sharded or full ones."""
-        self.executor.was_asked = True
-        self.executor.begin_pass()
         event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
         for unit in self.units_of(params):
             self.executor.run(event(unit.index))
@@ -733,8 +727,6 @@ class Engine(OnRequest):
             self._defers |= self.reach is not Reach.EVERYWHERE
             self.refresh_weights()
             self.executor.gather_across()
-            self.executor.begin_pass()
-            self.has_to_agree = False
         elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
@@ -819,7 +811,8 @@ class Engine(OnRequest):
             for name, flag, before in zip(group.names, changes.get(id(group), group.trains), group.trains, strict=True):
                 if flag != before:
                     facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
-        self._meet_for_a_change(first_few([*facts[False], *facts[True]]))
+        if self.executor.verifier is not None:  # stop together with a rank that has changed nothing and goes on
+            self.executor.verifier.change()
         try:
             agree_over(self.reaching_all, None, facts[False])
             if self.experts is not None:
@@ -829,22 +822,6 @@ class Engine(OnRequest):
             raise ConfigurationError(
                 f"requires_grad was not changed alike: {told}; set it alike on all ranks"
             ) from None
-
-    def _meet_for_a_change(self, told: str) -> None:
-        """Stop together with a rank that has changed nothing and goes on as before, where there is a way to."""
-        verifier, domains = self.executor.verifier, (self.dense, self.experts)
-        axes = [axis for domain in domains if domain is not None for axis in domain.axes]
-        # The other rank comes to the beginning of a pass, where there is one, before it is compared.
-        shared = [axis.shared for axis in axes] if verifier is None or self.executor.has_passes else []
-        try:
-            for work in [work for each in shared if each is not None for work in each.meet()]:
-                work.wait()
-        except dist.DistBackendError as error:
-            raise ConfigurationError(
-                f"requires_grad was changed here ({told}) and not on another rank; set it alike on all ranks ({error})"
-            ) from error
-        if verifier is not None:
-            verifier.change()
 
     def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
         group = unit.groups[position]
@@ -885,7 +862,7 @@ class Engine(OnRequest):
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
-            self.executor.note_step(is_connected=True)
+            self.executor.note_step()
             return  # its own hooks install
         if self.replaced is not None:
             self.replaced.check(optimizer)
@@ -893,7 +870,7 @@ class Engine(OnRequest):
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self.places for param in firsts):
             self.stepped = True
-            self.executor.note_step(is_connected=False)
+            self.executor.note_step()
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; what was gathered is out of date."""
@@ -1079,8 +1056,6 @@ class Engine(OnRequest):
             else:
                 self.executor.reduce_across(unit)
         self.executor.retire_all()
-        if self.executor.was_asked and not self._callback_queued:
-            self.executor.end_pass()
         if check is not None and concludes:
             with self.observers.during(Phase.AGREE, ROOT):
                 check.conclude()

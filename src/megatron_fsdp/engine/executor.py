@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -19,8 +18,6 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.accounting import UNITS_CROSSING
 from megatron_fsdp.sharding.memory_plan import WeightPlan
-from megatron_fsdp.shm.shared_block import SharedBlock
-from megatron_fsdp.shm.shared_use import Passes, bucket_pool
 
 # Notes on an error of communication: where it happened, and what is known of the other ranks.
 
@@ -63,8 +60,8 @@ def explained(where: str, observers: Observers, verifier: Verifier | None) -> It
 
 
 def gathered_bytes(unit: Unit) -> int:
-    """Of the full weights that are gathered; 0 where they are whole everywhere, or shared."""
-    plans = [group.plan for group in unit.groups if group.plan.gathered_by_unit]
+    """Of the full weights that are gathered; 0 where they are whole everywhere."""
+    plans = [group.plan for group in unit.groups if group.plan.is_gathered]
     return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
 
 
@@ -114,7 +111,6 @@ class Executor:
         weight_memory: The memory of gathered weights.
         bucket_count: As given, or as set since.
         observers: Who is told of phases and collectives.
-        was_asked: Weights were gathered for somebody who may compute with them outside of any pass.
     """
 
     def __init__(
@@ -139,9 +135,6 @@ class Executor:
         self.fingerprint = 0
         self.verifier: Verifier | None = None
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
-        self._passes = Passes(units, self._gather_lane)
-        self.was_asked = False
-        self._steps = 0  # of connected optimizers
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
@@ -156,10 +149,9 @@ class Executor:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
-        self._root_bucket = bucket_pool(1, root, self._device, make_room)
-        self._buckets = bucket_pool(self.bucket_count, others, self._device, make_room)
-        largest = max(unit.bucket_bytes for unit in self._units)
-        self._scratch = BucketPool(self._scratch_count, largest, partial(Block, device=self._device), make_room)
+        self._root_bucket = BucketPool(1, _largest_bucket(root), self._device, make_room)
+        self._buckets = BucketPool(self.bucket_count, _largest_bucket(others), self._device, make_room)
+        self._scratch = BucketPool(self._scratch_count, _largest_bucket(self._units), self._device, make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Let another number of units fill a bucket or have one in reduction at a time."""
@@ -198,8 +190,6 @@ class Executor:
                 self._carry_out(action, unit, slot, reach)
                 if observers.are_there:
                     observers.ends(PHASE_OF[action], index)
-                if action is _REDUCE:
-                    self._retire_what_others_have_posted()
                 self.is_broken = before
             except BaseException as error:
                 if self.observers:
@@ -221,9 +211,6 @@ class Executor:
             self.reduce(unit, reach)
         else:
             self.retire_all()
-            if self._passes:
-                with self.observers.during(Phase.PASS, ROOT):
-                    self._passes.end()
             self.is_broken = False  # what follows may refuse something, but communication is over
             self._finalise()
 
@@ -242,44 +229,11 @@ class Executor:
         """The outermost forward is over, perhaps by an exception."""
         if self.verifier is not None and not self.is_broken:
             self.verifier.end_forward(failed)
-        if not failed and not self.is_broken:
-            self.end_pass()
 
-    @property
-    def has_passes(self) -> bool:
-        """Whether ranks read each other's weights where they lie, and so begin and end passes together."""
-        return bool(self._passes)
-
-    def begin_pass(self) -> None:
-        """Agree that all weights are up to date, where those of other ranks are read where they lie."""
-        self._agree(partial(self._passes.begin, self._steps))
-
-    def note_step(self, is_connected: bool) -> None:
-        """Count a step of an optimizer of the model.
-
-        Ranks always compare those of connected optimizers where they agree on passes. Others may belong to this rank
-        alone, as one that holds whole matrices.
-        """
-        self._steps += is_connected
+    def note_step(self) -> None:
+        """An optimizer of the model has stepped."""
         if self.verifier is not None:
             self.verifier.note_step()
-
-    def end_pass(self) -> None:
-        """Agree that no rank reads those of others any more; until then nobody may change its own."""
-        self.was_asked = False
-        self._agree(self._passes.end)
-
-    def _agree(self, agree: Callable[[], None]) -> None:
-        if not self._passes:
-            return
-        self.is_broken = True
-        try:
-            with self.observers.during(Phase.PASS, ROOT):
-                agree()
-        except RuntimeError as error:
-            explain(error, "while ranks agree on memory that they share", self.observers, None)
-            raise
-        self.is_broken = False
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold what is about to be communicated into a number that ranks can compare."""
@@ -331,7 +285,7 @@ class Executor:
                 continue
             if not gradients.is_filling and not gradients.has_deferred:
                 self._begin_filling(unit, position, reach)
-            received = unit.bucket_of(position, scratch) if scratch is not None and group.receives_inside else None
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inside else None
             tickets.append(
                 gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
             )
@@ -378,7 +332,7 @@ class Executor:
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
-        if not unit.receives_inside:
+        if not unit.exchanges_inside:
             return None
         if unit.index == ROOT:  # the last of a backward: what brought the others' gradients here may go first
             while self._retire_oldest():
@@ -405,17 +359,6 @@ class Executor:
             self.reduce_across(reduction.unit)
         return True
 
-    def _retire_what_others_have_posted(self) -> None:
-        """Finish what takes no waiting, in order, so that other ranks do not wait for this one to read their buckets.
-
-        What goes on over the outer ranks then has to be started at the same point on all, so that it waits its turn.
-        """
-        while self._in_flight and isinstance(self._in_flight[0].bucket, SharedBlock):
-            oldest = self._in_flight[0]
-            if oldest.unit.reduces_across or not all(ticket.is_ready for ticket in oldest.tickets):
-                return
-            self._retire_oldest()
-
     def retire_all(self) -> None:
         """Wait for every reduction, and give back the memory that brought gradients here: others may need it."""
         while self._retire_oldest():
@@ -431,7 +374,7 @@ class Executor:
         """Drop gradients on their way and take all borrowed memory back."""
         self.observers.forget()
         self.is_broken = False
-        self.fingerprint = self._steps = 0  # ranks may have been stopped at different points
+        self.fingerprint = 0  # ranks may have been stopped at different points
         if self.verifier is not None:
             self.verifier.forget()
         self.retire_all()
@@ -463,3 +406,7 @@ class Executor:
     def bucket_bytes(self) -> int:
         """What buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)
+
+
+def _largest_bucket(units: Sequence[Unit]) -> int:
+    return max((unit.bucket_bytes for unit in units), default=0)

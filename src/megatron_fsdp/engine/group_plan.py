@@ -107,24 +107,10 @@ class GroupPlan:
         """Whether full weights are this rank's to read only while gathered."""
         return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
 
-    @cached_property
-    def shares_weights(self) -> bool:
-        """Whether the full weights are there once for all inner ranks, in memory that these share."""
-        return self.weights_in_slots and self.axis.shared is not None
-
-    @cached_property
-    def gathered_by_unit(self) -> bool:
-        """Whether ranks communicate for each unit before they use its full weights, beside those of the outer axis.
-
-        Where they share memory they agree once for each pass; but not where what they share comes from outer ranks.
-        """
-        return self.is_gathered and (not self.shares_weights or self.gathers_across)
-
     @property
     def gathered_bytes(self) -> int:
         """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
-        in_slots = self.weights_in_slots and not self.shares_weights
-        return self.layout.numel * self.precision.compute.itemsize if in_slots else 0
+        return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
 
     @property
     def bucket_bytes(self) -> int:
@@ -150,7 +136,6 @@ class GroupPlan:
             is_whole=self.spec.key.is_scalar or self.is_trained_whole,
             outer_ranks=self.axes[0].num_ranks if has_outer else 1,
             outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
-            shares_weights=self.shares_weights,
         )
 
     def frame(self, index: int) -> ShardFrame:

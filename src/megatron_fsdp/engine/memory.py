@@ -68,7 +68,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
     resized = frozenset(weights.units_in(Place.RESIZED))
     schedule = ScheduleConfig(
         trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
-        gathers=any(group.gathered_by_unit or group.gathers_across for group in groups),
+        gathers=any(group.is_gathered or group.gathers_across for group in groups),
         shares_slots=any(group.gathered_bytes for group in groups),
         slots=slots,
         prefetch_forward=forward,
@@ -97,7 +97,7 @@ def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
 
 
 def _weights_of(unit: GroupPlans) -> UnitWeights:
-    in_slots = [group for group in unit if group.weights_in_slots and not group.shares_weights]
+    in_slots = [group for group in unit if group.weights_in_slots]
     return UnitWeights(
         pack_bytes([group.gathered_bytes for group in unit])[1],
         tuple((group.layout.numel, group.precision.compute) for group in in_slots),

@@ -37,7 +37,6 @@ class Phase(Enum):
     INSTALL = "install"  # main weights go into compute weights; a step is what lies between two of these
     AGREE = "agree"  # comparing notes with the other ranks: used parameters, checks of gradients, arguments
     NORM = "norm"  # the norm of all gradients
-    PASS = "pass"  # waiting for all ranks to begin or end a forward or backward, where they share weights
     WHOLE = "whole tensors"  # putting whole tensors together, or handing them out, outside of forward and backward
 
 

@@ -51,7 +51,6 @@ class WeightBuffers:
         compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in
             this rank's part between an optimizer step and the next gather).
         main: In the main dtype. Full under strategy 0, else this rank's part.
-        whole: (numel,) the full compute weights, where inner ranks share the memory of them; else None.
     """
 
     def __init__(
@@ -63,17 +62,11 @@ class WeightBuffers:
         device: torch.device,
     ) -> None:
         self._axes = tuple(axes)
-        self.whole: torch.Tensor | None = None
-        part = None
         held = held_region(layout.numel, placements.compute_weight, axes)
-        shared = axes[-1].shared if held.numel < layout.numel else None
-        if shared is not None:
-            self.whole = shared.whole(layout.numel, precision.compute)
-            part = shared.part_of(self.whole, held.start, held.stop)
-        self.compute = FlatBuffer(layout, held, precision.compute, device, part)
+        self.compute = FlatBuffer(layout, held, precision.compute, device)
         region = held_region(layout.numel, placements.main_weight, axes)
-        self.shares_memory = not precision.has_main_copy
-        if not self.shares_memory:
+        self.main_is_compute = not precision.has_main_copy
+        if not self.main_is_compute:
             self.main = FlatBuffer(layout, region, precision.main_params, device)
         elif region == self.compute.region:
             self.main = self.compute
@@ -95,19 +88,19 @@ class WeightBuffers:
         shared = self.main
         self.main = FlatBuffer(shared.layout, shared.region, precision.main_params, shared.local.device)
         self.main.local.copy_(shared.local)
-        self.shares_memory = False
+        self.main_is_compute = False
         return True
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Take the initial value of tensor `index`, full and in any dtype, into both buffers."""
         self.compute.store(index, tensor)
-        if not self.shares_memory:
+        if not self.main_is_compute:
             self.main.store(index, tensor)
 
     def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Take the initial values of all tensors but those that are None, in few calls."""
         self.compute.store_all(tensors)
-        if not self.shares_memory:
+        if not self.main_is_compute:
             self.main.store_all(tensors)
 
     @property
@@ -116,7 +109,7 @@ class WeightBuffers:
 
         Where weights are gathered in place, around the main weights, this cannot tell, and says no.
         """
-        gathered_in_place = self.shares_memory and self.main is not self.compute
+        gathered_in_place = self.main_is_compute and self.main is not self.compute
         return not gathered_in_place and self.main.local._version != self._seen_version
 
     def note_seen(self) -> None:
@@ -125,7 +118,7 @@ class WeightBuffers:
 
     def install(self) -> None:
         """Copy main weights into compute weights, with the cast; nothing moves between ranks."""
-        if not self.shares_memory:
+        if not self.main_is_compute:
             self.compute.part(self.main.region).copy_(self.main.local)
 
     def gather_across(self) -> torch.distributed.Work | None:
@@ -182,9 +175,7 @@ class ParameterGroup:
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._stand_in = None  # it goes when every full parameter has its place
-        if self.weights.whole is not None:
-            self.place(self.weights.whole)
-        elif not self.weights_in_slots:
+        if not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1
@@ -320,13 +311,8 @@ class ParameterGroup:
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether reducing over the inner ranks ends with a local sum."""
+        """Whether reducing over the inner ranks is an exchange and a local sum, and needs memory for what comes in."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
-
-    @property
-    def receives_inside(self) -> bool:
-        """Whether it needs memory for what comes in."""
-        return self.gradients is not None and self.gradients.reducer.receives_inside
 
     @property
     def grad_attribute(self) -> GradAttribute:

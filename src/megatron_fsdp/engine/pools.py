@@ -19,9 +19,9 @@ class Block:
     stay valid, since the storage object that they refer to is the same. What they hold is lost.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -119,8 +119,7 @@ class BucketPool:
     Args:
         count: How many blocks there are.
         num_bytes: The most that anyone needs of one.
-        make_block: Makes one of a number of bytes.
-        kept: How many blocks keep their memory when the pool is emptied, those that were made first.
+        device: Where they live.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool grows: several units that fill at once each need one).
 
@@ -132,15 +131,13 @@ class BucketPool:
         self,
         count: int,
         num_bytes: int,
-        make_block: Callable[[int], Block],
+        device: torch.device,
         make_room: Callable[[], bool],
-        kept: int = 0,
     ) -> None:
         self._count = count
         self._num_bytes = num_bytes
-        self._make_block = make_block
+        self._device = device
         self._make_room = make_room
-        self._kept = kept
         self._free: list[Block] = []
         self._made: list[Block] = []
         self.peak_bytes = 0
@@ -154,7 +151,7 @@ class BucketPool:
         while not self._free and len(self._made) >= self._count and self._make_room():
             pass
         if not self._free or len(self._made) < self._count:  # when others come back must not decide how many there are
-            self._made.append(self._make_block(self._num_bytes))
+            self._made.append(Block(self._num_bytes, self._device))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
         block.hold(self._num_bytes if num_bytes is None else num_bytes)
@@ -179,8 +176,7 @@ class BucketPool:
     def empty(self) -> None:
         """Give the memory of the blocks that are not out back to the allocator; they take some when they are lent."""
         for block in self._free:
-            if all(block is not kept for kept in self._made[: self._kept]):
-                block.empty()
+            block.empty()
 
     @property
     def held_bytes(self) -> int:

@@ -17,7 +17,6 @@ from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.local_sums import add_up_into, put_scaled, sum_received
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.placement import Placement, held_region
-from megatron_fsdp.shm.shared_work import SharedSum
 
 
 class Stage(NamedTuple):
@@ -80,13 +79,8 @@ class GradientReducer:
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether the first stage ends with a local sum."""
+        """Whether the first stage is an all-to-all and a local sum, and needs memory for what comes in."""
         return self.scatters_inside and self._inner.exchanges_pairwise
-
-    @property
-    def receives_inside(self) -> bool:
-        """Whether the first stage is an all-to-all before that, and needs memory for what comes in."""
-        return self.exchanges_inside and self._inner.shared is None
 
     @property
     def _exchanges_across(self) -> bool:
@@ -110,7 +104,7 @@ class GradientReducer:
 
         Args:
             bucket: (numel,) in the communication dtype.
-            scratch: The same again where `receives_inside`, else None.
+            scratch: The same again where `exchanges_inside`, else None.
 
         Returns:
             A stage whose result is (inner_region.numel,).
@@ -118,8 +112,6 @@ class GradientReducer:
         axis, average = self._inner, self._averages
         if not self.scatters_inside:
             return Stage(lambda: axis.all_reduce(bucket, average), lambda: bucket)
-        if axis.shared is not None:
-            return _in_shared_memory(axis, bucket)
         if scratch is not None:
             return _exchanged(axis, bucket, scratch)
         return _native(axis, bucket, self.inner_region.numel, average)
@@ -137,29 +129,11 @@ class GradientReducer:
         assert axis is not None
         if not self.scatters_across:
             return Stage(lambda: axis.all_reduce(wire, average), lambda: wire, (wire,))
-        if axis.shared is not None:
-            return _in_shared_memory(axis, wire)
         if axis.exchanges_pairwise:
             received = torch.empty_like(wire)
             return _exchanged(axis, wire, received)._replace(memory=(wire, received))
         stage = _native(axis, wire, self.main_region.numel, average)
         return stage._replace(memory=(wire,))
-
-
-def _in_shared_memory(axis: Axis, full: torch.Tensor) -> Stage:
-    """Read and add up what other ranks hold; the result lies in memory that the next reduction may use."""
-    under_way: list[SharedSum] = []
-
-    def launch() -> SharedSum:
-        under_way.append(axis.add_up(full))
-        return under_way[0]
-
-    return Stage(
-        launch,
-        lambda: under_way.pop().total(),
-        (full,),
-        lambda out, factor: under_way.pop().total_into(out, factor),
-    )
 
 
 def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:

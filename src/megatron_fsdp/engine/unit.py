@@ -14,7 +14,7 @@ from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.dtensor.frame import OwningUnit
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.pools import Block, pack_bytes, storage_of
+from megatron_fsdp.engine.pools import Block, pack_bytes
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 ParameterSites = tuple[tuple[nn.Module, str], ...]
@@ -53,12 +53,8 @@ class Unit:
         self._swaps = tuple(_swaps(self.groups, self._sites))
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
         self.plan_buckets()
-        self._gathered: list[torch.Tensor] = [
-            group.weights.compute.local if group.weights.whole is None else group.weights.whole for group in self.groups
-        ]
+        self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
-        wholes = (group.weights.whole for group in self.groups)
-        self._shared = frozenset(storage_of(whole) for whole in wholes if whole is not None)  # these are never moved
         self.shows_full = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
@@ -82,9 +78,9 @@ class Unit:
         return bool(self._slotted)
 
     @property
-    def receives_inside(self) -> bool:
+    def exchanges_inside(self) -> bool:
         """Whether reducing any group over the inner ranks needs memory for what comes in."""
-        return any(group.receives_inside for group in self.groups)
+        return any(group.exchanges_inside for group in self.groups)
 
     @property
     def reduces_across(self) -> bool:
@@ -135,14 +131,14 @@ class Unit:
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
-            if not group.plan.gathered_by_unit:
+            if not group.plan.is_gathered:
                 continue
             self._tickets.append(lane.submit(partial(group.weights.gather_into, full)))
 
     def wait(self) -> None:
         """Make the gathered weights usable."""
         self._await(self._outer_tickets)
-        if self._await(self._tickets) or self._shared:  # shared ones may be all that there is
+        if self._await(self._tickets):
             self._mark(0)
 
     @staticmethod
@@ -155,10 +151,8 @@ class Unit:
         return was_any
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of this unit's gathered weights that live in a slot, or are other ranks' too."""
-        if self._placed_in is not None and self._placed_in.holds(tensor):
-            return True
-        return bool(self._shared) and storage_of(tensor) in self._shared
+        """Return whether a tensor is a view of this unit's gathered weights, where these live in a slot."""
+        return self._placed_in is not None and self._placed_in.holds(tensor)
 
     def invalidate(self) -> None:
         """The gathered weights are about to be overwritten, or out of date.
@@ -212,8 +206,6 @@ class Unit:
     def check_untouched(self) -> None:
         """Refuse writes into gathered weights, which would be lost when these are released.
 
-        Where ranks share them a write is one into the weights of all.
-
         Raises:
             ScheduleError: Names the parameter.
         """
@@ -226,8 +218,8 @@ class Unit:
                 if param._version:
                     self._mark(0)
                     raise ScheduleError(
-                        f"{name} was modified in place inside the forward of unit {self.label}, {_fate(group)}; modify "
-                        "parameters between forwards instead"
+                        f"{name} was modified in place inside the forward of unit {self.label}, and the change would be "
+                        "lost when its gathered weights are released; modify parameters between forwards instead"
                     )
 
     def install_sharded(self) -> None:
@@ -268,16 +260,6 @@ class Unit:
         """The part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
-
-
-def _fate(group: ParameterGroup) -> str:
-    """What becomes of a write into the full weights of a group."""
-    if not group.plan.shares_weights:
-        return "and the change would be lost when its gathered weights are released"
-    remedy = "load or set the weights again"
-    if not group.weights.shares_memory:
-        remedy = "call install_optimized_model_weights() when all have met this error, since main weights are unchanged"
-    return f"and so, in memory that ranks share, for all of them while they computed; {remedy}"
 
 
 def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:

@@ -57,8 +57,6 @@ from megatron_fsdp.sharding.units import (
     plan_lines,
     refine_units,
 )
-from megatron_fsdp.shm.share import VARIABLE as SHARED_MEMORY_VARIABLE
-from megatron_fsdp.shm.share import resolve_shared_memory
 
 # The plans of a model's parameter groups; groups of equal shapes, as equal blocks have, share what they can.
 
@@ -542,8 +540,6 @@ def assemble(
     own_groups = None
     if switches.own_groups:
         sharding, own_groups = sharding.over_own_groups()
-    if resolve_shared_memory():
-        sharding = sharding.over_shared_memory()
     bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
     units = build_units(module, plan, sharding, bucket_numel, leaves_empty=switches.init_meta == EMPTY)
     _warn_of_narrowing(units)
@@ -635,7 +631,6 @@ def _plan_together(
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, switches, sharding)
         facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
-        facts.append(f"{SHARED_MEMORY_VARIABLE} {'1' if resolve_shared_memory() else '0'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree_over(sharding.reaching_all, problem, facts)

@@ -20,7 +20,6 @@ _COMMUNICATES = frozenset(
         Phase.REDUCE_ACROSS,
         Phase.RETIRE,
         Phase.AGREE,
-        Phase.PASS,
         Phase.NORM,
         Phase.WHOLE,
     )

@@ -19,7 +19,6 @@ _WAITING = {
     Phase.GATHER_ACROSS: "gathers the weights of {unit} over the outer axis",
     Phase.REDUCE_ACROSS: "reduces the gradients of {unit} over the outer axis",
     Phase.AGREE: "compares notes with the other ranks",
-    Phase.PASS: "waits for all ranks to begin or end a pass",
     Phase.NORM: "waits for the norm of all gradients",
     Phase.WHOLE: "puts whole tensors together",
     Phase.FORWARD: "computes the forward of {unit}",
@@ -34,11 +33,10 @@ _DONE = {
     Phase.GATHER_ACROSS: "gathers {unit} over the outer axis ({bytes} bytes)",
     Phase.REDUCE_ACROSS: "reduces {unit} over the outer axis ({bytes} bytes)",
     Phase.AGREE: "compares notes with the other ranks",
-    Phase.PASS: "agrees that all begin or end a pass",
     Phase.NORM: "computes the norm of all gradients",
     Phase.WHOLE: "puts whole tensors together",
 }
-_BETWEEN = frozenset({Phase.AGREE, Phase.PASS, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
+_BETWEEN = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
 _ENDS_BACKWARD = frozenset(
     {Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_ACROSS, Phase.RETIRE, Phase.FINALISE}
 )

@@ -15,7 +15,7 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan.planning import Plan
-from megatron_fsdp.plan.setup import Accumulation, Backend, Setup
+from megatron_fsdp.plan.setup import Accumulation, Setup
 from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model
 
 
@@ -96,7 +96,6 @@ def _check(setup: Setup) -> None:
     other += ["recompute"] if setup.recompute != "none" else []
     other += ["accumulation"] if setup.accumulation is not Accumulation.EVERY else []
     other += ["memory options"] if setup.memory != type(setup.memory)() else []
-    other += ["shared memory"] if setup.backend is Backend.SHARED_MEMORY else []
     if other:
         raise ConfigurationError(
             f"a simulation checks data parallelism only, and the plan has {', '.join(other)}; plan without them to "

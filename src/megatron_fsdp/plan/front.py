@@ -68,7 +68,7 @@ def plan(
         dtype: Of models that are built from a config; None: bfloat16. Functions and models have their own.
         policy: Dtypes of main weights and gradients; None: the default of `fully_shard`.
         optimizer: One of `OPTIMIZERS` or its name.
-        backend: "nccl"; "gloo"; or "shared_memory", which CPU ranks of one machine use unless they are told not to.
+        backend: "nccl" or "gloo".
         accumulation: When gradients of several microbatches are reduced: "every", "outer" or "last".
         memory: How gathered weights borrow memory; None: the default of `fully_shard`.
         fsdp_unit_modules: As for `fully_shard`.

@@ -19,8 +19,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.plan.setup import Backend, Setup
-from megatron_fsdp.plan.stand_ins import PlannedSharing
+from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.units import (
     ParameterGroupSpec,
@@ -229,8 +228,7 @@ def _sharding(setup: Setup) -> Sharding:
 def _domain(setup: Setup, inner: int) -> Domain:
     outer = setup.ranks.dp_outer
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
-    sharing: Any = PlannedSharing() if setup.backend is Backend.SHARED_MEMORY and inner > 1 else None
-    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner, shared=sharing)]
+    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner)]
     names = ["dp_shard"]
     if outer > 1:
         axes.insert(0, Axis(None, position_outer, outer))

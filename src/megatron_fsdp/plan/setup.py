@@ -15,19 +15,15 @@ from megatron_fsdp.sharding.placement import placements_for
 
 
 class Backend(Enum):
-    """What carries collectives. gloo reduces by an exchange and a local sum, which needs memory for what comes in.
-
-    CPU ranks of one machine use memory that they share in its place, unless they are told not to.
-    """
+    """What carries collectives. gloo reduces by an exchange and a local sum, which needs memory for what comes in."""
 
     GLOO = "gloo"
     NCCL = "nccl"
-    SHARED_MEMORY = "shared_memory"
 
     @property
     def is_on_cpu(self) -> bool:
         """Whether it is for CPU ranks."""
-        return self is not Backend.NCCL
+        return self is Backend.GLOO
 
 
 class Accumulation(Enum):
@@ -174,13 +170,6 @@ class Setup:
                 f'outer strategy "{self.outer_strategy.name}" needs an outer axis of 2 ranks or more; leave it out'
             )
         placements_for(self.strategy, self.outer)
-        one_axis = self.ranks.dp_outer == 1 and self.strategy is ShardingStrategy.optim_grads_params
-        if self.backend is Backend.SHARED_MEMORY and not one_axis:
-            raise ConfigurationError(
-                f'backend "shared_memory" is planned for strategy "optim_grads_params" without an outer axis, not for '
-                f'"{self.strategy.name}" with dp_outer={self.ranks.dp_outer}; how much the others copy there '
-                "depends on how far ranks get ahead of each other, so plan gloo"
-            )
 
     @property
     def outer(self) -> ShardingStrategy | None:

@@ -49,29 +49,6 @@ class PassingMemory:
         self.peak_bytes = self.now_bytes
 
 
-class PlannedSharing:
-    """Memory that ranks share, of which buckets are made; weights that lie there are those of the shards."""
-
-    def block(self, num_bytes: int) -> Block:
-        """As of the engine's shared memory: it keeps the most that it was asked for."""
-        return _GrowingBlock(num_bytes, torch.device("meta"))
-
-    def begin_pass(self, steps: int) -> None:
-        """Takes no memory."""
-
-    def end_pass(self) -> None:
-        """Takes no memory."""
-
-
-class _GrowingBlock(Block):
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        super().__init__(num_bytes, device)
-        self.empty()
-
-    def hold(self, num_bytes: int) -> None:
-        super().hold(max(num_bytes, self.held_bytes))
-
-
 class PlannedTicket:
     """A simulated collective; waiting for it moves the clock to its end."""
 
@@ -194,7 +171,7 @@ class PlannedGradients:
 
     def _result_bytes(self) -> int:
         """What a reduction over the inner ranks allocates: its output, or on gloo a sum wider than what came in."""
-        if not self.scatters_inside or self.plan.axis.num_ranks == 1 or self.backend is Backend.SHARED_MEMORY:
+        if not self.scatters_inside or self.plan.axis.num_ranks == 1:
             return 0
         itemsize = self.plan.precision.grad_comm.itemsize
         if self.backend is Backend.NCCL:
@@ -226,8 +203,8 @@ class PlannedGroupDriver:
         return self.plan.weights_in_slots
 
     @property
-    def receives_inside(self) -> bool:
-        """As the engine's over sockets: an all-to-all and a local sum, on gloo."""
+    def exchanges_inside(self) -> bool:
+        """As the engine's: an all-to-all and a local sum, on gloo."""
         grads = self.gradients
         return grads is not None and grads.scatters_inside and grads.backend is Backend.GLOO
 
@@ -247,7 +224,7 @@ class PlannedUnitDriver:
             for plan in plans
         )
         self.lives_in_slots = any(plan.weights_in_slots for plan in plans)
-        self.receives_inside = any(group.receives_inside for group in self.groups)
+        self.exchanges_inside = any(group.exchanges_inside for group in self.groups)
         self.reduces_across = any(group.gradients is not None and group.gradients.crosses for group in self.groups)
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in plans])[1]
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in plans])[1]
@@ -282,7 +259,7 @@ class PlannedUnitDriver:
         """Send over the inner axis."""
         self._await(self._outer_tickets)
         for plan in self._plans:
-            if plan.gathered_by_unit:
+            if plan.is_gathered:
                 full = plan.layout.numel * plan.precision.compute.itemsize
                 sent = full - full // plan.axis.num_ranks
                 wait = self._wires.send(Wire.INNER, "gather", self.index, sent, plan.spec.key.is_expert)

@@ -33,8 +33,6 @@ class GroupFootprint:
             shard: the group then costs what it costs under ``no_shard``.
         outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
         outer_shares: Whether these share main weights, main gradient and optimizer state out further (HFSDP).
-        shares_weights: Whether ranks read the shards of each other where they lie (docs/shared_memory.md), so that
-            nothing is gathered under ``optim_grads_params``; once in a step with ``outer_shares``.
 
     Raises:
         ConfigurationError: ``num_shards`` or ``outer_ranks`` is below 1, or another count is negative.
@@ -51,7 +49,6 @@ class GroupFootprint:
     is_whole: bool = False
     outer_ranks: int = 1
     outer_shares: bool = False
-    shares_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.unit < 0 or self.numel < 0 or self.num_shards < 1 or self.outer_ranks < 1:
@@ -282,9 +279,7 @@ def step_traffic(
     if strategy == ShardingStrategy.optim_grads_params:
         plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
         order = _gathered_units(_unit_indices(groups), microbatches, plan)
-        gathered = [group for unit in order for group in cut if group.unit == unit and not group.shares_weights]
-        # What ranks share then comes from outer ranks: they meet once for each unit, after its weights have crossed.
-        gathered += [group for group in cut if group.shares_weights and group.outer_shares and group.requires_grad]
+        gathered = [group for unit in order for group in cut if group.unit == unit]
     else:
         gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
     reduced_bytes = sum(
@@ -365,10 +360,9 @@ def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFoot
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
     """The weights that each unit has to gather into borrowed memory, root first."""
     cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
-    in_slots = [g for g in cut if not g.shares_weights]
-    gathered = _block_bytes(in_slots, lambda group: group.compute)
+    gathered = _block_bytes(cut, lambda group: group.compute)
     return [
-        UnitWeights(gathered.get(unit, 0), tuple((g.numel, g.compute) for g in in_slots if g.unit == unit))
+        UnitWeights(gathered.get(unit, 0), tuple((g.numel, g.compute) for g in cut if g.unit == unit))
         for unit in range(1 + max((group.unit for group in groups), default=ROOT_UNIT))
     ]
 

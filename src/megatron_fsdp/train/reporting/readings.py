@@ -12,7 +12,7 @@ from megatron_fsdp.train.engines.trained import Trained
 
 def exchanges_pairwise(model: MegatronFSDP) -> bool:
     """Whether reductions need a second bucket to receive into, because the back end has no good reduce-scatter."""
-    return any(group.receives_inside for group in model.parameter_groups())
+    return any(group.exchanges_inside for group in model.parameter_groups())
 
 
 def peak_bytes(trained: Trained) -> int:
@@ -26,7 +26,7 @@ def peak_bytes(trained: Trained) -> int:
     if trained.inside is None:  # gradients are as large as weights while there are any
         return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
     memory = trained.inside.memory()
-    return memory.persistent_bytes + memory.transient_peak_bytes + memory.copied_bytes + held
+    return memory.persistent_bytes + memory.transient_peak_bytes + held
 
 
 def describe_peak(trained: Trained) -> str:

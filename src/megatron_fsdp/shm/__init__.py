@@ -1,1 +1,0 @@
-"""Memory that CPU ranks of one host share."""
