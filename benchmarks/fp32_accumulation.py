@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 from megatron_fsdp import reduce_scatter_with_fp32_accumulation
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.local_sums import sum_received
+from megatron_fsdp.comm.reduction import sum_received
 
 INDEPENDENT = "independent"
 AGREEING = "agreeing"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp.comm.real_values import is_simulated
+from megatron_fsdp.comm.axis import is_simulated
 from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full
 from megatron_fsdp.dtensor.foreign import (
     boxes_here,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import Axis, Traffic
-from megatron_fsdp.comm.local_sums import sum_received
+from megatron_fsdp.comm.reduction import sum_received
 from megatron_fsdp.engine.buffer import FlatBuffer
 from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.placement import Placement, held_region

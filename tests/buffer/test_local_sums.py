@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.comm.local_sums import add_up, add_up_into, put_scaled, sum_received
+from megatron_fsdp.comm.reduction import add_up, add_up_into, put_scaled, sum_received
 
 CACHED = 1 << 16
 

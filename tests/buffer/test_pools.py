@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_fsdp.engine.pools import Block, BucketPool, SlotPool, pack_bytes
+from megatron_fsdp.engine.memory import Block, BucketPool, SlotPool, pack_bytes
 
 CPU = torch.device("cpu")
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from megatron_fsdp import fully_shard, fully_shard_model
-from megatron_fsdp.comm.axis import Axis, Traffic
-from megatron_fsdp.comm.local_sums import sum_received
-from megatron_fsdp.engine.pools import pack_bytes
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.shm import share, shared_arena, shared_memory
 from megatron_fsdp.shm.futex import has_futex
 from megatron_fsdp.shm.share import VARIABLE, over_shared_memory, resolve_shared_memory
 from megatron_fsdp.shm.shared_arena import started_at
+
+from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.reduction import sum_received
+from megatron_fsdp.engine.memory import pack_bytes
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 
 pytestmark = pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")

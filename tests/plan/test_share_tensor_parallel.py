@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
-from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.setup import Backend
 from megatron_fsdp.plan.simulate import simulated_ranks

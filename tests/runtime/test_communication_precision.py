@@ -22,7 +22,7 @@ from megatron_fsdp import (
     fully_shard_model,
 )
 from megatron_fsdp.comm import axis as collectives
-from megatron_fsdp.comm import real_values
+from megatron_fsdp.comm import axis as real_values
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, message_of

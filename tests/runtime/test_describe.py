@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.fully_shard import fully_shard_model

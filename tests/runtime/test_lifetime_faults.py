@@ -15,8 +15,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.comm.lanes import HostLane, HostTicket
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.memory import WeightMemory
-from megatron_fsdp.engine.pools import Block, BucketPool
+from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.debug.delays import Delays, checked_delays, resolve_delays
-from megatron_fsdp.debug.lifetime_states import AT_REST, LEGAL, Event, Memory, State, next_state
-from megatron_fsdp.debug.lifetimes import resolve_check_lifetimes
+from megatron_fsdp.debug.lifetimes import AT_REST, LEGAL, Event, Memory, State, next_state, resolve_check_lifetimes
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
 
 _LIVES = {

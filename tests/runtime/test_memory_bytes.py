@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
-from megatron_fsdp.engine.pools import pack_bytes
+from megatron_fsdp.engine.memory import pack_bytes
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     PassingBytes,

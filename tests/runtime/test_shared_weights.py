@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_fsdp.shm.futex import has_futex
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.engine.pools import pack_bytes
-from megatron_fsdp.shm.futex import has_futex
+from megatron_fsdp.engine.memory import pack_bytes
 from tests.conftest import RunRanks
 
 pytestmark = pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")

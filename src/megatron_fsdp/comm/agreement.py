@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.groups import gather_objects
-from megatron_fsdp.comm.real_values import real_values
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 
 

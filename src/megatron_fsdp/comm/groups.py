@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.real_values import is_simulated, real_values
+from megatron_fsdp.comm.axis import Axis, is_simulated, real_values
 
 # Show every rank a small object of each: one collective where torch's `all_gather_object` takes two.
 

@@ -336,9 +336,9 @@ def _listed(ranks: Iterable[int]) -> str:
 
 # The cheaper debug switch: once a step, ranks compare a hash of all that they gathered and reduced since the last.
 #
-# Where ranks exchanged data of different units without noticing, the step ends with an error on every rank that names the
-# first difference, and not with wrong weights. Where they wait for one another, they stop to wait after half of the time
-# limit, and compare then: ranks that are stuck meet those that are at the end of their backward.
+# Where ranks exchanged data of different units without noticing, the step ends with an error on every rank that names
+# the first difference, and not with wrong weights. Where they wait for one another, they stop to wait after half of
+# the time limit, and compare then: ranks that are stuck meet those that are at the end of their backward.
 
 _REMEMBERED = 1 << 14
 _FIELDS = 4

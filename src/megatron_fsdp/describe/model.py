@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.real_values import backend_of
+from megatron_fsdp.comm.axis import Axis, backend_of
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.describe.description import (

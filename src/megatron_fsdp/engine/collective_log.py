@@ -44,8 +44,8 @@ from megatron_fsdp.errors import ConfigurationError
 #     ...     the ring: records of 64 bytes; record number n lies at place n modulo their count
 #     ...     after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
 #
-# All numbers are little-endian. Each record ends with a checksum over its other bytes, so that one that was being written
-# while the process died, or while somebody reads, is known for what it is.
+# All numbers are little-endian. Each record ends with a checksum over its other bytes, so that one that was being
+# written while the process died, or while somebody reads, is known for what it is.
 
 MAGIC = b"MFSDPLOG"
 VERSION = 1

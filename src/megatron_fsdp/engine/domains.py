@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
-from megatron_fsdp.comm.real_values import real_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree, agree_over
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.axis import Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
-from megatron_fsdp.comm.real_values import real_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.executor import Executor
@@ -250,11 +249,11 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 # Which parameters got a gradient on any rank.
 #
-# A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it alone.
-# No rank of several can know that by itself, so the ranks agree after the first backward. Where every parameter was
-# used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
-# agree after every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one wait
-# for it.
+# A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
+# alone. No rank of several can know that by itself, so the ranks agree after the first backward. Where every
+# parameter was used, which is the rule, they never ask again (and a parameter that goes unused later has a zero
+# gradient); else they agree after every backward. `find_unused_parameters=True` makes them ask every time: one small
+# collective, and one wait for it.
 
 
 class UsageAgreement:
@@ -326,16 +325,17 @@ class UsageAgreement:
 
 # Hooks that the user registered on sharded parameters, run once their gradient is reduced.
 #
-# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was registered
-# on these is called here, at each gradient sync, when all gradients are in their places:
+# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was
+# registered on these is called here, at each gradient sync, when all gradients are in their places:
 #
-# - `register_hook` first: called with the gradient; what it returns replaces it;
-# - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the gradient.
+# - `register_hook` first: called with the gradient; what it returns replaces it; -
+# `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
+# gradient.
 #
-# Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones included.
-# They run in the order of units, on every rank for the same parameters, and for those only that got a gradient.
-# A gradient that autograd brings to a sharded parameter by itself (a penalty on `model.parameters()`) calls the hooks
-# right there, as for any tensor, and its share is part of what they see at the sync.
+# Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones
+# included. They run in the order of units, on every rank for the same parameters, and for those only that got a
+# gradient. A gradient that autograd brings to a sharded parameter by itself (a penalty on `model.parameters()`) calls
+# the hooks right there, as for any tensor, and its share is part of what they see at the sync.
 
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")

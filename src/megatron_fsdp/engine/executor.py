@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.comm.lanes import HostLane, Ticket, make_lane
-from megatron_fsdp.engine.memory import WeightMemory
+from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory, weakly
 from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase, Verifier
-from megatron_fsdp.engine.pools import Block, BucketPool, weakly
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError

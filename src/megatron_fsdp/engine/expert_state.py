@@ -173,9 +173,9 @@ def _dim_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> str:
 
 # Optimizer state of ranks with different experts: numbered as if one optimizer had the experts of all ranks.
 #
-# torch numbers the parameters of an optimizer in the order of its groups, and keys the state by these numbers. Ranks that
-# hold different experts would use one number for several. So each rank counts the parameters of all ranks: where its own
-# experts stand in its list, those of all ranks do, expert by expert, as in the model of one process.
+# torch numbers the parameters of an optimizer in the order of its groups, and keys the state by these numbers. Ranks
+# that hold different experts would use one number for several. So each rank counts the parameters of all ranks: where
+# its own experts stand in its list, those of all ranks do, expert by expert, as in the model of one process.
 
 StateDict = dict[str, Any]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.real_values import has_values, real_values
+from megatron_fsdp.comm.axis import has_values, real_values
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 
 # The parameters of every rank under the names that messages use, for checks in which a rank speaks for its own.

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Lane, Ticket
-from megatron_fsdp.comm.local_sums import put_scaled
+from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, gaps_of, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
@@ -115,7 +115,8 @@ def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor |
 #
 # Between `zero_grad` and the next reduction no gradient means anything, and that is where forward takes the most. The
 # memory goes back to the allocator then and comes again, beneath the same tensors, so that whoever knows them (the
-# optimizer does) still does. Where somebody has kept a gradient, as torch allows, it is left to them and a new one begun.
+# optimizer does) still does. Where somebody has kept a gradient, as torch allows, it is left to them and a new one
+# begun.
 
 _OWN_REFERENCES = 3  # to a DTensor of ours while it is looked at: the list, the variable, the argument
 

@@ -121,9 +121,9 @@ def _tensors_of(value: Any) -> list[Tensor]:
 # `torch.compile`: units are compiled, what surrounds them is not.
 #
 # Hooks swap parameters and communicate, which no graph can hold, so the compiler is kept out of them. A unit that was
-# compiled in place before sharding is called inside its hooks instead of with them, so that its graph is whole (also with
-# `fullgraph=True`). Models that `torch.compile` has put into a box are taken out and compiled in place, with the same
-# options, so that names of parameters stay what they are.
+# compiled in place before sharding is called inside its hooks instead of with them, so that its graph is whole (also
+# with `fullgraph=True`). Models that `torch.compile` has put into a box are taken out and compiled in place, with the
+# same options, so that names of parameters stay what they are.
 
 _REASON = (
     "the hooks of a sharded unit communicate; compile units before fully_shard (fullgraph=True then holds for the "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.pools import Block, SlotPool, pack_bytes
 from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
 from megatron_fsdp.sharding.memory_plan import (
     MemoryOptions,
@@ -19,6 +20,195 @@ from megatron_fsdp.sharding.memory_plan import (
     plan_weights,
     prefetch_depth,
 )
+
+# Memory that is taken once and lent again and again: gathered weights and communication buckets live here.
+
+_ALIGNMENT_BYTES = 128
+_POISON = 0xFF
+
+
+class Block:
+    """A stretch of memory that hands out typed views.
+
+    It can be emptied and refilled, whole or in part: the memory goes back to the allocator and comes anew, and views
+    stay valid, since the storage object that they refer to is the same. What they hold is lost.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, the most that it can hold."""
+        return self._bytes.numel()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it takes now: its size, or 0 while it is empty."""
+        return self._bytes.untyped_storage().nbytes()
+
+    def empty(self) -> None:
+        """Give the memory back. Views must not be read until it is refilled."""
+        self._bytes.untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Take memory again, with any content; nothing happens where there is some."""
+        if not self.held_bytes:
+            self.hold(self.num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
+        """Take memory for views that end at `num_bytes`; what is there stays where it is just that much."""
+        if self.held_bytes != num_bytes:
+            storage = self._bytes.untyped_storage()
+            storage.resize_(0)  # else both would be there for a moment, and the content would be copied
+            storage.resize_(num_bytes)
+
+    def poison(self) -> None:
+        """Fill it with bytes of ones, which is NaN in every floating dtype; nothing happens where it is empty."""
+        if self.held_bytes:
+            self._bytes[: self.held_bytes].fill_(_POISON)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of this memory."""
+        return storage_of(tensor) == self._storage and self.held_bytes != 0
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor; the same one every time."""
+        key = offset_bytes, numel, dtype
+        if key not in self._views:
+            with torch.inference_mode(False):  # autograd saves views of this memory, also if evaluation uses it first
+                stop = offset_bytes + numel * dtype.itemsize
+                self._views[key] = self._bytes[offset_bytes:stop].view(dtype)
+        return self._views[key]
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of a tensor from that of others; None where it has none of its own."""
+    if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
+        return None
+
+
+def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Lay stretches one after another, each aligned; returns their offsets and the total, in bytes."""
+    offsets, cursor = [], 0
+    for length in lengths_bytes:
+        offsets.append(cursor)
+        cursor += -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return tuple(offsets), cursor
+
+
+class SlotPool:
+    """Numbered blocks, each made at its first use and kept: slot k is the same memory for good."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = num_bytes
+        self._device = device
+        self._blocks: dict[int, Block] = {}
+
+    def block(self, slot: int) -> Block:
+        """The memory of a slot."""
+        if slot not in self._blocks:
+            self._blocks[slot] = Block(self._num_bytes, self._device)
+        return self._blocks[slot]
+
+    def has(self, slot: int) -> bool:
+        """Whether a slot was used."""
+        return slot in self._blocks
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes taken so far."""
+        return sum(block.num_bytes for block in self._blocks.values())
+
+
+class BucketPool:
+    """A few blocks that are borrowed and given back, each as long as whoever borrows it needs.
+
+    Args:
+        count: How many blocks there are.
+        num_bytes: The most that anyone needs of one.
+        device: Where they live.
+        make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
+            the pool grows: several units that fill at once each need one).
+
+    Attributes:
+        peak_bytes: The most that was held at a time.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        num_bytes: int,
+        device: torch.device,
+        make_room: Callable[[], bool],
+    ) -> None:
+        self._count = count
+        self._num_bytes = num_bytes
+        self._device = device
+        self._make_room = make_room
+        self._free: list[Block] = []
+        self._made: list[Block] = []
+        self.peak_bytes = 0
+
+    def borrow(self, num_bytes: int | None = None) -> Block:
+        """A block nobody else uses; makes room first where all are out.
+
+        Args:
+            num_bytes: How much of it is needed; None: all.
+        """
+        while not self._free and len(self._made) >= self._count and self._make_room():
+            pass
+        if not self._free or len(self._made) < self._count:  # when others come back must not decide how many there are
+            self._made.append(Block(self._num_bytes, self._device))
+            self._free.insert(0, self._made[-1])
+        block = self._free.pop(0)
+        block.hold(self._num_bytes if num_bytes is None else num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Return a borrowed block."""
+        self._free.append(block)
+
+    def set_count(self, count: int) -> None:
+        """Have another number of blocks from now on; those too many are dropped when they are not out."""
+        self._count = count
+        while self._free and len(self._made) > count:
+            dropped = self._free.pop()
+            self._made = [block for block in self._made if block is not dropped]
+
+    def reclaim(self) -> None:
+        """Take every block back, whoever has it (after an exception)."""
+        self._free = list(self._made)
+
+    def empty(self) -> None:
+        """Give the memory of the blocks that are not out back to the allocator; they take some when they are lent."""
+        for block in self._free:
+            block.empty()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(block.held_bytes for block in self._made)
+
+
+def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """Call a bound method for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        alive = reference()
+        return alive is not None and alive()
+
+    return call
+
 
 # From the caller's options and the groups of all units to what scheduler and executor are told. Pure.
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from megatron_fsdp.comm.lanes import Moment
-from megatron_fsdp.engine.pools import Block
+from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
 
 

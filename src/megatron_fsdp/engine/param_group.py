@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.real_values import address_of, addresses_of
+from megatron_fsdp.comm.axis import Axis, address_of, addresses_of
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame

@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
-from megatron_fsdp.comm.local_sums import add_up_into, put_scaled, sum_received
+from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.placement import Placement, held_region
 

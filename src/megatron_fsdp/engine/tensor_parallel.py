@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.shards import TensorParallelCut
 

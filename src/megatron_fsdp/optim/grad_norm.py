@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.real_values import has_values
+from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.engine.domains import Domain
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase

@@ -24,9 +24,10 @@ from megatron_fsdp.optim.local_step import LocalStep
 # Optimizer state before the first step: somewhere for a checkpoint to be loaded into, made without a step.
 #
 # torch's optimizers make the state of a parameter in their first step, so that a new one has none, and
-# `torch.distributed.checkpoint.load`, which fills the tensors that it is given, would load none. What they begin with is
-# made by a method of each class, `_init_group`, which is called here on an object of the class that shares everything
-# with the optimizer but its parameters and its state. (SGD has no more than a buffer, which its step makes.)
+# `torch.distributed.checkpoint.load`, which fills the tensors that it is given, would load none. What they begin with
+# is made by a method of each class, `_init_group`, which is called here on an object of the class that shares
+# everything with the optimizer but its parameters and its state. (SGD has no more than a buffer, which its step
+# makes.)
 
 StateDict = dict[str, Any]
 

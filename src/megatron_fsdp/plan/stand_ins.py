@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.pools import Block, pack_bytes
+from megatron_fsdp.engine.memory import Block, pack_bytes
 from megatron_fsdp.plan.setup import Backend
 from megatron_fsdp.plan.wires import Wire, Wires
 from megatron_fsdp.sharding.placement import Placement, held_region

@@ -18,8 +18,8 @@ from megatron_fsdp.sharding.placement import Region
 
 # The search for the smallest shard (pure integers); `megatron_fsdp.sharding.layout.plan_layout` is its front door.
 #
-# Tensors lie one behind the other in a buffer of N shards of S elements. A shard edge may fall between two tensors, into
-# padding, or between two granules (say rows) of a tensor:
+# Tensors lie one behind the other in a buffer of N shards of S elements. A shard edge may fall between two tensors,
+# into padding, or between two granules (say rows) of a tensor:
 #
 #     | rank 0                | rank 1                | rank 2                |
 #     [A0  A1  A2  A3  A4  A5  A6  A7  A8][b ][  C0      C1      C2  ][ D ]...
@@ -34,15 +34,15 @@ from megatron_fsdp.sharding.placement import Region
 # - one that crosses several edges needs a granule that divides S. Only tensors longer than 2 S must cross several, so
 #   only their granules are binding.
 #
-# So S starts at the lower bound payload / N and goes up through the values that the granules of the long tensors allow.
-# For each, tensors are laid greedily; the first S that holds everything wins. Where that wastes more than allowed, some
-# tensors give up their rows: the search begins with all rows given up, which has no padding but for alignment, and takes
-# rows back, group by group, small rows first, as long as the result stays within the limit.
+# So S starts at the lower bound payload / N and goes up through the values that the granules of the long tensors
+# allow. For each, tensors are laid greedily; the first S that holds everything wins. Where that wastes more than
+# allowed, some tensors give up their rows: the search begins with all rows given up, which has no padding but for
+# alignment, and takes rows back, group by group, small rows first, as long as the result stays within the limit.
 #
-# Lengths in here are counted in alignment units, so that alignment needs no further thought: with a granule of g elements
-# and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of units. Where
-# the whole buffer must be a multiple of M elements, N S is one if and only if M / gcd(N, M) divides S, so that S goes up
-# through the multiples of that only.
+# Lengths in here are counted in alignment units, so that alignment needs no further thought: with a granule of g
+# elements and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of
+# units. Where the whole buffer must be a multiple of M elements, N S is one if and only if M / gcd(N, M) divides S,
+# so that S goes up through the multiples of that only.
 
 # Shard lengths tried one by one before the steps double; bounds the work where the lower bound is far off.
 _DENSE_TRIES = 12

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.lanes import default_device
-from megatron_fsdp.comm.real_values import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError

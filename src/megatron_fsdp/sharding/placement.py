@@ -101,9 +101,9 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
 
 # Which stretch of a flat buffer a rank holds, from the placement on each mesh axis. Pure.
 #
-# A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one out,
-# so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner of shard
-# number s of N * M is inner rank s // M, outer rank s % M.
+# A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one
+# out, so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner
+# of shard number s of N * M is inner rank s // M, outer rank s % M.
 
 
 class AxisPosition(Protocol):

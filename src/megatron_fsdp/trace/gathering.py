@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_fsdp.comm.real_values import real_values
+from megatron_fsdp.comm.axis import real_values
 
 
 @real_values()
