@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.contenders import OURS, Contender, Setting, build_contender
 from benchmarks.launching import measure_on_ranks
 from benchmarks.output import show
-from benchmarks.variants import SOCKETS
 from benchmarks.workloads import WORKLOADS, make_batch
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.trace import Timeline, compare, trace
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--contenders", nargs="+", choices=(*OURS, SOCKETS), default=[OURS[3], SOCKETS])
+    parser.add_argument("--contenders", nargs="+", choices=OURS, default=[OURS[3]])
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
     found = measure(BreakdownRequest(given.model, given.ranks, given.rounds, given.warmup, tuple(given.contenders)))

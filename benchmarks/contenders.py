@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.variants import COMPILED, Variant, in_environment, variants
+from benchmarks.variants import COMPILED, Variant, variants
 from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of
 from megatron_fsdp import (
     DistributedDataParallel,
@@ -130,13 +130,6 @@ class Contender:
         """What this rank has sent so far; None for those that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
 
-    def unseen_bytes(self) -> int:
-        """Bytes that this rank holds and torch's allocator knows nothing of: shared memory, where the engine uses it.
-
-        They count as held and at the peak.
-        """
-        return int(getattr(self.model.memory(), "shared_bytes", 0)) if isinstance(self.model, MegatronFSDP) else 0
-
 
 def missing_peers(names: Sequence[str]) -> dict[str, str]:
     """Contenders that cannot take part here, each with the reason."""
@@ -199,7 +192,7 @@ def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 
 def _varied(name: str, variant: Variant, model: nn.Module, setting: Setting) -> Contender:
-    with in_environment(variant.environment), variant.around():
+    with variant.around():
         whole = _ours(3, model, setting, variant.options)
     deferring = cast(MegatronFSDP, whole.model).no_sync if variant.defers else nullcontext
     return replace(whole, name=name, deferring=deferring, around=variant.around, clips=variant.clips)

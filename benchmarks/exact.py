@@ -25,9 +25,8 @@ and buffers may take. Below the bound, the target cannot be met by anybody. MiB 
 
 _COPIES = """\
 Elements that operators copy, cast or scale into other memory in one step, per parameter. *Engine* are those that this
-engine's own code asks for outside of collectives: the target is one copy per gradient. *Transport* are those that its
-shared memory makes to carry collectives out; sockets copy as well, through the kernel, where nobody counts, so
-`ours-3-sockets` has none there. The rest is the model's, and of peers everything."""
+engine's own code asks for outside of collectives: the target is one copy per gradient. The rest is the model's, and of
+peers everything."""
 
 _DEFERRED = """\
 Four microbatches, reduced once: `ours-3-deferred` and FSDP2 with `set_requires_gradient_sync(False)` but for the last.
@@ -80,11 +79,11 @@ def _copy_table(results: _Results) -> str:
         for who, line in _lines(document).items():
             moved = line["moved"]
             if moved is not None and "copied_by" in moved:
-                engine, carried = (f"{numel / whole:.2f}" for numel in engine_copies(moved["copied_by"]))
+                engine = f"{engine_copies(moved['copied_by']) / whole:.2f}"
                 is_ours = line["sent"] is not None
-                ours = [engine, carried, _places(moved["copied_by"], whole)] if is_ours else ["-", "-", ""]
+                ours = [engine, _places(moved["copied_by"], whole)] if is_ours else ["-", ""]
                 rows.append([name, who, f"{moved['copied_numel'] / whole:.2f}", *ours])
-    return table(("run", "contender", "all", "engine", "transport", "where"), rows) if rows else ""
+    return table(("run", "contender", "all", "engine", "where"), rows) if rows else ""
 
 
 def _places(copied_by: Mapping[str, int], whole: int) -> str:

@@ -23,9 +23,6 @@ _TORCH = "torch"
 ENGINE = "megatron_fsdp."
 """How names of modules of this engine begin."""
 
-TRANSPORT = frozenset(ENGINE + f"buffer.{name}" for name in ("shared_memory", "shared_arena", "mailbox", "share"))
-"""Modules that carry elements from rank to rank; what they copy is the collective, as the copies of sockets are."""
-
 
 @dataclass(frozen=True)
 class Moved:
@@ -95,17 +92,13 @@ def asking_module() -> str:
     return ""
 
 
-def engine_copies(copied_by: Mapping[str, int]) -> tuple[int, int]:
-    """What the engine copies besides collectives, and what its own transport copies to carry them out, in elements.
-
-    The back end's sockets copy as well, where nobody counts; only the first figure compares across transports.
+def engine_copies(copied_by: Mapping[str, int]) -> int:
+    """Count the elements that the engine's own code copies, outside of collectives.
 
     Args:
         copied_by: As in `Moved`.
     """
-    carried = sum(numel for name, numel in copied_by.items() if name in TRANSPORT)
-    engine = sum(numel for name, numel in copied_by.items() if name.startswith(ENGINE))
-    return engine - carried, carried
+    return sum(numel for name, numel in copied_by.items() if name.startswith(ENGINE))
 
 
 class MovedModel(TorchDispatchMode):

@@ -1,7 +1,7 @@
 """Single optimisations, and how each is switched off in a contender while the others stay.
 
-A switch is an option of `fully_shard`, an environment variable, or a part of the engine that is replaced while the
-contender is built and in each of its steps. Where an option or a part is not there (another version of the engine),
+A switch is an option of `fully_shard`, or a part of the engine that is replaced while the contender is built and in
+each of its steps. Where an option or a part is not there (another version of the engine),
 building fails, and the contender takes no part.
 """
 
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks.variants import CLIPPING, FUSED, PLAIN, SOCKETS, Variant
+from benchmarks.variants import CLIPPING, FUSED, Variant
 
 MAIN = "ours-3"
 
@@ -120,37 +120,13 @@ def no_returned_gradients() -> AbstractContextManager[object]:
 
 
 _NO_PREFETCH = {"forward_prefetch_units": 0, "backward_prefetch_units": 0}
-_OVER_SOCKETS = PLAIN[SOCKETS].environment
 
 OPTIMISATIONS: tuple[Optimisation, ...] = (
-    Optimisation(SOCKETS, "shared memory between ranks of one machine", PLAIN[SOCKETS]),
-    Optimisation(
-        "no-exchange",
-        "reduce-scatter of minimal bytes (over sockets)",
-        Variant(environment=_OVER_SOCKETS, around=no_exchange),
-        SOCKETS,
-    ),
-    Optimisation(
-        "no-prefetch", "next unit gathered ahead (over sockets)", Variant(_NO_PREFETCH, _OVER_SOCKETS), SOCKETS
-    ),
-    Optimisation(
-        "no-overlap",
-        "collectives beside compute (over sockets)",
-        Variant(environment=_OVER_SOCKETS, around=no_overlap),
-        SOCKETS,
-    ),
-    Optimisation(
-        "no-kept-slots",
-        "units gathered last in forward stay for backward (over sockets)",
-        Variant(environment=_OVER_SOCKETS, around=no_kept_slots),
-        SOCKETS,
-    ),
-    Optimisation(
-        "no-slots",
-        "gathered units in slots that are kept (over sockets)",
-        Variant({"weight_allocator": "resize"}, _OVER_SOCKETS),
-        SOCKETS,
-    ),
+    Optimisation("no-exchange", "reduce-scatter of minimal bytes", Variant(around=no_exchange)),
+    Optimisation("no-prefetch", "next unit gathered ahead", Variant(_NO_PREFETCH)),
+    Optimisation("no-overlap", "collectives beside compute", Variant(around=no_overlap)),
+    Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
+    Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
     Optimisation(
         "no-returned-gradients",
         "main gradients give their memory back while cleared",

@@ -58,10 +58,8 @@ _LEGEND = (
     "Medians with quartiles in brackets; wall is the slowest rank, CPU the mean of the ranks over all threads, ratios "
     "are taken within a round. The floor does not communicate. Sent is what this engine's own counters say that a rank "
     "sends in a step; seen is what the step issues below every contender, by gloo what gloo's reduce-scatter makes of "
-    "that. Through shared memory nothing passes the back end, so there sent is what ranks hand to each other and seen "
-    "is 0; `ours-3-sockets` is the same engine with `MFSDP_SHARED_MEMORY=0`, over gloo as everybody else. Held and "
-    "peak are live bytes, shared memory included. Copied is what is copied, cast or scaled into other memory in a "
-    "step, per parameter of the model."
+    "that. Held and peak are live bytes. Copied is what is copied, cast or scaled into other memory in a step, per "
+    "parameter of the model."
 )
 
 

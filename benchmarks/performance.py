@@ -41,10 +41,8 @@ here is typed by hand, and a test holds it to that file. The whole run, with eve
 - The floor trains on each rank alone, without communication: what computing takes.
 - A speed counts only if the losses of every step equal those of one process on the whole batch to six digits.
 - Peaks are live bytes on the rank with most, activations, gradients and optimizer included, counted allocation by
-  allocation; memory that ranks share counts too. Bytes are what a rank sends in a step. Both are exact and repeat.
-- Ranks of one machine hand tensors to each other through shared memory (`MFSDP_SHARED_MEMORY=0` turns that off).
-  `ours-3-sockets` is the engine without it, over gloo as all peers are; it shows what comes from the engine and what
-  from the transport. Through shared memory nothing passes the back end, so its bytes are those of its own counters.
+  allocation. Bytes are what a rank sends in a step. Both are exact and repeat.
+- Everybody communicates over gloo.
 - Peers have their defaults; `benchmarks/README.md` says what each got.
 """
 

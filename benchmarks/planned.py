@@ -11,8 +11,6 @@ from benchmarks.readings import Request
 from benchmarks.workloads import build_model
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.plan.front import plan
-from megatron_fsdp.shm.futex import has_futex
-from megatron_fsdp.shm.share import resolve_shared_memory
 
 
 def planned_peak(request: Request, setting: Setting) -> int | None:
@@ -34,18 +32,11 @@ def planned_peak(request: Request, setting: Setting) -> int | None:
         microbatches=request.microbatches,
         policy=MixedPrecisionPolicy(None, None, setting.narrow_dtype),
         optimizer="adamw-fused" if request.optimizer == "fused" else "adamw",
-        backend=_backend(request.ranks, setting),
+        backend="gloo" if setting.device.type == "cpu" else "nccl",
         inputs=tokens,
         loss_fn=_loss,
     )
     return found.memory.peak_bytes
-
-
-def _backend(ranks: int, setting: Setting) -> str:
-    """What carries collectives of the engine there, by its defaults."""
-    if setting.device.type != "cpu":
-        return "nccl"
-    return "shared_memory" if ranks > 1 and has_futex() and resolve_shared_memory() else "gloo"
 
 
 def _loss(logits: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ ALL_OURS = ("--strategies", "0", "1", "2", "3", "--ddp", "mddp", "mddp-optim")
 ALL_PEERS = ("fsdp2", "fsdp1", "ddp", "ddp-zero", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 CLOSE_PEERS = ("fsdp2", "fsdp1", "ddp")
 WORKLOADS = ("many-small", "large", "llama", "moe")
-BY_SOCKETS_TOO = ("many-small", "large")
-"""Workloads on which the engine also takes part without shared memory, and on which optimisations are switched off."""
+ABLATED = ("many-small", "large")
+"""Workloads on which optimisations are switched off one by one."""
 CHECKPOINTS = ("checkpoints-many-small", "checkpoints-large")
 """Runs that save and load."""
 
@@ -48,7 +48,7 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
         rounds: Measured steps of each; None: as each has them.
     """
     models = ("many-small", "llama") if is_quick else WORKLOADS
-    traced = models[:1] if is_quick else BY_SOCKETS_TOO
+    traced = models[:1] if is_quick else ABLATED
     found = [
         *(_everybody(model, rounds or (3 if is_quick else 5 if model == "large" else 7)) for model in models),
         *_phases(is_quick, rounds),
@@ -85,8 +85,7 @@ def gpu_runs(device: str = "cuda", model: str = _GPU_MODEL, rounds: int = 10) ->
 
 
 def _everybody(model: str, rounds: int) -> Run:
-    sockets = ("--variants", "ours-3-sockets") if model in BY_SOCKETS_TOO else ()
-    return _compared(f"{model}-2", _comparison(model, 2, rounds, (*ALL_OURS, *sockets), ALL_PEERS))
+    return _compared(f"{model}-2", _comparison(model, 2, rounds, ALL_OURS, ALL_PEERS))
 
 
 def _varied(rounds: int | None) -> Iterator[Run]:
@@ -102,7 +101,7 @@ def _varied(rounds: int | None) -> Iterator[Run]:
         yield _compared(f"{model}-2-bf16", (*_comparison(model, 2, rounds or 3, *both), *narrow))
     for model in WORKLOADS:
         yield _accumulating(model, rounds or 3)
-    for model in BY_SOCKETS_TOO:
+    for model in ABLATED:
         compiled = _comparison(model, 2, rounds or 2, ours, ("fsdp2",))
         yield _compared(f"{model}-2-compiled", (*compiled, "--compiled", *_TIMES))
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from unittest import mock
-
-SHARED_MEMORY = "MFSDP_SHARED_MEMORY"
-"""The variable that turns the transport of ranks of one machine off, where it is 0 while a model is wrapped."""
 
 COMPILED = "-compiled"
 """What the name of a contender ends with whose blocks are compiled in place before they are wrapped."""
 
-SOCKETS = "ours-3-sockets"
 CLIPPING = "ours-3-clipping"
 DEFERRED = "ours-3-deferred"
 FUSED = "ours-3-fused"
@@ -26,21 +20,18 @@ class Variant:
 
     Attributes:
         options: Further arguments of `fully_shard`.
-        environment: Variables while it is built.
         around: Surrounds building and every step.
         defers: Whether only the last of several microbatches is reduced.
         clips: Whether gradients are clipped between backward and the optimizer's step, at a norm that is never reached.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     defers: bool = False
     clips: bool = False
 
 
 PLAIN: Mapping[str, Variant] = {
-    SOCKETS: Variant(environment={SHARED_MEMORY: "0"}),
     CLIPPING: Variant(clips=True),
     DEFERRED: Variant(defers=True),
     FUSED: Variant({"gradient_accumulation_fusion": True}),
@@ -53,8 +44,3 @@ def variants() -> dict[str, Variant]:
     from benchmarks.optimisations import OPTIMISATIONS
 
     return {**PLAIN, **{each.name: each.without for each in OPTIMISATIONS if each.without is not None}}
-
-
-def in_environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
-    """Set environment variables inside a block."""
-    return mock.patch.dict(os.environ, variables)

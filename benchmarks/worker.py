@@ -25,7 +25,6 @@ from benchmarks.counting import collectives_by_group
 from benchmarks.operators import Moved, MovedModel
 from benchmarks.planned import planned_peak
 from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
-from benchmarks.shared_bytes import blocks_seen, noted_bytes, shared_ranges
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.comm.axis import Traffic
 
@@ -250,8 +249,7 @@ def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) 
     contender.step(microbatches)
     peak = torch.accelerator.max_memory_allocated(setting.device)
     gc.collect()
-    unseen = contender.unseen_bytes()
-    return LiveBytes(torch.accelerator.memory_allocated(setting.device) - before + unseen, peak - before + unseen)
+    return LiveBytes(torch.accelerator.memory_allocated(setting.device) - before, peak - before)
 
 
 def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
@@ -268,18 +266,17 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     for held after the step and is not is taken off the peak: all of it, so that no contender looks worse than it is.
     """
     before = _bytes_of_tensors()
-    with blocks_seen(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         contender = build_contender(name, setting)
         _settle(contender, microbatches)
         with record_function(_MEASURED_STEP):
             contender.step(microbatches)
         gc.collect()
         alive = _bytes_of_tensors() - before
-    unseen = contender.unseen_bytes()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    held = held_shared = peak = allocations = allocated = before_backward = 0
+    held = peak = allocations = allocated = before_backward = 0
     measuring = False
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         measuring = measuring or event.name() == _MEASURED_STEP
@@ -290,13 +287,10 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
             if measuring and event.nbytes() > 0:
                 allocations += 1
                 allocated += event.nbytes()
-        elif (change := noted_bytes(event.name())) is not None:
-            held_shared += change
-        peak = max(peak, held + held_shared) if measuring else held + held_shared
-    missed, unseen = max(held - alive, 0), unseen - held_shared  # of blocks every change was seen
+        peak = max(peak, held) if measuring else held
+    missed = max(held - alive, 0)
     activations = before_backward - held  # the step left nothing behind, or its memory would grow from step to step
-    held_bytes = held + held_shared - missed + unseen
-    return LiveBytes(held_bytes, peak - missed + unseen, allocations, allocated, activations)
+    return LiveBytes(held - missed, peak - missed, allocations, allocated, activations)
 
 
 def _bytes_of_tensors() -> int:
@@ -305,10 +299,5 @@ def _bytes_of_tensors() -> int:
         warnings.simplefilter("ignore")  # some objects warn when they are looked at
         tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     plain = (each for each in tensors if not isinstance(each, DTensor) and each.layout is torch.strided)
-    shared = shared_ranges()
-    storages = {
-        storage._cdata: storage.nbytes()
-        for storage in (each.untyped_storage() for each in plain)
-        if not any(storage.data_ptr() in found for found in shared)
-    }
+    storages = {storage._cdata: storage.nbytes() for storage in (each.untyped_storage() for each in plain)}
     return sum(storages.values())

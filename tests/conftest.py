@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from tests.support import failures_at_once
-from tests.support.sockets import over_sockets
 from tests.support.tiers import leave_out_full
 from tests.support.worker_pool import DEFAULT_TIMEOUT_S, WorkerPool, preloaded_modules
 
@@ -83,22 +82,6 @@ def run_ranks(pools: _Pools) -> RunRanks:
     `device_type="cuda"` NCCL for CUDA tensors, rank i on device i). What a rank raises comes back as `WorkerError`.
     """
     return pools.run_ranks
-
-
-@pytest.fixture(scope="session")
-def run_ranks_over_sockets(pools: _Pools) -> RunRanks:
-    """The same, where models do not use memory that ranks share; a file takes it for all its tests by a fixture."""
-
-    def run(
-        world_size: int,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        device_type: str = "cpu",
-    ) -> list[Any]:
-        return pools.run_ranks(world_size, over_sockets, fn, *args, timeout_s=timeout_s, device_type=device_type)
-
-    return run
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -175,9 +175,9 @@ def gathered_bytes(options: dict[str, Any]) -> int:
     return wrapped.memory().gathered_bytes
 
 
-def test_two_modules_are_gathered_in_place_of_two_units(run_ranks_over_sockets: RunRanks) -> None:
-    coarse = run_ranks_over_sockets(2, gathered_bytes, {})
-    fine = run_ranks_over_sockets(2, gathered_bytes, {"enable_fine_grained_param_gather": True})
+def test_two_modules_are_gathered_in_place_of_two_units(run_ranks: RunRanks) -> None:
+    coarse = run_ranks(2, gathered_bytes, {})
+    fine = run_ranks(2, gathered_bytes, {"enable_fine_grained_param_gather": True})
     assert coarse == [4 * (ROOT_NUMEL + 2 * FLOOR_NUMEL)] * 2
     assert fine == [4 * (ROOT_NUMEL + FLOOR_NUMEL)] * 2  # a floor has two modules of equal size
 

@@ -20,12 +20,6 @@ SIZES_BYTES = [1, 800, 2**28]
 """From one tensor at a time to whole groups."""
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end."""
-    return run_ranks_over_sockets
-
-
 def wrap(
     name: ModelName, strategy: int, policy: MixedPrecisionPolicy | None = None
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:

@@ -39,8 +39,8 @@ def gathers_by_hand() -> dict[str, int]:
     return counts
 
 
-def test_released_units_are_gathered_again_and_others_are_not(run_ranks_over_sockets: RunRanks) -> None:
-    for counts in run_ranks_over_sockets(2, gathers_by_hand):
+def test_released_units_are_gathered_again_and_others_are_not(run_ranks: RunRanks) -> None:
+    for counts in run_ranks(2, gathers_by_hand):
         assert counts == {
             "gather": 1,
             "gather again": 0,
@@ -69,9 +69,9 @@ def train_by_hand(by_hand: bool) -> tuple[dict[str, Tensor], int]:
     return weights(model), model.traffic().gathers
 
 
-def test_driving_by_hand_changes_traffic_and_not_results(run_ranks_over_sockets: RunRanks) -> None:
+def test_driving_by_hand_changes_traffic_and_not_results(run_ranks: RunRanks) -> None:
     for (plain, few), (driven, many) in zip(
-        run_ranks_over_sockets(2, train_by_hand, False), run_ranks_over_sockets(2, train_by_hand, True), strict=True
+        run_ranks(2, train_by_hand, False), run_ranks(2, train_by_hand, True), strict=True
     ):
         assert largest_difference(driven, plain) < 1e-6
         assert many > few
@@ -98,11 +98,11 @@ def param_sync(starts_only: bool, force_sync: bool) -> tuple[list[bool], int, in
 
 @pytest.mark.parametrize(("starts_only", "force_sync"), [(True, False), (True, True), (False, False), (False, True)])
 def test_start_param_sync_starts_gathers_or_finishes_them_as_the_config_says(
-    run_ranks_over_sockets: RunRanks, starts_only: bool, force_sync: bool
+    run_ranks: RunRanks, starts_only: bool, force_sync: bool
 ) -> None:
     reference = build()
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 3)
-    for under_way, started, gathers, trained in run_ranks_over_sockets(2, param_sync, starts_only, force_sync):
+    for under_way, started, gathers, trained in run_ranks(2, param_sync, starts_only, force_sync):
         assert under_way == [starts_only and not force_sync] * 3
         assert started == 3
         assert gathers == 3 + 3  # those of the first step and of the second; backward finds all in their slots

@@ -25,7 +25,6 @@ LAYERS = (
     "base",
     "comm",
     "config",
-    "shm",
     "sharding",
     "dtensor",
     "engine",

@@ -19,7 +19,6 @@ from megatron_fsdp.sharding.accounting import (
     persistent_bytes,
     step_traffic,
 )
-from megatron_fsdp.shm.futex import has_futex
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build
 
@@ -96,16 +95,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
-def test_the_engine_sends_what_the_formulas_say(run_ranks_over_sockets: RunRanks, strategy: int, outer: int) -> None:
-    for inside, inside_wanted, across, across_wanted in run_ranks_over_sockets(4, _measure, strategy, outer):
+def test_the_engine_sends_what_the_formulas_say(run_ranks: RunRanks, strategy: int, outer: int) -> None:
+    for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, strategy, outer):
         assert inside == inside_wanted
         assert across == across_wanted
         assert across.reductions > 0
-
-
-@pytest.mark.skipif(not has_futex(), reason="ranks share memory by futexes")
-@pytest.mark.parametrize("outer", [0, 1])
-def test_so_does_one_whose_ranks_share_their_weights(run_ranks: RunRanks, outer: int) -> None:
-    for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, 3, outer):
-        assert (inside, across) == (inside_wanted, across_wanted)
-        assert bool(inside.gathers) is bool(outer)

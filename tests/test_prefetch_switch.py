@@ -29,8 +29,8 @@ def train_with(numel: int) -> tuple[int, int, list[str], dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(run_ranks_over_sockets: RunRanks) -> dict[int, tuple[int, int, list[str], dict[str, Tensor]]]:
-    return {numel: run_ranks_over_sockets(2, train_with, numel)[0] for numel in (0, 10**9)}
+def outcomes(run_ranks: RunRanks) -> dict[int, tuple[int, int, list[str], dict[str, Tensor]]]:
+    return {numel: run_ranks(2, train_with, numel)[0] for numel in (0, 10**9)}
 
 
 def test_zero_waits_for_each_gather_at_once(outcomes: dict[int, tuple[int, int, list[str], dict[str, Tensor]]]) -> None:

@@ -27,12 +27,6 @@ from tests.support.op_counts import OpCounts
 STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end."""
-    return run_ranks_over_sockets
-
-
 def parallel(config: Any, kind: str = "llama", **sizes: int) -> nn.Module:
     """A small model made parallel as a manager does it."""
     mesh, _ = create_device_mesh(config, **sizes)

@@ -25,7 +25,7 @@ def contender(name: str, *, over: dict[str, float], peak: int = 100, sent: int =
             "copied_numel": 100,
             "copies": 4,
             "reduced_bytes": sent // 2,
-            "copied_by": {"a_model": 20, "megatron_fsdp.engine.gradients": 60, "megatron_fsdp.shm.shared_memory": 20},
+            "copied_by": {"a_model": 40, "megatron_fsdp.engine.gradients": 60},
         },
         "needed_bytes": sent,
         "disagrees": None,

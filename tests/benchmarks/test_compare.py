@@ -14,7 +14,6 @@ from benchmarks.operators import Moved
 from benchmarks.readings import LiveBytes, RankReading, RunReading, SentPerStep
 from benchmarks.report import Spread, disagreements, document, markdown, summarise
 from benchmarks.theory import needed_bytes
-from benchmarks.variants import SHARED_MEMORY
 from benchmarks.worker import turns
 from tests.support.source_tree import ROOT, SOURCE
 
@@ -39,20 +38,17 @@ def reading(**losses: tuple[float, float]) -> RunReading:
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output.
-
-    Over sockets, where everything that is sent can be seen below the engine.
-    """
+    """A run of everybody on the tiny model, two microbatches a step: JSON document, Markdown file, output."""
     folder = tmp_path_factory.mktemp("results")
     arguments = (
         "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --strategies 0 1 2 3 --ddp mddp mddp-optim "
-        "--variants ours-3-sockets ours-3-deferred "
+        "--variants ours-3-deferred "
         "--peers fsdp2 fsdp2-deferred fsdp1 ddp ddp-view ddp-zero deepspeed-1 deepspeed-2 deepspeed-3 "
         "--grad-accumulation 2 --bucket-mib 0.05"
     )
     finished = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *arguments.split(), "--out", str(folder)],
-        env=os.environ | {"PYTHONPATH": str(SOURCE), SHARED_MEMORY: "0"},
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -74,7 +70,7 @@ def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[st
     ours = [*OURS, "mddp", "mddp-optim"]
     peers = ["fsdp2", "fsdp2-deferred", "fsdp1", "ddp", "ddp-view", "ddp-zero", *DEEPSPEED]
     present = [name for name in peers if name not in missing_peers(peers)]
-    assert list(lines) == ["floor", *ours, "ours-3-sockets", "ours-3-deferred", *present]
+    assert list(lines) == ["floor", *ours, "ours-3-deferred", *present]
     assert tuple(peers) == PEERS
     assert set(ours) == {*OURS, *OURS_BY_BUCKETS}
 
@@ -125,7 +121,6 @@ def test_what_is_deferred_is_reduced_once(tiny_run: Run, lines: dict[str, dict[s
     assert (lines["ours-3"]["sent"]["reductions"], lines["ours-3-deferred"]["sent"]["reductions"]) == (8, 4)
     assert (reduced["ours-3"], reduced["ours-3-deferred"]) == (weights_bytes, weights_bytes // 2)
     assert reduced["ours-3-deferred"] <= reduced["fsdp2-deferred"] == reduced["fsdp2"] // 2
-    assert lines["ours-3-sockets"]["sent"] == lines["ours-3"]["sent"]
 
 
 def test_native_reduce_scatters_count_twice_on_gloo(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
@@ -178,7 +173,7 @@ def test_report_is_printed_and_written(tiny_run: Run) -> None:
     document, table, printed = tiny_run
     assert table.strip() == printed.strip()
     assert (
-        "--ddp mddp mddp-optim --variants ours-3-sockets ours-3-deferred --peers fsdp2 fsdp2-deferred fsdp1 ddp"
+        "--ddp mddp mddp-optim --variants ours-3-deferred --peers fsdp2 fsdp2-deferred fsdp1 ddp"
         in document["facts"]["command"]
     )
     assert (
@@ -264,13 +259,13 @@ def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -
 
 @pytest.mark.parametrize("ours", ["--strategies 3 1", "--strategies --ddp mddp-optim"])
 def test_recorded_command_repeats_the_run(ours: str) -> None:
-    changed = "--variants no-flat-step ours-3-sockets --compiled --no-memory"
+    changed = "--variants no-flat-step ours-3-deferred --compiled --no-memory"
     given = f"--model large {ours} {changed} --peers ddp --steps 7 --device cpu --bucket-mib 1.5"
     request, files = parse([*given.split(), "--out", "somewhere", "--name", "one"])
     repeated, nowhere = parse(command_of(request).split()[2:])
     assert repeated == request
     assert not request.measures_memory
-    varied = ("no-flat-step", "ours-3-sockets", "ddp", "floor-compiled", "ours-3-compiled", "fsdp2-compiled")
+    varied = ("no-flat-step", "ours-3-deferred", "ddp", "floor-compiled", "ours-3-compiled", "fsdp2-compiled")
     assert request.contenders in (("floor", "ours-3", "ours-1", *varied), ("floor", "mddp-optim", *varied))
     assert (files, nowhere) == (Path("somewhere/one"), None)
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cli import main
 from benchmarks.exact import exact_sections, peak_bound
-from benchmarks.operators import TRANSPORT, MovedModel, engine_copies
+from benchmarks.operators import MovedModel, engine_copies
 from tests.benchmarks.documents import comparison, contender
 
 MIB = 2**20
@@ -46,12 +46,12 @@ def test_without_the_floors_activations_there_is_no_bound() -> None:
 def test_copies_are_shown_by_who_makes_them() -> None:
     (text,) = exact_sections({"large-2": comparison(OURS, FSDP2)})
     ours, peer = rows(text, "large-2")
-    assert ours[1:] == ["ours-3", "1.00", "0.60", "0.20", "`unit.gradients` 0.60, `buffer.shared_memory` 0.20"]
-    assert peer[1:] == ["fsdp2", "1.00", "-", "-", ""]
+    assert ours[1:] == ["ours-3", "1.00", "0.60", "`engine.gradients` 0.60"]
+    assert peer[1:] == ["fsdp2", "1.00", "-", ""]
 
 
 def test_deferred_reductions_stand_beside_fsdp2s() -> None:
-    seen = {**OURS["moved"], "reduced_bytes": 0}  # through shared memory
+    seen = {**OURS["moved"], "reduced_bytes": 0}
     ours = contender("ours-3-deferred", over={"fsdp2-deferred": 0.5}, peak=30 * MIB, moved=seen) | {"sent": COUNTED}
     peer = contender("fsdp2-deferred", over={}, peak=40 * MIB)
     peer["moved"] |= {"reduced_bytes": 4 * MIB}
@@ -61,7 +61,7 @@ def test_deferred_reductions_stand_beside_fsdp2s() -> None:
 
 def test_copies_belong_to_the_innermost_module_that_is_not_torchs() -> None:
     code = "def copy(of):\n    return of.clone()\n"
-    modules = {name: {"__name__": name} for name in ("megatron_fsdp.unit.some", "somebody", *TRANSPORT)}
+    modules = {name: {"__name__": name} for name in ("megatron_fsdp.engine.some", "somebody")}
     for scope in modules.values():
         exec(code, scope)
     tensor = torch.ones(3)
@@ -72,7 +72,7 @@ def test_copies_belong_to_the_innermost_module_that_is_not_torchs() -> None:
     copied = counted.moved.copied_by
     assert copied == {**dict.fromkeys(modules, 3), __name__: 6}
     assert sum(copied.values()) == counted.moved.copied_numel
-    assert engine_copies(copied) == (3, 3 * len(TRANSPORT))
+    assert engine_copies(copied) == 3
 
 
 def compare(folder: Path, arguments: str) -> dict[str, Any]:
@@ -84,30 +84,20 @@ def compare(folder: Path, arguments: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The engine with and without shared memory, two ranks."""
-    arguments = "--ranks 2 --strategies 3 --variants ours-3-sockets --peers"
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The engine on two ranks."""
+    arguments = "--ranks 2 --strategies 3 --peers"
     return compare(tmp_path_factory.mktemp("results"), arguments)
 
 
-@pytest.mark.full
-def test_the_engine_copies_the_same_whatever_carries_it(shared_run: dict[str, Any]) -> None:
-    """What is put into and taken out of shared memory is counted apart, so both transports read the same."""
-    moved = {line["name"]: line["moved"]["copied_by"] for line in shared_run["contenders"]}
-    (shared, carried), (by_sockets, nothing) = (engine_copies(moved[name]) for name in ("ours-3", "ours-3-sockets"))
-    assert shared == by_sockets > 0
-    assert carried == nothing == 0  # nothing is copied into shared memory: it is read where it lies
-    assert engine_copies(moved["floor"]) == (0, 0)
-
-
-def test_activations_of_the_floor_are_what_its_forward_leaves(shared_run: dict[str, Any]) -> None:
+def test_activations_of_the_floor_are_what_its_forward_leaves(tiny_run: dict[str, Any]) -> None:
     """At least the logits, their float32 log-probabilities and every block's wide activations; not the gradients."""
-    (live,) = (line["live"] for line in shared_run["contenders"] if line["name"] == "floor")
+    (live,) = (line["live"] for line in tiny_run["contenders"] if line["name"] == "floor")
     tokens, width, vocabulary, blocks = 2 * 8, 32, 64, 3
     kept = 4 * tokens * (vocabulary + blocks * (2 * 4 + 6) * width)  # before and after GELU, and six of width
     assert kept < live["activations"] < 3 * kept
     assert live["persistent"] + live["activations"] < live["peak"] + 4 * tokens * vocabulary
-    weights_bytes = 4 * shared_run["parameter_numel"]
+    weights_bytes = 4 * tiny_run["parameter_numel"]
     assert live["persistent"] == pytest.approx(3 * weights_bytes, rel=0.01)
 
 

@@ -29,12 +29,6 @@ EACH_LAYER: Fields = {"bucket_size": 1, "overlap_grad_reduce": True}
 SHARDS: Fields = {**EACH_LAYER, "use_distributed_optimizer": True}
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end."""
-    return run_ranks_over_sockets
-
-
 class Log:
     """What happened, in order: `reduce3`, `gather1`, `forward2`, `backward4`, by bucket and layer from 1."""
 

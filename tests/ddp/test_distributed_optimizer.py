@@ -190,9 +190,9 @@ def writes_after_a_step(dtype: torch.dtype) -> list[tuple[bool, float]]:
     ("dtype", "started"), [(torch.float32, [True, False, False]), (torch.bfloat16, [True, True, True])]
 )
 def test_gathers_start_where_they_cannot_undo_writes(
-    dtype: torch.dtype, started: list[bool], run_ranks_over_sockets: RunRanks
+    dtype: torch.dtype, started: list[bool], run_ranks: RunRanks
 ) -> None:
-    for found in run_ranks_over_sockets(2, writes_after_a_step, dtype):
+    for found in run_ranks(2, writes_after_a_step, dtype):
         assert [each for each, _ in found] == started
         assert [difference for _, difference in found] == [0.0] * 3
 

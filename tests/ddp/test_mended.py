@@ -15,7 +15,6 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
-from tests.support.sockets import over_sockets
 
 OVERLAPPING = {
     "use_distributed_optimizer": True,
@@ -253,7 +252,7 @@ def pool_after_steps() -> tuple[int, int, int, int]:
 
 
 def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -> None:
-    for first, later, held, views in run_ranks(2, over_sockets, pool_after_steps):
+    for first, later, held, views in run_ranks(2, pool_after_steps):
         assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
         assert (held, views) == (0, 0)
 

@@ -21,12 +21,6 @@ LAST = "head.weight"
 """Its gradient is the first one that backward makes."""
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """Some faults are planted in collectives of the back end."""
-    return run_ranks_over_sockets
-
-
 def check(shard_fn: Any, options: dict[str, Any]) -> ParityReport:
     model_fn, batch = options.pop("model_fn", patients.build), options.pop("batch", patients.tokens)
     return check_parity(model_fn, batch, shard_fn=shard_fn, checkpoint=False, **options)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, fully_shard_optimizer
 from tests.fuzzing.case import Case, draw_case
 from tests.fuzzing.model import build
-from tests.fuzzing.run import Ranks, Trace, by_seed, make_optimizer, parallelize, play_sharded
+from tests.fuzzing.run import Ranks, Trace, make_optimizer, parallelize, play_sharded
 
 _CARRIED_OVER = ("calculate_per_token_loss", "find_unused_parameters", "verify_ranks")
 
@@ -81,4 +81,4 @@ class BucketRanks(Ranks):
 
 def play_buckets_on_rank(case: Case) -> Trace:
     """For a worker: as `play_on_rank`."""
-    return by_seed(case, lambda: play_sharded(BucketRanks(case)))
+    return play_sharded(BucketRanks(case))

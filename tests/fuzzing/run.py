@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp import fully_shard
 from tests.fuzzing.case import SAMPLES, STEPS, Case
 from tests.fuzzing.model import VOCABULARY, Block, Net, batch, build
-from tests.support.sockets import over_sockets
 
 Named = dict[str, Tensor | None]
 
@@ -310,12 +309,7 @@ def _clear(side: OneProcess) -> None:
 
 def play_on_rank(case: Case) -> Trace:
     """For a worker: the sharded side. Ranks agree bit for bit on everything but their losses."""
-    return by_seed(case, lambda: play_sharded(Ranks(case)))
-
-
-def by_seed(case: Case, run: Callable[[], Trace]) -> Trace:
-    """Run over sockets where the seed is odd, else through shared memory, where there is any."""
-    return over_sockets(run) if case.seed % 2 else run()
+    return play_sharded(Ranks(case))
 
 
 def play_sharded(side: Ranks) -> Trace:

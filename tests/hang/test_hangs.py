@@ -12,7 +12,6 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
 from megatron_fsdp.hang.reading import read_folder
-from megatron_fsdp.shm.futex import has_futex
 from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until, until_said
 
 _LAYER_2 = (
@@ -211,45 +210,6 @@ def test_one_rank_of_three_that_asks_for_a_norm_is_named(tmp_path: Path) -> None
     assert finding.sentences[0] == (
         "only rank 1 waits for the norm of all gradients in step 2, and most ranks have not come to that"
     )
-
-
-_SHARING: list[tuple[object, Kind, list[str]]] = [
-    (
-        sleep_outside,
-        Kind.ELSEWHERE,
-        [
-            "rank 1 runs code outside of the model (",
-            "rank 0 waits for all ranks to begin or end a pass in step 2 (operation ",
-        ],
-    ),
-    (
-        sleep_in_a_unit,
-        Kind.ELSEWHERE,
-        [
-            "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
-            "rank 0 waits for all ranks to begin or end a pass in step 2 (operation ",
-        ],
-    ),
-    (die, Kind.DIED, ["rank 1 died without a word (process "]),
-    (
-        ask_for_whole_tensors,
-        Kind.ALONE,
-        ["rank 1 does alone what takes all ranks: it puts whole tensors together where rank 0 agrees that all begin"],
-    ),
-]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not has_futex(), reason="needs Linux on x86-64")
-@pytest.mark.parametrize(("misbehave", "kind", "told"), _SHARING, ids=[case[0].__name__ for case in _SHARING])  # type: ignore[attr-defined]
-def test_misbehaviour_is_named_where_ranks_share_memory(
-    misbehave: object, kind: Kind, told: list[str], tmp_path: Path
-) -> None:
-    with misbehaving(misbehave, tmp_path, shares=True):  # type: ignore[arg-type]
-        found = explained(tmp_path, kind)
-    assert [(finding.kind, finding.ranks) for finding in found.findings] == [(kind, (1,))]
-    for part in told:
-        assert part in str(found), str(found)
 
 
 def test_a_rank_that_says_goodbye_is_told_from_one_that_died(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def logged(folder: str) -> dict[str, Any]:
     }
 
 
-def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks_over_sockets: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks_over_sockets(2, logged, str(tmp_path))
+def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, logged, str(tmp_path))
     for found in (first, second):
         assert found["losses"] == found["plain"]
         gathers = found["operations"][Phase.GATHER.value]

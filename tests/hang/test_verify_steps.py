@@ -86,8 +86,8 @@ def stay_away() -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_does_not_come_is_named(run_ranks_over_sockets: RunRanks) -> None:
-    told, nothing = run_ranks_over_sockets(2, stay_away, timeout_s=_TIMEOUT_S)
+def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
+    told, nothing = run_ranks(2, stay_away, timeout_s=_TIMEOUT_S)
     assert nothing == ""
     assert told.startswith("rank 1 did not come to compare within 0.5 s of rank 0, which did ")
     assert "(the last: it reduces (root) (" in told

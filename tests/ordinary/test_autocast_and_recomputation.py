@@ -155,8 +155,6 @@ GATHERS: dict[Where | None, int] = {
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", GATHERS)
-def test_recomputation_gathers_as_often_as_it_must(
-    run_ranks_over_sockets: RunRanks, where: Where | None, reentrant: bool
-) -> None:
-    for counts in run_ranks_over_sockets(2, count_gathers, where, reentrant):
+def test_recomputation_gathers_as_often_as_it_must(run_ranks: RunRanks, where: Where | None, reentrant: bool) -> None:
+    for counts in run_ranks(2, count_gathers, where, reentrant):
         assert counts[2:] == [GATHERS[where]] * 2

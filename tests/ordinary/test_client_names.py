@@ -115,8 +115,8 @@ def drive_by_hand() -> dict[str, object]:
     return {**result, "zeroed": all(p.grad is None for p in model.parameters())}
 
 
-def test_buffers_and_pipelines_do_what_they_say(run_ranks_over_sockets: RunRanks) -> None:
-    for found in run_ranks_over_sockets(2, drive_by_hand):
+def test_buffers_and_pipelines_do_what_they_say(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, drive_by_hand):
         assert found == {
             "gathered": (1, 2),
             "hidden": True,

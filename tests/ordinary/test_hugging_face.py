@@ -202,8 +202,8 @@ def generate_until_done() -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_stops_generating_earlier_is_found(run_ranks_over_sockets: RunRanks) -> None:
-    (message,) = set(run_ranks_over_sockets(2, generate_until_done, timeout_s=60.0))
+def test_a_rank_that_stops_generating_earlier_is_found(run_ranks: RunRanks) -> None:
+    (message,) = set(run_ranks(2, generate_until_done, timeout_s=60.0))
     assert "rank 0 gathers model.layers." in message
     assert "rank 1" in message
 

@@ -24,12 +24,6 @@ _TIMEOUT_S = 300.0
 _WAIT_S = 60.0
 
 
-@pytest.fixture
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """Gathers are compared; ranks that share memory gather nothing."""
-    return run_ranks_over_sockets
-
-
 def shard(strategy: int = 3) -> MegatronFSDP:
     torch.manual_seed(0)
     return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=_WAIT_S)

@@ -27,12 +27,6 @@ STRATEGIES = ((3, 0), (3, 1))
 Loop = Callable[[MegatronFSDP, torch.Tensor, int], None]
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end."""
-    return run_ranks_over_sockets
-
-
 def set_auto_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
     for microbatch in range(microbatches):
         model.set_model_auto_sync(microbatch == microbatches - 1)

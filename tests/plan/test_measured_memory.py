@@ -31,12 +31,6 @@ PLAIN = MixedPrecisionPolicy()
 WIDE = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """Plans are of ranks that communicate over a back end."""
-    return run_ranks_over_sockets
-
-
 def tower(dtype: torch.dtype) -> nn.Module:
     return Tower(hidden=(48, 32, 40, 32, 32, 56)).to(dtype)
 

@@ -23,12 +23,6 @@ from tests.support.parity import fixed_seed
 _BF16_COMPUTE = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """Simulated ranks communicate over a back end."""
-    return run_ranks_over_sockets
-
-
 @dataclass(frozen=True)
 class Job:
     """What to train, on which ranks, how."""

@@ -11,7 +11,6 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.live_bytes import held_bytes
 from tests.support.parity import fixed_seed
-from tests.support.sockets import over_sockets
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
 FEATURES, BLOCKS, MICROBATCHES = 32, 3, 4
@@ -127,6 +126,6 @@ def _in_p(num_bytes: int, num_ranks: int) -> str:
 @pytest.mark.full(short=["4"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_published_costs_are_those_measured(run_ranks: RunRanks, num_ranks: int) -> None:
-    by_rank = run_ranks(num_ranks, over_sockets, measure)
+    by_rank = run_ranks(num_ranks, measure)
     assert all(costs == by_rank[0] for costs in by_rank)
     assert table(by_rank[0], num_ranks) in DOCUMENT.read_text(), table(by_rank[0], num_ranks)

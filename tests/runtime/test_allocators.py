@@ -43,12 +43,6 @@ CHOICES: dict[WeightAllocator, dict[str, Any]] = {
 each_allocator = pytest.mark.parametrize("allocator", list(CHOICES), ids=lambda allocator: allocator.name.lower())
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is measured is the memory that a back end needs."""
-    return run_ranks_over_sockets
-
-
 @dataclass(frozen=True)
 class Reading:
     """What one rank measured.

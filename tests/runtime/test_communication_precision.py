@@ -36,12 +36,6 @@ ALL_BF16 = MixedPrecisionPolicy(FP32, FP32, BF16)
 # ---- sums in float32 -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end."""
-    return run_ranks_over_sockets
-
-
 class _AsIfNotGloo:
     """torch.distributed as the collectives see it, but for the name of the back end."""
 

@@ -29,12 +29,6 @@ _BF16 = MixedPrecisionPolicy(
 )
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """Simulated ranks communicate over a back end."""
-    return run_ranks_over_sockets
-
-
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in params if param.requires_grad])
 

@@ -81,10 +81,10 @@ def count_steps(microbatches: int) -> tuple[list[StepTraffic], StepTraffic, list
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_more_often(
-    run_ranks_over_sockets: RunRanks, microbatches: int
+    run_ranks: RunRanks, microbatches: int
 ) -> None:
     root, slots = 128, 2 * 512  # bytes, in blocks of 128: 16 elements, and twice the 108 of the largest unit, the head
-    for steps, expected, held in run_ranks_over_sockets(2, count_steps, microbatches):
+    for steps, expected, held in run_ranks(2, count_steps, microbatches):
         assert steps == [expected] * 3
         first = [root + slots] * microbatches  # nothing is known of the first step
         assert held == first + ([root + slots] * (microbatches - 1) + [slots]) * 3

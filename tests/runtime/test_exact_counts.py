@@ -23,12 +23,6 @@ STEPS = 3
 _SAMPLES = 2
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end, and the memory that takes."""
-    return run_ranks_over_sockets
-
-
 @dataclass(frozen=True)
 class Step:
     """One optimizer step: what really ran, and what the model counted itself."""

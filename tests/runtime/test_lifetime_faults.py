@@ -26,12 +26,6 @@ from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 Fault = Callable[[], Any]
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """Faults are planted in memory that only a back end needs."""
-    return run_ranks_over_sockets
-
-
 def _without(action: Action, method: str) -> Any:
     """The scheduler never says so."""
     original = getattr(Scheduler, method)

@@ -42,12 +42,6 @@ POLICIES = {
 Case = tuple[ShardingStrategy, str]
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end, and the memory that takes."""
-    return run_ranks_over_sockets
-
-
 @dataclass(frozen=True)
 class Reading:
     """What one rank measured.

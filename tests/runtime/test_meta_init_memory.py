@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
-from tests.support.sockets import over_sockets
 
 FP32_BYTES = 4
 FEATURES, HIDDEN, FLOORS = 64, 128, 8
@@ -98,7 +97,7 @@ def test_wrapping_takes_the_shards_and_what_one_method_has_to_see(
 ) -> None:
     ranks_of_shards = 1 if strategy == 0 else num_ranks
     shards_bytes = 2 * FP32_BYTES * (ROOT_NUMEL + FLOORS * FLOOR_NUMEL) // ranks_of_shards
-    for reading in run_ranks(num_ranks, over_sockets, measure, tower, strategy):
+    for reading in run_ranks(num_ranks, measure, tower, strategy):
         assert reading.held_bytes == shards_bytes  # weights and gradients
         extra = reading.peak_bytes - shards_bytes // 2  # gradients are taken when there are some
         assert FP32_BYTES * extra_numel <= extra <= FP32_BYTES * extra_numel + SCALARS_BYTES

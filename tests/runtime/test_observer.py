@@ -78,9 +78,9 @@ def _train(watched: bool, strategy: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_watching_tells_every_phase_and_changes_nothing(run_ranks_over_sockets: RunRanks, strategy: int) -> None:
-    plain = run_ranks_over_sockets(2, _train, False, strategy)
-    watched = run_ranks_over_sockets(2, _train, True, strategy)
+def test_watching_tells_every_phase_and_changes_nothing(run_ranks: RunRanks, strategy: int) -> None:
+    plain = run_ranks(2, _train, False, strategy)
+    watched = run_ranks(2, _train, True, strategy)
     for rank in range(2):
         assert watched[rank]["losses"] == plain[rank]["losses"]
         assert watched[rank]["unfinished"] == []
@@ -98,8 +98,8 @@ def test_watching_tells_every_phase_and_changes_nothing(run_ranks_over_sockets: 
             assert gathers == [*range(FLOORS + 1), *range(FLOORS - 2, 0, -1)]
 
 
-def test_every_collective_is_told_from_launch_to_the_end_of_waiting(run_ranks_over_sockets: RunRanks) -> None:
-    for found in run_ranks_over_sockets(2, _train, True, 3):
+def test_every_collective_is_told_from_launch_to_the_end_of_waiting(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, _train, True, 3):
         lived = {tuple(moments) for moments in found["moments"]}
         life = ("launches", "launched", "waits", "arrived", "finished", "waited")
         assert lived == {("gather", *life), ("reduce", *life)}

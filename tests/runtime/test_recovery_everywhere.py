@@ -13,7 +13,6 @@ from tests.support.failing_model import LAYERS, POINTS, FailingModel, HalfwaySGD
 from tests.support.live_bytes import held_bytes
 from tests.support.models import Batch
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.sockets import over_sockets
 from tests.support.usage_models import make_batch, squared_error, vector_case
 
 CASE = vector_case(FailingModel)
@@ -143,10 +142,10 @@ def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
 @pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int) -> None:
-    for held in run_ranks(2, over_sockets, held_after_failures, strategy, {}):
+    for held in run_ranks(2, held_after_failures, strategy, {}):
         assert held == [held[0]] * 3
 
 
 def test_memory_that_comes_and_goes_is_given_back_after_a_failure(run_ranks: RunRanks) -> None:
-    for held in run_ranks(2, over_sockets, held_after_failures, 3, {"weight_allocator": "resize"}):
+    for held in run_ranks(2, held_after_failures, 3, {"weight_allocator": "resize"}):
         assert held == [held[0]] * 3

@@ -27,12 +27,6 @@ from tests.support.usage_models import Ordered, vector_case
 FLOORS = 5
 
 
-@pytest.fixture(scope="module")
-def run_ranks(run_ranks_over_sockets: RunRanks) -> RunRanks:
-    """What is counted is what travels over a back end."""
-    return run_ranks_over_sockets
-
-
 @dataclass
 class Trace:
     """What happened in one steady step on one rank.

@@ -29,7 +29,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-OUTSIDE_OF_SHARED_MEMORY = {"all_gather": 2, "all_reduce": 1}
+EXPECTED = {"all_gather": 2, "all_reduce": 1}
 """The optimizer's parameters and the model are agreed on, and a hash of every tensor compared."""
 
 
@@ -53,7 +53,7 @@ def wrap(model: nn.Module) -> Any:
     return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Block])[0]
 
 
-def collectives(num_blocks: int, shares_memory: bool) -> dict[str, int]:
+def collectives(num_blocks: int) -> dict[str, int]:
     """How often each was called while a model was wrapped; one that another calls counts as well."""
     calls: Counter[str] = Counter()
 
@@ -68,7 +68,6 @@ def collectives(num_blocks: int, shares_memory: bool) -> dict[str, int]:
 
     model = build(num_blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MFSDP_SHARED_MEMORY", str(int(shares_memory)))
         for name in COLLECTIVES:
             stand_in = counted(name)
             for module in (dist, distributed_c10d):
@@ -79,14 +78,8 @@ def collectives(num_blocks: int, shares_memory: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("num_blocks", [1, 6])
 def test_three_small_collectives_are_all(run_ranks: RunRanks, num_blocks: int) -> None:
-    for calls in run_ranks(2, collectives, num_blocks, False):
-        assert calls == OUTSIDE_OF_SHARED_MEMORY
-
-
-def test_setting_up_shared_memory_takes_no_more_than_two_more(run_ranks: RunRanks) -> None:
-    for calls in run_ranks(2, collectives, 2, True):
-        assert sum(calls.values()) <= sum(OUTSIDE_OF_SHARED_MEMORY.values()) + 2
-        assert "all_gather_object" not in calls
+    for calls in run_ranks(2, collectives, num_blocks):
+        assert calls == EXPECTED
 
 
 def planned(num_blocks: int) -> tuple[int, list[list[int]], list[list[int]], list[list[tuple[int, ...]]]]:

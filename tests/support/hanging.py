@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.reading import read_folder
-from megatron_fsdp.shm.share import VARIABLE
 from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules
 
@@ -41,8 +40,7 @@ def step(model: nn.Module) -> Tensor:
 
 def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
     """One rank: two steps as they should be, and the third with the misbehaviour."""
-    limit_s, watch_s, verify, shares = settings
-    os.environ[VARIABLE] = str(int(shares))
+    limit_s, watch_s, verify = settings
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)
@@ -82,7 +80,6 @@ def misbehaving(
     limit_s: float = DEADLINE_S,
     watch_s: float = 0.0,
     verify: str | None = None,
-    shares: bool = False,
 ) -> Iterator[None]:
     """Ranks that run a scenario, until the block ends.
 
@@ -93,7 +90,6 @@ def misbehaving(
         limit_s: The time limit of their process group.
         watch_s: The time after which they explain by themselves; 0: never.
         verify: Their `verify_ranks`.
-        shares: Whether they share memory; else they gather and reduce over sockets.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([*preloaded_modules(), __name__])
@@ -101,7 +97,7 @@ def misbehaving(
         ranks = [
             context.Process(
                 target=_main,
-                args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify, shares),
+                args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify),
             )
             for rank in range(world)
         ]

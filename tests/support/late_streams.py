@@ -12,7 +12,6 @@ that stream, whose own order protects it. Orders between two side streams are no
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.comm.lanes import LaneWatch, StreamLane
 from megatron_fsdp.engine import executor
-from megatron_fsdp.shm.share import VARIABLE as SHARED_MEMORY_VARIABLE
 
 
 class StreamOrderError(AssertionError):
@@ -206,14 +204,13 @@ class LateStreams(TorchDispatchMode):
 
 @contextmanager
 def late_lanes() -> Iterator[None]:
-    """Let models that are sharded inside communicate on late streams, without memory that ranks share."""
+    """Let models that are sharded inside communicate on late streams."""
     streams = LateStreams()
 
     def make_lane(device: torch.device, name: str, watch: LaneWatch) -> StreamLane:
         return StreamLane(device, name, watch, streams)
 
-    without_sharing = patch.dict(os.environ, {SHARED_MEMORY_VARIABLE: "0"})
-    with patch.object(executor, "make_lane", make_lane), without_sharing, streams:
+    with patch.object(executor, "make_lane", make_lane), streams:
         yield
 
 

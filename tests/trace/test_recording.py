@@ -92,10 +92,8 @@ def _check_all(without: dict[str, Any], values: dict[str, Any], timeline: Timeli
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_strategies(run_ranks_over_sockets: RunRanks, strategy: int) -> None:
-    for rank, (without, values, timeline) in enumerate(
-        run_ranks_over_sockets(2, _both, "flat", strategy, training.plain)
-    ):
+def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
+    for rank, (without, values, timeline) in enumerate(run_ranks(2, _both, "flat", strategy, training.plain)):
         _check_all(without, values, timeline)
         assert timeline.rank == rank
         assert timeline.units == ("(root)", *(f"floors.{floor}" for floor in range(FLOORS)))

@@ -218,8 +218,8 @@ class Unit:
                 if param._version:
                     self._mark(0)
                     raise ScheduleError(
-                        f"{name} was modified in place inside the forward of unit {self.label}, and the change would be "
-                        "lost when its gathered weights are released; modify parameters between forwards instead"
+                        f"{name} was modified in place inside the forward of unit {self.label}, and the change would "
+                        "be lost when its gathered weights are released; modify parameters between forwards instead"
                     )
 
     def install_sharded(self) -> None:

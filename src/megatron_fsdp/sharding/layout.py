@@ -29,8 +29,8 @@ from megatron_fsdp.sharding.placement import Region
 # What makes padding is an edge at a wrong place, and there are only three cases:
 #
 # - a tensor that crosses no edge is free to lie anywhere;
-# - one that crosses one edge only needs the right start: a gap shorter than a granule in front of it, which small tensors
-#   fill later;
+# - one that crosses one edge only needs the right start: a gap shorter than a granule in front of it, which small
+#   tensors fill later;
 # - one that crosses several edges needs a granule that divides S. Only tensors longer than 2 S must cross several, so
 #   only their granules are binding.
 #
