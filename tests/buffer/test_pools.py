@@ -14,10 +14,6 @@ def no_room() -> bool:
     return False
 
 
-def blocks(num_bytes: int) -> Block:
-    return Block(num_bytes, CPU)
-
-
 def test_stretches_start_at_multiples_of_128_bytes() -> None:
     assert pack_bytes([1, 128, 129, 0, 5]) == ((0, 128, 256, 512, 512), 640)
     assert pack_bytes([]) == ((), 0)
@@ -65,7 +61,7 @@ def test_slots_take_memory_at_their_first_use() -> None:
 
 def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
     """How many there are depends on how many were lent, and not on when they came back."""
-    pool = BucketPool(2, 64, blocks, no_room)
+    pool = BucketPool(2, 64, CPU, no_room)
     lent = []
     for _ in range(4):
         lent.append(pool.borrow())
@@ -76,7 +72,7 @@ def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
 
 
 def test_a_second_bucket_is_made_while_the_first_is_out() -> None:
-    pool = BucketPool(2, 64, blocks, no_room)
+    pool = BucketPool(2, 64, CPU, no_room)
     assert pool.borrow() is not pool.borrow()
     assert pool.held_bytes == 128
 
@@ -97,7 +93,7 @@ def room_maker(pool_of: Callable[[], BucketPool], lent: list[Block], log: list[s
 def test_room_is_made_only_when_all_buckets_are_out() -> None:
     lent: list[Block] = []
     log: list[str] = []
-    pool = BucketPool(2, 64, blocks, room_maker(lambda: pool, lent, log))
+    pool = BucketPool(2, 64, CPU, room_maker(lambda: pool, lent, log))
     lent += [pool.borrow(), pool.borrow()]
     assert log == []
     oldest = lent[0]
@@ -117,14 +113,14 @@ def test_room_is_asked_for_until_a_bucket_of_this_pool_comes_back() -> None:
             pool.give_back(block[0])
         return True
 
-    pool = BucketPool(1, 64, blocks, make_room)
+    pool = BucketPool(1, 64, CPU, make_room)
     block.append(pool.borrow())
     assert pool.borrow() is block[0]
     assert answers == []
 
 
 def test_the_pool_grows_where_no_room_can_be_made() -> None:
-    pool = BucketPool(1, 64, blocks, no_room)
+    pool = BucketPool(1, 64, CPU, no_room)
     lent = [pool.borrow() for _ in range(3)]
     assert len({id(block) for block in lent}) == 3
     assert pool.held_bytes == 192
@@ -132,7 +128,7 @@ def test_the_pool_grows_where_no_room_can_be_made() -> None:
 
 @pytest.mark.parametrize("came_back", [0, 1, 2])
 def test_reclaiming_takes_every_bucket_back_once(came_back: int) -> None:
-    pool = BucketPool(2, 64, blocks, no_room)
+    pool = BucketPool(2, 64, CPU, no_room)
     lent = [pool.borrow(), pool.borrow()]
     for block in lent[:came_back]:
         pool.give_back(block)
@@ -181,7 +177,7 @@ def test_autograd_finds_what_it_saved_in_a_block_that_came_back() -> None:
 
 
 def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
-    pool = BucketPool(3, 64, blocks, no_room)
+    pool = BucketPool(3, 64, CPU, no_room)
     for block in [pool.borrow() for _ in range(3)]:
         pool.give_back(block)
     pool.set_count(1)
@@ -191,7 +187,7 @@ def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
 
 
 def test_a_larger_number_of_buckets_is_made_when_it_is_needed() -> None:
-    pool = BucketPool(1, 64, blocks, lambda: pytest.fail("there is room"))
+    pool = BucketPool(1, 64, CPU, lambda: pytest.fail("there is room"))
     pool.borrow()
     pool.set_count(2)
     pool.borrow()

@@ -161,8 +161,8 @@ def test_placements_of_strategies(
 def test_axes_of_a_hybrid_mesh() -> None:
     described = told({"outer": 2, "inner": 4}, rank=6, dp_outer_dim="outer", outer_dp_sharding_strategy=1)
     assert [dataclasses.astuple(axis) for axis in described.axes] == [
-        ("outer", "outer", 2, 1, (2, 6), "gloo", False, False),
-        ("inner", "shard", 4, 2, (4, 5, 6, 7), "gloo", False, False),
+        ("outer", "outer", 2, 1, (2, 6), "gloo", False),
+        ("inner", "shard", 4, 2, (4, 5, 6, 7), "gloo", False),
     ]
     assert (described.strategy, described.outer_strategy) == ("optim_grads_params", "optim")
     assert described.units[1].groups[0].main_weight == ("Shard", "Shard")
