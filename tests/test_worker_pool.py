@@ -219,14 +219,15 @@ def test_function_that_cannot_be_pickled_is_refused_before_any_rank_runs(pool: W
     assert pool.run(_worker_pid) == before
 
 
-def test_workers_are_replaced_after_forty_calls() -> None:
+def test_workers_are_replaced_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.worker_pool.MAX_CALLS", 3)
     pool = WorkerPool(1)
     try:
-        pids = [pool.run(_worker_pid)[0] for _ in range(41)]
+        pids = [pool.run(_worker_pid)[0] for _ in range(4)]
     finally:
         pool.stop()
-    assert len(set(pids[:40])) == 1
-    assert pids[40] != pids[0]
+    assert len(set(pids[:3])) == 1
+    assert pids[3] != pids[0]
 
 
 @pytest.mark.full

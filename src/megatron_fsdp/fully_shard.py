@@ -20,10 +20,10 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 
 # Keywords of earlier versions of this API, mapped onto today's.

@@ -181,7 +181,7 @@ def test_report_is_printed_and_written(tiny_run: Run) -> None:
         in document["facts"]["command"]
     )
     assert document["facts"]["command"] in table
-    assert table.count("\n| ours-") == 6
+    assert table.count("\n| ours-") == 5
 
 
 def test_turns_rotate_and_reverse() -> None:

@@ -32,7 +32,7 @@ from tests.support.worker_main import STACK_SIGNAL, Reply, WorkerSpec, worker_ma
 DEFAULT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 600.0
 _STACK_DUMP_TIMEOUT_S = 30.0
-_MAX_CALLS = 300  # long-lived gloo processes leak threads
+MAX_CALLS = 300  # long-lived gloo processes leak threads
 _MAX_PROCESS_GROUPS = 48  # each group of a worker holds threads until the worker ends
 _SHOWN_CHARACTERS = 6000
 _PRELOADED_MODULES = [
@@ -221,7 +221,7 @@ class WorkerPool:
 
     def _worn_out(self, replies: Sequence[Reply]) -> bool:
         groups = max(reply.live_process_groups for reply in replies)
-        return self._call_count >= _MAX_CALLS or groups > _MAX_PROCESS_GROUPS
+        return self._call_count >= MAX_CALLS or groups > _MAX_PROCESS_GROUPS
 
 
 def _dump_stacks(workers: Sequence[_Worker]) -> dict[int, str]:

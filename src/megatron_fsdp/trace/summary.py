@@ -37,7 +37,6 @@ COLUMNS: dict[str, str] = {
     "release": "other",
     "finalise": "other",
     "agree": "wait",
-    "pass": "wait",
     "norm": "update",
     "whole tensors": "other",
 }
