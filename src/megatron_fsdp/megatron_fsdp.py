@@ -30,7 +30,7 @@ from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, foo
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.collective_log import check_timeout
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
-from megatron_fsdp.engine.engine import Engine, ReplacedParameters
+from megatron_fsdp.engine.engine import ReplacedParameters
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -49,7 +49,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
 from megatron_fsdp.engine.schedule import ROOT, SyncMode
 from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard, raise_everywhere
-from megatron_fsdp.engine.wrap import Assembly, Grouping, Switches, UnitGrouping, assemble
+from megatron_fsdp.engine.wrap import Grouping, Switches, UnitGrouping, assemble
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
@@ -60,701 +60,16 @@ from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.memory_plan import resolve_memory_options
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
-# The part of the wrapper for loops that drive communication by hand, as Megatron-LM's schedules do.
-
-
-class HandDriven:
-    """Start, wait for and defer communication. Plain loops need none of this."""
-
-    _engine: Engine
-    _switches: Switches
-    _mode: SyncMode
-    module: nn.Module
-    device: torch.device
-    _gathers_at_once = False  # `start_param_sync` waits for what it starts
-
-    @property
-    def param_and_grad_buffer(self) -> ParamAndGradBuffer:
-        """The flat buffers."""
-        return ParamAndGradBuffer(self._engine)
-
-    @property
-    def all_gather_pipeline(self) -> AllGatherPipeline:
-        """Gathers by hand."""
-        return AllGatherPipeline(self._engine)
-
-    @property
-    def grad_reduce_pipeline(self) -> GradReducePipeline:
-        """Reductions by hand."""
-        return GradReducePipeline(self._engine)
-
-    @property
-    def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
-        """Elements gathered ahead of their use: units ahead, times the largest unit; 0: no prefetching.
-
-        Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
-        of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
-        """
-        return self._engine.scheduler.config.prefetch_forward * self._engine.largest_unit_numel
-
-    @suggested_AG_prefetch_size.setter
-    def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802
-        self._engine.set_prefetch(numel)
-
-    @property
-    def suggested_RS_queue_capacity(self) -> int:  # noqa: N802
-        """Elements that may fill buckets or be in reduction at a time: buckets, times the largest unit.
-
-        Setting it changes the number of buckets: as many as fit, at least one (then every reduction is waited for
-        before the next unit's gradients come).
-        """
-        return self._engine.executor.bucket_count * self._engine.largest_unit_numel
-
-    @suggested_RS_queue_capacity.setter
-    def suggested_RS_queue_capacity(self, numel: int) -> None:  # noqa: N802
-        self._engine.set_reduce_capacity(numel)
-
-    @property
-    def max_gathered_units(self) -> int:
-        """How many units besides the root are gathered at a time, as of now (strategy 3)."""
-        return self._engine.scheduler.config.slots
-
-    def start_grad_sync(self, *_unused: Any) -> None:
-        """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
-        self._engine.flush_deferred()
-
-    def synchronize_gradient_reduce(self) -> None:
-        """Wait until every gradient is reduced."""
-        self._engine.flush_deferred()
-
-    def attach_grad_to_optimizer_state(self) -> None:
-        """Make reduced gradients visible as `.grad` of the sharded parameters."""
-        self._engine.attach_gradients()
-
-    def start_param_sync(self, *_unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:  # noqa: ARG002
-        """Start gathering weights ahead of the next forward, as far as there is room for them.
-
-        With `fsdp_all_gather_in_start_param_sync=False` of the config they are gathered here, one unit after another,
-        and nothing is under way when this returns.
-
-        Args:
-            force_sync: Wait for them here, whatever the config says.
-            force_dispatch: Accepted for callers that pass it; gathering always starts here.
-        """
-        self._engine.refresh_weights()
-        self._engine.prefetch_weights(wait=force_sync or self._gathers_at_once)
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether weights are gathered while the forward runs."""
-        return self._switches.overlap_param_gather
-
-    @property
-    def may_gather_between_steps(self) -> bool:
-        """Whether `start_param_sync` may be called before main weights are left alone until the next forward.
-
-        False where weights are gathered in place, around main weights (strategies 1 and 2 without main weights of their
-        own): what is written into main weights while a gather is under way could be lost there.
-        """
-        return self._engine.gathers_beside_main_weights
-
-    def synchronize_param_gather(self) -> None:
-        """Wait for gathers under way."""
-        self._engine.await_weights()
-
-    def all_gather_and_wait_parameters_ready(
-        self,
-        params: Iterable[nn.Parameter],
-        prefetch: bool = True,  # noqa: ARG002
-        prefetch_order: Any = None,  # noqa: ARG002
-        wait_bucket_ready: bool = True,
-        bwd: bool = False,  # noqa: ARG002
-    ) -> None:
-        """Gather the units of some parameters (sharded or full ones) and wait for them.
-
-        Args:
-            params: Whose units.
-            prefetch: Accepted; the units given are all that is gathered.
-            prefetch_order: Accepted, as above.
-            wait_bucket_ready: Wait for the weights, else only start.
-            bwd: Accepted; weights are the same in both directions.
-        """
-        self._engine.gather_units_of(params, wait=wait_bucket_ready)
-
-    def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
-        """Let go of the gathered weights of a module's units, unless they are in use; never the root's."""
-        self._engine.release_units_of(module.parameters())
-
-    def post_backward_release_module(self, module: nn.Module, *_unused: Any) -> None:
-        """As `post_forward_release_module`."""
-        self._engine.release_units_of(module.parameters())
-
-    def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
-        """Gather the weights of a module's units ahead of their backward and wait for them."""
-        self._engine.gather_units_of(module.parameters(), wait=True)
-
-    def post_backward(self, module: nn.Module, *_unused: Any) -> None:
-        """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
-        self._engine.reduce_units_of(module.parameters())
-
-    def backward_dw(self) -> None:
-        """Compute weight gradients that were delayed now, in place of at the end of backward.
-
-        Raises:
-            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
-        """
-        if self._engine.delayed is None:
-            raise ConfigurationError(
-                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
-                "in the configuration"
-            )
-        self._engine.delayed.run()
-
-    def broadcast_params(self) -> None:
-        """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).
-
-        Under the other strategies each part of the main weights exists once, so there is nothing to send.
-        """
-        self._engine.broadcast_whole_weights()
-
-    # ---- ranks without data -----------------------------------------------------------------------------------------
-
-    def take_part(
-        self,
-        module: nn.Module | None = None,
-        hidden: torch.Tensor | None = None,
-        order: Sequence[nn.Module] | None = None,
-    ) -> torch.Tensor:
-        """Take part in the communication of a module's units without calling it, on a rank that has no data for it.
-
-        Call it where the other ranks call the module: it gathers what they gather, and when the gradient of the result
-        comes, it gathers and reduces as their backward does, with gradients of zero.
-
-            hidden = hidden + expert(hidden) if chosen else model.take_part(expert, hidden)
-            loss = loss_of(model(batch)) if batch is not None else model.take_part()
-
-        Args:
-            module: Part of the model, or None for a whole forward (the model itself).
-            hidden: What the module would be called on, or any floating-point tensor on which the loss depends; None: a
-                new zero, to be added to the loss. A frozen module has a backward only where `hidden` requires grad.
-            order: Modules within it in the order that their forward calls them; None: the order of registration.
-
-        Returns:
-            `hidden`, unchanged in value; without it a scalar zero.
-
-        Raises:
-            ConfigurationError: A module is not part of the model.
-            ScheduleError: `hidden` cannot carry a gradient.
-        """
-        calls = calls_of(self._engine, self.module, module, order)
-        return take_part(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
-
-    # ---- microbatches -------------------------------------------------------------------------------------------
-
-    @property
-    def has_deferred_gradients(self) -> bool:
-        """Whether sums wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
-        gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
-        return any(found.has_deferred or found.has_pending for found in gradients)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
-
-        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is
-        restored on exit.
-        """
-        with self._mode.changed(is_last_microbatch=False, defer_all=True):
-            yield
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        """Synchronise after every backward in this block; the previous state is restored on exit."""
-        with self._mode.changed(auto_sync=True, defer_all=False):
-            yield
-
-    def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Choose whether every backward ends with a gradient sync."""
-        self._mode.auto_sync = sync_model
-
-
-# The part of the wrapper that gives access to whole parameters, gradients and optimizer state, and to statistics.
-
-
-class ParametersAccess:
-    """Whole tensors out of shards, a part at a time or all. Every rank has to make the same calls."""
-
-    _engine: Engine
-
-    def full_parameters_context(
-        self, module: nn.Module | None = None, *, writeback: bool = False, compute_dtype: bool = False
-    ) -> AbstractContextManager[None]:
-        """Let modules hold full, plain parameters inside a block, to read, export, run or (`writeback`) change them.
-
-        The parameters are copies of the main weights in their main dtype, without gradients; state dicts taken inside
-        hold them. Modules may be called, whole models or, under `torch.no_grad()`, with a part opened. Whatever happens
-        inside, the sharded parameters are back afterwards. Memory: the copies and one group. Collective.
-
-        Args:
-            module: Open the units that own parameters of this module, and no others; None: all.
-            writeback: At the end take what the copies hold into main and compute weights. Every rank has to write the
-                same values; they are compared (one number per tensor) and nothing is taken in where they differ.
-                After an exception nothing is taken in either.
-            compute_dtype: Show the parameters in the dtype the model computes in; not with `writeback`.
-
-        Raises:
-            ScheduleError: Inside a forward or backward, or for a unit that is open already.
-            ConfigurationError: `module` owns no parameter of the model; the two switches exclude each other; ranks
-                wrote different values, or a parameter was replaced (both on every rank).
-        """
-        engine = self._engine
-        units = list(engine.units) if module is None else engine.units_of(module.parameters())
-        if not units:
-            raise ConfigurationError(
-                f"a {type(module).__name__} owns no parameter of this model; give one of its modules, or None for all"
-            )
-        return shown_in_full(engine, units, writeback, compute_dtype)
-
-    def iter_full_tensors(
-        self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, what: Literal["parameters", "gradients"] = "parameters"
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters or gradients one after another, with bounded memory.
-
-        Args:
-            bucket_bytes: The most that is held beyond the shards while no more than the latest tensor is kept; a
-                tensor of more than half of it is held together with the bucket before it.
-            what: Main weights in the main dtype, or the gradients that parameters show (those that show none are left
-                out).
-
-        Yields:
-            Canonical name (a tied one once) and tensor, in the order of units and of their flat buffers. A tensor is a
-            view of its bucket; clone it to keep it without the rest. The same on every rank, and every rank has to go
-            through all of them.
-
-        Raises:
-            ConfigurationError: An argument means nothing, or ranks show gradients for different parameters.
-        """
-        check_bucket_bytes(bucket_bytes)
-        if what not in ("parameters", "gradients"):
-            raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
-        tensors = iter_parameters if what == "parameters" else iter_gradients
-        return tensors(self._engine, bucket_bytes)
-
-    def iter_full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """As `iter_full_tensors`, for the optimizer's state tensors that are sharded as their parameter.
-
-        Yields:
-            Canonical name of the parameter, key of the state, and tensor; key after key. Other state, such as step
-            counters, is whole on every rank and not part of this.
-
-        Raises:
-            ConfigurationError: `bucket_bytes` is not positive, or ranks hold state for different parameters.
-        """
-        check_bucket_bytes(bucket_bytes)
-        return iter_optimizer_state(self._engine, optimizer, bucket_bytes)
-
-    def parameter_statistics(self) -> ModelStatistics:
-        """Mean, std, norm, extremes, zeros and non-finite elements of every main weight. One small collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return parameter_statistics(self._engine)
-
-    def gradient_statistics(self) -> ModelStatistics:
-        """The same of every gradient that is not None. One small collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return gradient_statistics(self._engine)
-
-    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
-        """Clear the `.decoupled_grad` of sharded parameters; nothing to do where gradients are in `.grad`."""
-        if all(group.grad_attribute == GRAD for group in self._engine.groups()):
-            return
-        for param in params:
-            group, _ = self._engine.places[id(param)]
-            grad = get_grad(param, group.grad_attribute)
-            if group.grad_attribute == GRAD or grad is None:
-                continue
-            if set_to_none:
-                set_grad(param, group.grad_attribute, None)
-            else:
-                grad.zero_()
-
-
-# The part of the wrapper that state dicts go through: what is saved, under which names, and how it comes back.
 
 StateDict = dict[str, Any]
 
 _PREFIX = "module."
 
 
-class CheckpointAccess(nn.Module):
-    """State dicts of a sharded model and of its optimizers."""
-
-    _engine: Engine
-    _assembly: Assembly
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as `torch.nn.Module.load_state_dict` does, then install the weights.
-
-        Takes this rank's shards, as `state_dict()` gives them, and whole tensors that are the same on every rank, in
-        any mixture; whole tensors of experts may be those of all ranks. No communication, but for DTensors that torch
-        has cut, as those of FSDP2: they are gathered one after another, so that all ranks have to load them.
-
-        Args:
-            state_dict: By the names of `state_dict()`.
-            strict: Refuse missing and unexpected keys. Shapes and cuts that do not fit are refused in any case.
-            assign: False.
-
-        Returns:
-            What torch returns: the missing and the unexpected keys.
-
-        Raises:
-            CheckpointError: Something does not fit; lists everything. Nothing was loaded. Each rank judges what it was
-                given and only ranks that were given what does not fit raise, as a state dict may be loaded by one rank
-                alone; where shards come out of a file (`torch.load`) all ranks have to load them, and all raise.
-            ConfigurationError: `assign` is True.
-        """
-        if assign:
-            raise ConfigurationError(
-                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces of "
-                "flat buffers; load with assign=False, which copies"
-            )
-        given: object = state_dict
-        if not isinstance(given, Mapping):
-            return super().load_state_dict(state_dict, strict)  # which torch refuses
-        state_dict = self._recut(state_dict)
-        problem = self._problem_of_load(state_dict, strict)
-        self.refuse_load(problem, are_from_file(state_dict.values()))
-        result = super().load_state_dict(state_dict, strict)
-        self._engine.install_main_weights()
-        return result
-
-    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file.
-
-        Raises:
-            CheckpointError: Something is wrong here, or, with `is_from_file`, on any rank.
-        """
-        raise_everywhere(problem, self._engine.reaching_all if is_from_file else ())
-
-    def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Cut as parameters what torch has cut into equal shards."""
-        recut, names = {}, {name for group in self._engine.groups() for name in group.names}
-        for key, value in state_dict.items():
-            name = self.held_name(key.removeprefix(_PREFIX))
-            is_cut_by_torch = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
-            if not is_cut_by_torch or (name is not None and name not in names):
-                continue  # as buffers may be, which are held as they are
-            if not all(placement.is_replicate() for placement in value.placements):
-                whole = value.full_tensor()
-                recut[key] = whole if name is None else self.held_tensor(name, whole).clone()
-        if not recut:
-            return state_dict
-        found = OrderedDict({**state_dict, **recut})
-        if hasattr(state_dict, "_metadata"):
-            found._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        return found
-
-    def _problem_of_load(self, state_dict: Mapping[str, Any], strict: bool) -> str | None:
-        """Say what does not fit, and what to do; None where nothing is wrong."""
-        groups = self._engine.groups()
-        frames = {name: frame for group in groups for name, frame in zip(group.names, group.frames, strict=True)}
-        keys = {self.checkpoint_name(name): name for name in frames}
-        fit = [key for key in keys if _PREFIX + key in state_dict]
-        bare = [key for key in keys if key in state_dict]
-        if bare and not fit:
-            return (
-                f"the keys of the state dict lack the prefix {_PREFIX!r} (such as {bare[0]!r}), as those of an "
-                "unsharded model do, and nothing was loaded; load it with model.module.load_state_dict(state_dict)"
-            )
-        for key in fit:
-            held = self._engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
-            problem = other_shards(held, frames[keys[key]])
-            if problem is not None:
-                return problem
-        load = super().load_state_dict
-        problem = check_load(self, lambda: load(state_dict, strict))
-        if problem is None:
-            return None
-        may_leave_out = fit and check_load(self, lambda: load(state_dict, strict=False)) is None
-        advice = ", or pass strict=False to load what fits and leave out the rest" if may_leave_out else ""
-        return (
-            f"the state dict does not fit, and nothing was loaded: {problem}\n"
-            f"load what state_dict() of the same model gave{advice}"
-        )
-
-    def checkpoint_name(self, name: str) -> str:
-        """What a checkpoint of all ranks calls a parameter or buffer of this rank.
-
-        Another name only for experts that ranks number from 0 each: those are numbered over all ranks there.
-
-        Args:
-            name: Canonical name, without the wrapper's own `module.`.
-        """
-        return self._engine.expert_names.name_of(name)
-
-    def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is cut as a parameter, the parameter itself or state of it, as checkpoints of all ranks see it.
-
-        Another tensor, over the same memory, only for experts that share their name with those of other ranks: where
-        they are stacked, its shape is that of all ranks' experts.
-
-        Args:
-            name: Canonical name of the parameter.
-            tensor: A DTensor cut as it is; others are handed back.
-        """
-        seen: torch.Tensor = self._engine.expert_names.as_saved(name, tensor)
-        return seen
-
-    def held_name(self, name: str) -> str | None:
-        """The reverse of `checkpoint_name`; None for an expert of another rank."""
-        return self._engine.expert_names.name_here(name)
-
-    def held_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The reverse of `checkpoint_view`, and of a whole tensor this rank's shard, as views; others are handed back.
-
-        Args:
-            name: Canonical name of the parameter.
-            tensor: What is cut as it is, or of the shape of the whole parameter, or of those of all ranks' experts.
-        """
-        engine = self._engine
-        own: torch.Tensor = engine.expert_names.as_held(name, tensor)
-        for group in engine.groups():
-            if name in group.names:
-                own = own_shard(own, group.frames[group.names.index(name)])
-        return own
-
-    def stop_describing_state_dicts(self) -> None:
-        """Leave the tensors of model state dicts without the description that torch.distributed.checkpoint reads."""
-        for handle in self._assembly.state_dict_handles:
-            handle.remove()
-
-    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
-        """Describe the chunks of a state tensor that is sharded as its parameter."""
-        group, index = self._engine.places[id(param)]
-        if isinstance(value, DTensor) and value.shape == param.shape:
-            group.describe_chunks(index, value)
-
-    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """An optimizer's state dict as that of one optimizer with the experts of all ranks, with this rank's part."""
-        if self._engine.expert_names.is_trivial:
-            return state_dict
-        return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
-
-    @property
-    def has_other_experts_elsewhere(self) -> bool:
-        """Whether ranks hold different experts, so that checkpoints number the parameters of all ranks."""
-        return not self._engine.expert_names.is_trivial
-
-    def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-        """Names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
-
-        None where no ranks hold other experts, so that the numbers are those of this rank's parameters.
-        """
-        if self._engine.expert_names.is_trivial:
-            return None
-        return names_as_saved(optimizer, self._names_by_id(), self._engine.expert_names)
-
-    def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """The reverse: what concerns this rank of such a state dict, numbered as torch does here."""
-        if self._engine.expert_names.is_trivial:
-            return state_dict
-        return state_as_held(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
-
-    @property
-    def state_dict_was_filled(self) -> bool:
-        """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
-        return self._engine.handed_out.is_written
-
-    def _names_by_id(self) -> dict[int, str]:
-        groups = self._engine.groups()
-        return {id(param): name for group in groups for name, param in zip(group.names, group.sharded, strict=True)}
-
-
-# The part of the wrapper that shows what is there: parameters, gradients, sizes and traffic.
-
-
-class Reports:
-    """Read-only views of a sharded model."""
-
-    _engine: Engine
-    _assembly: Assembly
-    _switches: Switches
-    _mode: SyncMode
-    _bucket_numel: int | None
-    _gathers_at_once: bool
-    module: nn.Module
-    dist_index: FSDPDistributedIndex
-    _config: DistributedDataParallelConfig
-    mp_policy: MixedPrecisionPolicy
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None
-    _hang_log: HangLog | None = None
-
-    @property
-    def raw_param(self) -> dict[str, nn.Parameter]:
-        """The full compute parameters by canonical name; their values are valid while their unit is gathered."""
-        return {
-            name: param for group in self._engine.groups() for name, param in zip(group.names, group.full, strict=True)
-        }
-
-    @property
-    def param_to_name(self) -> dict[nn.Parameter, str]:
-        """Canonical name of every parameter object, sharded and full."""
-        return {
-            param: name
-            for group in self._engine.groups()
-            for params in (group.full, group.sharded)
-            for name, param in zip(group.names, params, strict=True)
-        }
-
-    @property
-    def decouples_gradients(self) -> bool:
-        """Whether parameters show their gradients as `.decoupled_grad`."""
-        return any(group.grad_attribute != GRAD for group in self._engine.groups())
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """All parameter groups, in unit order."""
-        return self._engine.groups()
-
-    def sharded_names(self) -> dict[int, str]:
-        """Canonical name of each sharded parameter by its id."""
-        return {
-            id(param): name
-            for group in self._engine.groups()
-            for name, param in zip(group.names, group.sharded, strict=True)
-        }
-
-    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor, sharded as a sharded parameter is; a copy, in the tensor's dtype."""
-        group, index = self._engine.places[id(param)]
-        return group.shard_like(index, full)
-
-    def full_parameters(self) -> dict[str, torch.Tensor]:
-        """All main weights, whole, by canonical name, on every rank. Collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return full_parameters(self._engine)
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return full_gradients(self._engine)
-
-    # ---- watching ----------------------------------------------------------------------------------------------
-
-    def observe(self, observer: Observer) -> None:
-        """Tell somebody of every phase and every collective of this model on this rank, until `stop_observing`."""
-        self._engine.observers.add(observer)
-
-    def stop_observing(self, observer: Observer) -> None:
-        """Tell them no longer."""
-        self._engine.observers.remove(observer)
-
-    def check_lifetimes(self) -> None:
-        """Check every use of borrowed memory from now on, and poison what is released; for debugging (lifetimes.md).
-
-        Results stay the same, bit for bit. Weights that are gathered now are gathered again at their next use.
-
-        Raises:
-            ScheduleError: A forward or backward is under way.
-        """
-        check_lifetimes(self._engine)
-
-    def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
-        """Keep a log of what this rank does last, so that a hang can be explained: see `docs/hangs.md`. Collective.
-
-        Args:
-            folder: Where the logs of all ranks go, one file each; one that all ranks see, where there is one. `mfsdp
-                hang FOLDER` reads it, at any time and from any machine.
-            timeout_s: Print the explanation when nothing has happened for so many seconds while a rank communicates;
-                training is not stopped. None: only when asked, and with errors of communication.
-
-        Raises:
-            ConfigurationError: On every rank, where one cannot write, or `timeout_s` is no time; or this model keeps a
-                log already.
-        """
-        if self._hang_log is not None:
-            raise ConfigurationError(
-                f"this model keeps a log for hangs in {self._hang_log.folder} already; call stop_logging_for_hangs() "
-                "first"
-            )
-        log, problem = None, None
-        try:
-            check_timeout(timeout_s)
-            log = HangLog(Path(folder), self._engine, timeout_s)
-        except ConfigurationError as error:
-            problem = error
-        try:
-            agree_over(self._engine.reaching_all, problem)
-        except BaseException:
-            if log is not None:
-                log.withdraw()
-            raise
-        assert log is not None
-        self._hang_log = log
-        self.observe(log)
-
-    def stop_logging_for_hangs(self) -> None:
-        """Say goodbye in the log, if there is one, and write no more."""
-        log, self._hang_log = self._hang_log, None
-        if log is not None:
-            self.stop_observing(log)
-            log.close()
-
-    def _log_as_told(self) -> None:
-        """Keep a log where the environment says so; that it says the same everywhere was agreed before."""
-        settings = self._assembly.hang_settings
-        if settings is not None:
-            self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
-
-    # ---- reports ------------------------------------------------------------------------------------------------
-
-    def describe(self) -> Description:
-        """What was made of model, ranks and options, read off the live objects; on this rank, without communication.
-
-        `print(model.describe())` is for people, `.to_dict()` for programs (docs/describe.md).
-        """
-        return describe_model(self._subject())
-
-    def _subject(self) -> Subject:
-        return Subject(
-            wrapper=type(self).__name__,
-            module=self.module,
-            assembly=self._assembly,
-            switches=self._switches,
-            index=self.dist_index,
-            config=self._config,
-            policy=self.mp_policy,
-            auto_sync=self._mode.auto_sync,
-            bucket_numel=self._bucket_numel,
-            unit_modules=self.fsdp_unit_modules,
-            gathers_at_once=self._gathers_at_once,
-        )
-
-    def unit_plan_lines(self) -> tuple[str, ...]:
-        """The units and their sizes, for people."""
-        return self._assembly.plan_lines
-
-    def footprints(self) -> tuple[GroupFootprint, ...]:
-        """One entry per parameter group, as the formulas of `megatron_fsdp.sharding.accounting` take them."""
-        return footprints_of(self._engine)
-
-    def traffic(self) -> Traffic:
-        """What this rank has sent for this model so far."""
-        return self._engine.traffic.copy()
-
-    def traffic_by_axis(self) -> dict[str, Traffic]:
-        """What this rank has sent along each data-parallel axis so far, by the name of its mesh dimension."""
-        return {name: traffic.copy() for name, traffic in self._engine.traffic_by_axis.items()}
-
-    def memory(self) -> MemoryUse:
-        """What the engine holds on this rank now."""
-        return memory_of(self._engine)
-
-
 logger = logging.getLogger("megatron_fsdp")
 
 
-class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.Module):
+class MegatronFSDP(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
@@ -959,7 +274,7 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
     @property
     def is_param_fsdp_distributed(self) -> bool:
         """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
-        return not self._engine.opened and not any(unit.shows_full for unit in self._engine.units)
+        return not self._engine.opened and not any(unit.shows_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Mesh and process groups."""
@@ -1087,11 +402,11 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         for unit in self._engine.units:
-            unit.install_sharded()
+            unit.show_sharded()
 
     def _replace_param_with_raw_if_needed(self) -> None:
         for unit in self._engine.units:
-            unit.install_full()
+            unit.show_unsharded()
 
     def is_connected(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer was connected to this model."""
@@ -1140,6 +455,644 @@ class MegatronFSDP(HandDriven, ParametersAccess, CheckpointAccess, Reports, nn.M
                     f"on {moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
                 )
         return self
+
+    # ---- start, wait for and defer communication. Plain loops need none of this --------------------------------------
+
+    _gathers_at_once = False  # `start_param_sync` waits for what it starts
+
+    @property
+    def param_and_grad_buffer(self) -> ParamAndGradBuffer:
+        """The flat buffers."""
+        return ParamAndGradBuffer(self._engine)
+
+    @property
+    def all_gather_pipeline(self) -> AllGatherPipeline:
+        """Gathers by hand."""
+        return AllGatherPipeline(self._engine)
+
+    @property
+    def grad_reduce_pipeline(self) -> GradReducePipeline:
+        """Reductions by hand."""
+        return GradReducePipeline(self._engine)
+
+    @property
+    def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
+        """Elements gathered ahead of their use: units ahead, times the largest unit; 0: no prefetching.
+
+        Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
+        of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
+        """
+        return self._engine.scheduler.config.prefetch_forward * self._engine.largest_unit_numel
+
+    @suggested_AG_prefetch_size.setter
+    def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802
+        self._engine.set_prefetch(numel)
+
+    @property
+    def suggested_RS_queue_capacity(self) -> int:  # noqa: N802
+        """Elements that may fill buckets or be in reduction at a time: buckets, times the largest unit.
+
+        Setting it changes the number of buckets: as many as fit, at least one (then every reduction is waited for
+        before the next unit's gradients come).
+        """
+        return self._engine.executor.bucket_count * self._engine.largest_unit_numel
+
+    @suggested_RS_queue_capacity.setter
+    def suggested_RS_queue_capacity(self, numel: int) -> None:  # noqa: N802
+        self._engine.set_reduce_capacity(numel)
+
+    @property
+    def max_gathered_units(self) -> int:
+        """How many units besides the root are gathered at a time, as of now (strategy 3)."""
+        return self._engine.scheduler.config.slots
+
+    def start_grad_sync(self, *_unused: Any) -> None:
+        """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
+        self._engine.flush_deferred()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Wait until every gradient is reduced."""
+        self._engine.flush_deferred()
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Make reduced gradients visible as `.grad` of the sharded parameters."""
+        self._engine.attach_gradients()
+
+    def start_param_sync(self, *_unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:  # noqa: ARG002
+        """Start gathering weights ahead of the next forward, as far as there is room for them.
+
+        With `fsdp_all_gather_in_start_param_sync=False` of the config they are gathered here, one unit after another,
+        and nothing is under way when this returns.
+
+        Args:
+            force_sync: Wait for them here, whatever the config says.
+            force_dispatch: Accepted for callers that pass it; gathering always starts here.
+        """
+        self._engine.refresh_weights()
+        self._engine.prefetch_weights(wait=force_sync or self._gathers_at_once)
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether weights are gathered while the forward runs."""
+        return self._switches.overlap_param_gather
+
+    @property
+    def may_gather_between_steps(self) -> bool:
+        """Whether `start_param_sync` may be called before main weights are left alone until the next forward.
+
+        False where weights are gathered in place, around main weights (strategies 1 and 2 without main weights of their
+        own): what is written into main weights while a gather is under way could be lost there.
+        """
+        return self._engine.gathers_beside_main_weights
+
+    def synchronize_param_gather(self) -> None:
+        """Wait for gathers under way."""
+        self._engine.await_weights()
+
+    def all_gather_and_wait_parameters_ready(
+        self,
+        params: Iterable[nn.Parameter],
+        prefetch: bool = True,  # noqa: ARG002
+        prefetch_order: Any = None,  # noqa: ARG002
+        wait_bucket_ready: bool = True,
+        bwd: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Gather the units of some parameters (sharded or full ones) and wait for them.
+
+        Args:
+            params: Whose units.
+            prefetch: Accepted; the units given are all that is gathered.
+            prefetch_order: Accepted, as above.
+            wait_bucket_ready: Wait for the weights, else only start.
+            bwd: Accepted; weights are the same in both directions.
+        """
+        self._engine.gather_units_of(params, wait=wait_bucket_ready)
+
+    def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
+        """Let go of the gathered weights of a module's units, unless they are in use; never the root's."""
+        self._engine.release_units_of(module.parameters())
+
+    def post_backward_release_module(self, module: nn.Module, *_unused: Any) -> None:
+        """As `post_forward_release_module`."""
+        self._engine.release_units_of(module.parameters())
+
+    def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
+        """Gather the weights of a module's units ahead of their backward and wait for them."""
+        self._engine.gather_units_of(module.parameters(), wait=True)
+
+    def post_backward(self, module: nn.Module, *_unused: Any) -> None:
+        """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
+        self._engine.reduce_units_of(module.parameters())
+
+    def backward_dw(self) -> None:
+        """Compute weight gradients that were delayed now, in place of at the end of backward.
+
+        Raises:
+            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
+        """
+        if self._engine.delayed is None:
+            raise ConfigurationError(
+                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
+                "in the configuration"
+            )
+        self._engine.delayed.run()
+
+    def broadcast_params(self) -> None:
+        """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).
+
+        Under the other strategies each part of the main weights exists once, so there is nothing to send.
+        """
+        self._engine.broadcast_whole_weights()
+
+    def take_part(
+        self,
+        module: nn.Module | None = None,
+        hidden: torch.Tensor | None = None,
+        order: Sequence[nn.Module] | None = None,
+    ) -> torch.Tensor:
+        """Take part in the communication of a module's units without calling it, on a rank that has no data for it.
+
+        Call it where the other ranks call the module: it gathers what they gather, and when the gradient of the result
+        comes, it gathers and reduces as their backward does, with gradients of zero.
+
+            hidden = hidden + expert(hidden) if chosen else model.take_part(expert, hidden)
+            loss = loss_of(model(batch)) if batch is not None else model.take_part()
+
+        Args:
+            module: Part of the model, or None for a whole forward (the model itself).
+            hidden: What the module would be called on, or any floating-point tensor on which the loss depends; None: a
+                new zero, to be added to the loss. A frozen module has a backward only where `hidden` requires grad.
+            order: Modules within it in the order that their forward calls them; None: the order of registration.
+
+        Returns:
+            `hidden`, unchanged in value; without it a scalar zero.
+
+        Raises:
+            ConfigurationError: A module is not part of the model.
+            ScheduleError: `hidden` cannot carry a gradient.
+        """
+        calls = calls_of(self._engine, self.module, module, order)
+        return take_part(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
+
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """Whether sums wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
+        gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
+        return any(found.has_deferred or found.has_pending for found in gradients)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
+
+        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is
+        restored on exit.
+        """
+        with self._mode.changed(is_last_microbatch=False, defer_all=True):
+            yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Synchronise after every backward in this block; the previous state is restored on exit."""
+        with self._mode.changed(auto_sync=True, defer_all=False):
+            yield
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Choose whether every backward ends with a gradient sync."""
+        self._mode.auto_sync = sync_model
+
+    # ---- whole tensors out of shards, a part at a time or all. Every rank has to make the same calls -----------------
+
+    def full_parameters_context(
+        self, module: nn.Module | None = None, *, writeback: bool = False, compute_dtype: bool = False
+    ) -> AbstractContextManager[None]:
+        """Let modules hold full, plain parameters inside a block, to read, export, run or (`writeback`) change them.
+
+        The parameters are copies of the main weights in their main dtype, without gradients; state dicts taken inside
+        hold them. Modules may be called, whole models or, under `torch.no_grad()`, with a part opened. Whatever happens
+        inside, the sharded parameters are back afterwards. Memory: the copies and one group. Collective.
+
+        Args:
+            module: Open the units that own parameters of this module, and no others; None: all.
+            writeback: At the end take what the copies hold into main and compute weights. Every rank has to write the
+                same values; they are compared (one number per tensor) and nothing is taken in where they differ.
+                After an exception nothing is taken in either.
+            compute_dtype: Show the parameters in the dtype the model computes in; not with `writeback`.
+
+        Raises:
+            ScheduleError: Inside a forward or backward, or for a unit that is open already.
+            ConfigurationError: `module` owns no parameter of the model; the two switches exclude each other; ranks
+                wrote different values, or a parameter was replaced (both on every rank).
+        """
+        engine = self._engine
+        units = list(engine.units) if module is None else engine.units_of(module.parameters())
+        if not units:
+            raise ConfigurationError(
+                f"a {type(module).__name__} owns no parameter of this model; give one of its modules, or None for all"
+            )
+        return shown_in_full(engine, units, writeback, compute_dtype)
+
+    def iter_full_tensors(
+        self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, what: Literal["parameters", "gradients"] = "parameters"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters or gradients one after another, with bounded memory.
+
+        Args:
+            bucket_bytes: The most that is held beyond the shards while no more than the latest tensor is kept; a
+                tensor of more than half of it is held together with the bucket before it.
+            what: Main weights in the main dtype, or the gradients that parameters show (those that show none are left
+                out).
+
+        Yields:
+            Canonical name (a tied one once) and tensor, in the order of units and of their flat buffers. A tensor is a
+            view of its bucket; clone it to keep it without the rest. The same on every rank, and every rank has to go
+            through all of them.
+
+        Raises:
+            ConfigurationError: An argument means nothing, or ranks show gradients for different parameters.
+        """
+        check_bucket_bytes(bucket_bytes)
+        if what not in ("parameters", "gradients"):
+            raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
+        tensors = iter_parameters if what == "parameters" else iter_gradients
+        return tensors(self._engine, bucket_bytes)
+
+    def iter_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """As `iter_full_tensors`, for the optimizer's state tensors that are sharded as their parameter.
+
+        Yields:
+            Canonical name of the parameter, key of the state, and tensor; key after key. Other state, such as step
+            counters, is whole on every rank and not part of this.
+
+        Raises:
+            ConfigurationError: `bucket_bytes` is not positive, or ranks hold state for different parameters.
+        """
+        check_bucket_bytes(bucket_bytes)
+        return iter_optimizer_state(self._engine, optimizer, bucket_bytes)
+
+    def parameter_statistics(self) -> ModelStatistics:
+        """Mean, std, norm, extremes, zeros and non-finite elements of every main weight. One small collective."""
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return parameter_statistics(self._engine)
+
+    def gradient_statistics(self) -> ModelStatistics:
+        """The same of every gradient that is not None. One small collective."""
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return gradient_statistics(self._engine)
+
+    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
+        """Clear the `.decoupled_grad` of sharded parameters; nothing to do where gradients are in `.grad`."""
+        if all(group.grad_attribute == GRAD for group in self._engine.groups()):
+            return
+        for param in params:
+            group, _ = self._engine.places[id(param)]
+            grad = get_grad(param, group.grad_attribute)
+            if group.grad_attribute == GRAD or grad is None:
+                continue
+            if set_to_none:
+                set_grad(param, group.grad_attribute, None)
+            else:
+                grad.zero_()
+
+    # ---- state dicts of a sharded model and of its optimizers --------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as `torch.nn.Module.load_state_dict` does, then install the weights.
+
+        Takes this rank's shards, as `state_dict()` gives them, and whole tensors that are the same on every rank, in
+        any mixture; whole tensors of experts may be those of all ranks. No communication, but for DTensors that torch
+        has cut, as those of FSDP2: they are gathered one after another, so that all ranks have to load them.
+
+        Args:
+            state_dict: By the names of `state_dict()`.
+            strict: Refuse missing and unexpected keys. Shapes and cuts that do not fit are refused in any case.
+            assign: False.
+
+        Returns:
+            What torch returns: the missing and the unexpected keys.
+
+        Raises:
+            CheckpointError: Something does not fit; lists everything. Nothing was loaded. Each rank judges what it was
+                given and only ranks that were given what does not fit raise, as a state dict may be loaded by one rank
+                alone; where shards come out of a file (`torch.load`) all ranks have to load them, and all raise.
+            ConfigurationError: `assign` is True.
+        """
+        if assign:
+            raise ConfigurationError(
+                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces of "
+                "flat buffers; load with assign=False, which copies"
+            )
+        given: object = state_dict
+        if not isinstance(given, Mapping):
+            return super().load_state_dict(state_dict, strict)  # which torch refuses
+        state_dict = self._recut(state_dict)
+        problem = self._problem_of_load(state_dict, strict)
+        self.refuse_load(problem, are_from_file(state_dict.values()))
+        result = super().load_state_dict(state_dict, strict)
+        self._engine.install_main_weights()
+        return result
+
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file.
+
+        Raises:
+            CheckpointError: Something is wrong here, or, with `is_from_file`, on any rank.
+        """
+        raise_everywhere(problem, self._engine.reaching_all if is_from_file else ())
+
+    def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Cut as parameters what torch has cut into equal shards."""
+        recut, names = {}, {name for group in self._engine.groups() for name in group.names}
+        for key, value in state_dict.items():
+            name = self.held_name(key.removeprefix(_PREFIX))
+            is_cut_by_torch = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+            if not is_cut_by_torch or (name is not None and name not in names):
+                continue  # as buffers may be, which are held as they are
+            if not all(placement.is_replicate() for placement in value.placements):
+                whole = value.full_tensor()
+                recut[key] = whole if name is None else self.held_tensor(name, whole).clone()
+        if not recut:
+            return state_dict
+        found = OrderedDict({**state_dict, **recut})
+        if hasattr(state_dict, "_metadata"):
+            found._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return found
+
+    def _problem_of_load(self, state_dict: Mapping[str, Any], strict: bool) -> str | None:
+        """Say what does not fit, and what to do; None where nothing is wrong."""
+        groups = self._engine.groups()
+        frames = {name: frame for group in groups for name, frame in zip(group.names, group.frames, strict=True)}
+        keys = {self.checkpoint_name(name): name for name in frames}
+        fit = [key for key in keys if _PREFIX + key in state_dict]
+        bare = [key for key in keys if key in state_dict]
+        if bare and not fit:
+            return (
+                f"the keys of the state dict lack the prefix {_PREFIX!r} (such as {bare[0]!r}), as those of an "
+                "unsharded model do, and nothing was loaded; load it with model.module.load_state_dict(state_dict)"
+            )
+        for key in fit:
+            held = self._engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
+            problem = other_shards(held, frames[keys[key]])
+            if problem is not None:
+                return problem
+        load = super().load_state_dict
+        problem = check_load(self, lambda: load(state_dict, strict))
+        if problem is None:
+            return None
+        may_leave_out = fit and check_load(self, lambda: load(state_dict, strict=False)) is None
+        advice = ", or pass strict=False to load what fits and leave out the rest" if may_leave_out else ""
+        return (
+            f"the state dict does not fit, and nothing was loaded: {problem}\n"
+            f"load what state_dict() of the same model gave{advice}"
+        )
+
+    def checkpoint_name(self, name: str) -> str:
+        """What a checkpoint of all ranks calls a parameter or buffer of this rank.
+
+        Another name only for experts that ranks number from 0 each: those are numbered over all ranks there.
+
+        Args:
+            name: Canonical name, without the wrapper's own `module.`.
+        """
+        return self._engine.expert_names.name_of(name)
+
+    def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is cut as a parameter, the parameter itself or state of it, as checkpoints of all ranks see it.
+
+        Another tensor, over the same memory, only for experts that share their name with those of other ranks: where
+        they are stacked, its shape is that of all ranks' experts.
+
+        Args:
+            name: Canonical name of the parameter.
+            tensor: A DTensor cut as it is; others are handed back.
+        """
+        seen: torch.Tensor = self._engine.expert_names.as_saved(name, tensor)
+        return seen
+
+    def held_name(self, name: str) -> str | None:
+        """The reverse of `checkpoint_name`; None for an expert of another rank."""
+        return self._engine.expert_names.name_here(name)
+
+    def held_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The reverse of `checkpoint_view`, and of a whole tensor this rank's shard, as views; others are handed back.
+
+        Args:
+            name: Canonical name of the parameter.
+            tensor: What is cut as it is, or of the shape of the whole parameter, or of those of all ranks' experts.
+        """
+        engine = self._engine
+        own: torch.Tensor = engine.expert_names.as_held(name, tensor)
+        for group in engine.groups():
+            if name in group.names:
+                own = own_shard(own, group.frames[group.names.index(name)])
+        return own
+
+    def stop_describing_state_dicts(self) -> None:
+        """Leave the tensors of model state dicts without the description that torch.distributed.checkpoint reads."""
+        for handle in self._assembly.state_dict_handles:
+            handle.remove()
+
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+        group, index = self._engine.places[id(param)]
+        if isinstance(value, DTensor) and value.shape == param.shape:
+            group.describe_chunks(index, value)
+
+    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """An optimizer's state dict as that of one optimizer with the experts of all ranks, with this rank's part."""
+        if self._engine.expert_names.is_trivial:
+            return state_dict
+        return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+
+    @property
+    def has_other_experts_elsewhere(self) -> bool:
+        """Whether ranks hold different experts, so that checkpoints number the parameters of all ranks."""
+        return not self._engine.expert_names.is_trivial
+
+    def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
+
+        None where no ranks hold other experts, so that the numbers are those of this rank's parameters.
+        """
+        if self._engine.expert_names.is_trivial:
+            return None
+        return names_as_saved(optimizer, self._names_by_id(), self._engine.expert_names)
+
+    def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        """The reverse: what concerns this rank of such a state dict, numbered as torch does here."""
+        if self._engine.expert_names.is_trivial:
+            return state_dict
+        return state_as_held(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
+        return self._engine.handed_out.is_written
+
+    def _names_by_id(self) -> dict[int, str]:
+        groups = self._engine.groups()
+        return {id(param): name for group in groups for name, param in zip(group.names, group.sharded, strict=True)}
+
+    # ---- read-only views of a sharded model --------------------------------------------------------------------------
+
+    _hang_log: HangLog | None = None
+
+    @property
+    def raw_param(self) -> dict[str, nn.Parameter]:
+        """The full compute parameters by canonical name; their values are valid while their unit is gathered."""
+        return {
+            name: param for group in self._engine.groups() for name, param in zip(group.names, group.full, strict=True)
+        }
+
+    @property
+    def param_to_name(self) -> dict[nn.Parameter, str]:
+        """Canonical name of every parameter object, sharded and full."""
+        return {
+            param: name
+            for group in self._engine.groups()
+            for params in (group.full, group.sharded)
+            for name, param in zip(group.names, params, strict=True)
+        }
+
+    @property
+    def decouples_gradients(self) -> bool:
+        """Whether parameters show their gradients as `.decoupled_grad`."""
+        return any(group.grad_attribute != GRAD for group in self._engine.groups())
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """All parameter groups, in unit order."""
+        return self._engine.groups()
+
+    def sharded_names(self) -> dict[int, str]:
+        """Canonical name of each sharded parameter by its id."""
+        return {
+            id(param): name
+            for group in self._engine.groups()
+            for name, param in zip(group.names, group.sharded, strict=True)
+        }
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """This rank's piece of a full tensor, sharded as a sharded parameter is; a copy, in the tensor's dtype."""
+        group, index = self._engine.places[id(param)]
+        return group.shard_like(index, full)
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """All main weights, whole, by canonical name, on every rank. Collective."""
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return full_parameters(self._engine)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return full_gradients(self._engine)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell somebody of every phase and every collective of this model on this rank, until `stop_observing`."""
+        self._engine.observers.add(observer)
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Tell them no longer."""
+        self._engine.observers.remove(observer)
+
+    def check_lifetimes(self) -> None:
+        """Check every use of borrowed memory from now on, and poison what is released; for debugging (lifetimes.md).
+
+        Results stay the same, bit for bit. Weights that are gathered now are gathered again at their next use.
+
+        Raises:
+            ScheduleError: A forward or backward is under way.
+        """
+        check_lifetimes(self._engine)
+
+    def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
+        """Keep a log of what this rank does last, so that a hang can be explained: see `docs/hangs.md`. Collective.
+
+        Args:
+            folder: Where the logs of all ranks go, one file each; one that all ranks see, where there is one. `mfsdp
+                hang FOLDER` reads it, at any time and from any machine.
+            timeout_s: Print the explanation when nothing has happened for so many seconds while a rank communicates;
+                training is not stopped. None: only when asked, and with errors of communication.
+
+        Raises:
+            ConfigurationError: On every rank, where one cannot write, or `timeout_s` is no time; or this model keeps a
+                log already.
+        """
+        if self._hang_log is not None:
+            raise ConfigurationError(
+                f"this model keeps a log for hangs in {self._hang_log.folder} already; call stop_logging_for_hangs() "
+                "first"
+            )
+        log, problem = None, None
+        try:
+            check_timeout(timeout_s)
+            log = HangLog(Path(folder), self._engine, timeout_s)
+        except ConfigurationError as error:
+            problem = error
+        try:
+            agree_over(self._engine.reaching_all, problem)
+        except BaseException:
+            if log is not None:
+                log.withdraw()
+            raise
+        assert log is not None
+        self._hang_log = log
+        self.observe(log)
+
+    def stop_logging_for_hangs(self) -> None:
+        """Say goodbye in the log, if there is one, and write no more."""
+        log, self._hang_log = self._hang_log, None
+        if log is not None:
+            self.stop_observing(log)
+            log.close()
+
+    def _log_as_told(self) -> None:
+        """Keep a log where the environment says so; that it says the same everywhere was agreed before."""
+        settings = self._assembly.hang_settings
+        if settings is not None:
+            self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
+
+    def describe(self) -> Description:
+        """What was made of model, ranks and options, read off the live objects; on this rank, without communication.
+
+        `print(model.describe())` is for people, `.to_dict()` for programs (docs/describe.md).
+        """
+        return describe_model(self._subject())
+
+    def _subject(self) -> Subject:
+        return Subject(
+            wrapper=type(self).__name__,
+            module=self.module,
+            assembly=self._assembly,
+            switches=self._switches,
+            index=self.dist_index,
+            config=self._config,
+            policy=self.mp_policy,
+            auto_sync=self._mode.auto_sync,
+            bucket_numel=self._bucket_numel,
+            unit_modules=self.fsdp_unit_modules,
+            gathers_at_once=self._gathers_at_once,
+        )
+
+    def unit_plan_lines(self) -> tuple[str, ...]:
+        """The units and their sizes, for people."""
+        return self._assembly.plan_lines
+
+    def footprints(self) -> tuple[GroupFootprint, ...]:
+        """One entry per parameter group, as the formulas of `megatron_fsdp.sharding.accounting` take them."""
+        return footprints_of(self._engine)
+
+    def traffic(self) -> Traffic:
+        """What this rank has sent for this model so far."""
+        return self._engine.traffic.copy()
+
+    def traffic_by_axis(self) -> dict[str, Traffic]:
+        """What this rank has sent along each data-parallel axis so far, by the name of its mesh dimension."""
+        return {name: traffic.copy() for name, traffic in self._engine.traffic_by_axis.items()}
+
+    def memory(self) -> MemoryUse:
+        """What the engine holds on this rank now."""
+        return memory_of(self._engine)
 
 
 def _own_config(

@@ -50,9 +50,9 @@ class BucketEngine(Engine):
         """Whether weights are waited for where modules read them, not before the forward."""
         return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
 
-    def before_forward(self, index: int) -> None:
+    def pre_forward(self, index: int) -> None:
         """The model's forward, or one inside a recomputation, is about to run."""
-        super().before_forward(index)
+        super().pre_forward(index)
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
             return
@@ -66,7 +66,7 @@ class BucketEngine(Engine):
 
     def gather_all(self) -> None:
         """Gather and show everything, where nobody knows who reads what."""
-        if all(unit.shows_full for unit in self._buckets):
+        if all(unit.shows_unsharded for unit in self._buckets):
             return
         self.executor.run(self.scheduler.everything())
         self._show(self._buckets)
@@ -75,18 +75,18 @@ class BucketEngine(Engine):
         """A module that reads the parameters of some buckets is about to run."""
         if self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.run(self.scheduler.weights_read(buckets))
-            self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_full])
+            self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_unsharded])
 
-    def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
+    def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The model's forward has run or failed."""
-        call = super().after_forward(index, needs_backward, failed)
+        call = super().post_forward(index, needs_backward, failed)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())
             self._stood_in.clear()
             for unit in self._buckets:
                 if unit.index not in self.opened:
-                    unit.install_sharded()
+                    unit.show_sharded()
         return call
 
     def prefetch_weights(self, wait: bool) -> None:
@@ -108,22 +108,22 @@ class BucketEngine(Engine):
         for unit in units:
             if unit.index in self._stood_in:
                 self._stood_in.discard(unit.index)
-                unit.install_sharded()
+                unit.show_sharded()
             if unit.index not in self.opened:
-                unit.install_full()
+                unit.show_unsharded()
 
     def _stand_in(self) -> None:
         """Let code that asks for the dtype of a weight before its module runs find that of the compute weight."""
         for unit in self._buckets:
-            if unit.index in self._stand_ins and unit.index not in self.opened and not unit.shows_full:
-                unit.install_copies(self._stand_ins[unit.index])
+            if unit.index in self._stand_ins and unit.index not in self.opened and not unit.shows_unsharded:
+                unit.show_copies(self._stand_ins[unit.index])
                 self._stood_in.add(unit.index)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: ForwardCall) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """The backward of the model is about to run; recomputation may read any weight."""
-        super().before_backward(call)
+        super().pre_backward(call)
         if not self._installed.issuperset(unit.index for unit in self._buckets):
             self._run_backward(self.scheduler.everything())
             self._show(self._buckets)
@@ -144,9 +144,9 @@ class BucketEngine(Engine):
             if operations:
                 self._run_backward(operations)
 
-    def _end_backward(self) -> None:
+    def _post_backward(self) -> None:
         learnt = self.scheduler.learns
-        super()._end_backward()
+        super()._post_backward()
         if learnt and self.scheduler.config.reduces_early:
             self.executor.set_bucket_count(self.executor.bucket_count)  # all filled at once, this time only
 

@@ -27,7 +27,7 @@ from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradAttribute, GradientBuffers, get_grad, plain_attributes, set_grad
 from megatron_fsdp.engine.memory import MemoryPlan, bucket_count, unit_numels
-from megatron_fsdp.engine.observer import Observers, Phase
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
@@ -328,9 +328,9 @@ class UsageAgreement:
 # Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was
 # registered on these is called here, at each gradient sync, when all gradients are in their places:
 #
-# - `register_hook` first: called with the gradient; what it returns replaces it; -
-# `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
-# gradient.
+# - `register_hook` first: called with the gradient; what it returns replaces it;
+# - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
+#   gradient.
 #
 # Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones
 # included. They run in the order of units, on every rank for the same parameters, and for those only that got a
@@ -399,155 +399,6 @@ def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name
             f"({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same shape, dtype and sharding"
         )
     set_grad(param, attribute, answer)
-
-
-# The part of the engine for loops that drive communication by hand: gather, release, reduce when told.
-
-
-class OnRequest:
-    """What hooks never ask for, and people may."""
-
-    units: tuple[Unit, ...]
-    scheduler: Scheduler
-    executor: Executor
-    memory: MemoryPlan
-    places: dict[int, tuple[ParameterGroup, int]]
-    observers: Observers  # who are told of phases and collectives
-    _sharding: Sharding
-
-    @property
-    def dense(self) -> Domain:
-        """The ranks of dense parameters."""
-        return self._sharding.dense
-
-    @property
-    def experts(self) -> Domain | None:
-        """The ranks of experts; None where they are sharded as everything else."""
-        return self._sharding.experts
-
-    @property
-    def reach(self) -> Reach:
-        """How far gradients of this backward travel."""
-        raise NotImplementedError
-
-    @property
-    def num_ranks(self) -> int:
-        """Dense data-parallel ranks, all axes together."""
-        return self._sharding.dense.num_ranks
-
-    @property
-    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Groups that together reach every rank of the model."""
-        return self._sharding.reaching_all
-
-    def groups(self) -> list[ParameterGroup]:
-        """All parameter groups, in unit order."""
-        raise NotImplementedError
-
-    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
-        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
-            for group, index in (self.places[id(param)] for param in params):
-                if group.gradients is not None:
-                    group.gradients.forget_pending(index)
-        self.release_gradients()
-
-    def release_gradients(self) -> None:
-        """Give the memory of gradients that were cleared back: forward and evaluation may need it."""
-        if self.scheduler.in_backward:
-            return  # some may be on their way
-        for group in self.groups():
-            if group.gradients is not None:
-                group.gradients.release(group.sharded)
-
-    def install_main_weights(self) -> None:
-        """Copy main weights into compute weights; what was gathered is out of date."""
-        raise NotImplementedError
-
-    def prefetch_weights(self, wait: bool) -> None:
-        """Start gathering the units that there is room for, root first, ahead of the next forward."""
-        for unit in self.units:
-            self.executor.run(self.scheduler.weights_wanted(unit.index))
-            if wait:
-                unit.wait()
-        if wait:
-            self.await_weights()
-
-    def await_weights(self) -> None:
-        """Wait for what `prefetch_weights` has started."""
-        for unit in self.units:
-            unit.wait()
-
-    @property
-    def gathers_beside_main_weights(self) -> bool:
-        """Whether no gather writes into memory that main weights lie in, so that both may go on at a time.
-
-        Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
-        """
-        return not any(
-            group.is_gathered and group.weights.main_is_compute and not group.weights_in_slots
-            for group in self.groups()
-        )
-
-    @property
-    def largest_unit_numel(self) -> int:
-        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
-        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
-        return max(sizes[1:], default=sizes[0])
-
-    def set_prefetch(self, numel: int) -> None:
-        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
-        self.scheduler.look_ahead(
-            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
-        )
-
-    def set_reduce_capacity(self, numel: int) -> None:
-        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
-
-        Raises:
-            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
-        """
-        if not self.scheduler.config.reduces_early:
-            raise ConfigurationError(
-                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
-                "wait for the end of backward; leave it alone or turn the overlap on"
-            )
-        self.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in self.units]))
-
-    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
-        """Gather the units that own some parameters, sharded or full ones."""
-        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
-        for unit in self.units_of(params):
-            self.executor.run(event(unit.index))
-
-    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        """The units that own some parameters, sharded or full ones, in unit order."""
-        wanted = {id(param) for param in params}
-        return [
-            unit
-            for unit in self.units
-            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
-        ]
-
-    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
-        for unit in self.units_of(params):
-            self.executor.run(self.scheduler.weights_unwanted(unit.index))
-
-    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
-        for unit in self.units_of(params):
-            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
-                self.executor.run(self.scheduler.gradients_ready(unit.index), self.reach)
-
-    def broadcast_whole_weights(self) -> None:
-        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
-        for group in self.groups():
-            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
-                if axis.group is not None and placement is not Placement.SHARD:
-                    with self.observers.during(Phase.WHOLE, ROOT):
-                        dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
-        self.install_main_weights()
 
 
 # What hangs in the module tree that was not there when the model was sharded.
@@ -658,7 +509,7 @@ def _take_gradient(
     engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
-class Engine(OnRequest):
+class Engine:
     """Everything that happens between two optimizer steps.
 
     Args:
@@ -714,7 +565,7 @@ class Engine(OnRequest):
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def before_forward(self, index: int) -> None:
+    def pre_forward(self, index: int) -> None:
         """The unit's forward is about to run: its parameters become full."""
         if self.opened and torch.is_grad_enabled():
             raise ScheduleError(
@@ -726,7 +577,7 @@ class Engine(OnRequest):
             self._match_after_reset()
             self._defers |= self.reach is not Reach.EVERYWHERE
             self.refresh_weights()
-            self.executor.gather_across()
+            self.executor.all_gather_outer()
         elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
@@ -738,11 +589,11 @@ class Engine(OnRequest):
                 "call reset() on the model on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(index))
-        self.units[index].install_full()
+        self.units[index].show_unsharded()
         if self.observers.are_there:
             self.observers.begins(Phase.FORWARD, index)
 
-    def after_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
+    def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
         """The unit's forward has run or failed: its parameters are the sharded ones again."""
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
@@ -751,11 +602,11 @@ class Engine(OnRequest):
             self.observers.leaves(Phase.FORWARD, index, failed)
         epoch = self.scheduler.forward_ends(index, needs_backward)
         if depth == 1:
-            unit.install_sharded()
+            unit.show_sharded()
             if not self.executor.is_broken:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
-            self.executor.finish_across()
+            self.executor.wait_for_outer()
             self.executor.end_forward(failed)
         return ForwardCall(index, epoch)
 
@@ -882,7 +733,7 @@ class Engine(OnRequest):
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: ForwardCall) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """The gradient of some output of a forward is known, so its backward is about to run."""
         self._begin_backward()
         if call.last_backward == self._backward_id:
@@ -896,7 +747,7 @@ class Engine(OnRequest):
                 "zero_dp_strategy 0 to 2"
             )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
-        self.units[call.unit].install_full()  # recomputation inside the unit calls no hook of it
+        self.units[call.unit].show_unsharded()  # recomputation inside the unit calls no hook of it
         self._installed.add(call.unit)
         if self.observers.are_there:
             self.observers.begins(Phase.BACKWARD, call.unit)
@@ -983,12 +834,12 @@ class Engine(OnRequest):
         self._backward_id += 1
         for check in self._checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
-    def _end_backward(self) -> None:
+    def _post_backward(self) -> None:
         self.observers.backward_pauses()
         for index in self._installed:
-            self.units[index].install_sharded()
+            self.units[index].show_sharded()
         self._installed.clear()
         late = self.delayed.params if self.delayed is not None else set()
         for unit in self.units if late else ():
@@ -1023,10 +874,10 @@ class Engine(OnRequest):
         """The checks of every gradient that are switched on."""
         return [check for check in (self.finite_check, self.large_check) if check is not None]
 
-    def install_sharded(self) -> None:
+    def show_sharded(self) -> None:
         """Put the sharded parameters into all modules."""
         for unit in self.units:
-            unit.install_sharded()
+            unit.show_sharded()
         self._installed.clear()
 
     def _run_backward(self, operations: Sequence[object]) -> None:
@@ -1130,7 +981,7 @@ class Engine(OnRequest):
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:
-            unit.install_sharded()
+            unit.show_sharded()
             for group in unit.groups:
                 for param in group.full:
                     param.grad = None
@@ -1145,3 +996,126 @@ class Engine(OnRequest):
             with self.observers.during(Phase.AGREE, ROOT):
                 groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
                 match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
+
+    # ---- what hooks never ask for, and people may --------------------------------------------------------------------
+
+    @property
+    def dense(self) -> Domain:
+        """The ranks of dense parameters."""
+        return self._sharding.dense
+
+    @property
+    def experts(self) -> Domain | None:
+        """The ranks of experts; None where they are sharded as everything else."""
+        return self._sharding.experts
+
+    @property
+    def num_ranks(self) -> int:
+        """Dense data-parallel ranks, all axes together."""
+        return self._sharding.dense.num_ranks
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model."""
+        return self._sharding.reaching_all
+
+    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+            for group, index in (self.places[id(param)] for param in params):
+                if group.gradients is not None:
+                    group.gradients.forget_pending(index)
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Give the memory of gradients that were cleared back: forward and evaluation may need it."""
+        if self.scheduler.in_backward:
+            return  # some may be on their way
+        for group in self.groups():
+            if group.gradients is not None:
+                group.gradients.release(group.sharded)
+
+    def prefetch_weights(self, wait: bool) -> None:
+        """Start gathering the units that there is room for, root first, ahead of the next forward."""
+        for unit in self.units:
+            self.executor.run(self.scheduler.weights_wanted(unit.index))
+            if wait:
+                unit.wait_for_unshard()
+        if wait:
+            self.await_weights()
+
+    def await_weights(self) -> None:
+        """Wait for what `prefetch_weights` has started."""
+        for unit in self.units:
+            unit.wait_for_unshard()
+
+    @property
+    def gathers_beside_main_weights(self) -> bool:
+        """Whether no gather writes into memory that main weights lie in, so that both may go on at a time.
+
+        Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
+        """
+        return not any(
+            group.is_gathered and group.weights.main_is_compute and not group.weights_in_slots
+            for group in self.groups()
+        )
+
+    @property
+    def largest_unit_numel(self) -> int:
+        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
+        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
+        return max(sizes[1:], default=sizes[0])
+
+    def set_prefetch(self, numel: int) -> None:
+        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
+        self.scheduler.look_ahead(
+            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
+        )
+
+    def set_reduce_capacity(self, numel: int) -> None:
+        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
+
+        Raises:
+            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
+        """
+        if not self.scheduler.config.reduces_early:
+            raise ConfigurationError(
+                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
+                "wait for the end of backward; leave it alone or turn the overlap on"
+            )
+        self.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in self.units]))
+
+    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
+        """Gather the units that own some parameters, sharded or full ones."""
+        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+        for unit in self.units_of(params):
+            self.executor.run(event(unit.index))
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units that own some parameters, sharded or full ones, in unit order."""
+        wanted = {id(param) for param in params}
+        return [
+            unit
+            for unit in self.units
+            if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
+        ]
+
+    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
+        for unit in self.units_of(params):
+            self.executor.run(self.scheduler.weights_unwanted(unit.index))
+
+    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
+        for unit in self.units_of(params):
+            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
+                self.executor.run(self.scheduler.gradients_ready(unit.index), self.reach)
+
+    def broadcast_whole_weights(self) -> None:
+        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
+        for group in self.groups():
+            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+                if axis.group is not None and placement is not Placement.SHARD:
+                    with self.observers.during(Phase.WHOLE, ROOT):
+                        dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
+        self.install_main_weights()

@@ -198,14 +198,12 @@ class Executor:
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is _GATHER:
-            unit.gather_across(self._outer_lane)
-            unit.gather(self._gather_lane, self._block_for(unit, slot))
+            unit.all_gather_outer(self._outer_lane)
+            unit.unshard(self._gather_lane, self._block_for(unit, slot))
         elif action is _WAIT:
-            unit.wait()
+            unit.wait_for_unshard()
         elif action is _RELEASE:
-            unit.invalidate()
-            if self.weight_memory.give_back(unit.index):
-                unit.hide()
+            unit.reshard(loses_memory=self.weight_memory.give_back(unit.index))
         elif action is _REDUCE:
             self.reduce(unit, reach)
         else:
@@ -245,17 +243,17 @@ class Executor:
         self.observers.lends(Memory.WEIGHTS, unit.index, block)
         return block
 
-    def gather_across(self) -> None:
+    def all_gather_outer(self) -> None:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
         for unit in self._units:
             if unit.has_to_cross:
                 with self.observers.during(Phase.GATHER_ACROSS, unit.index):
-                    unit.gather_across(self._outer_lane)
+                    unit.all_gather_outer(self._outer_lane)
 
-    def finish_across(self) -> None:
+    def wait_for_outer(self) -> None:
         """Wait for that, also for units that the forward did not use: their weights may be changed after it."""
         for unit in self._units:
-            unit.finish_across()
+            unit.wait_for_outer()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -378,7 +376,7 @@ class Executor:
             self.verifier.forget()
         self.retire_all()
         for unit in self._units:
-            unit.wait()
+            unit.wait_for_unshard()
             for group in unit.groups:
                 if group.gradients is not None:
                     group.gradients.abandon()

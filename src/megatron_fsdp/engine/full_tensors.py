@@ -117,7 +117,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
     try:
         for unit in units:
-            unit.install_copies(copies[unit.index])
+            unit.show_copies(copies[unit.index])
             engine.opened.add(unit.index)
         yield
     except Exception as error:
@@ -132,7 +132,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
     finally:
         for unit in units:
             engine.opened.discard(unit.index)
-            unit.install_sharded()
+            unit.show_sharded()
 
 
 def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> None:

@@ -220,8 +220,8 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
             watch = SideOutputs(module, unit_modules)
-        before = partial(_before_forward, reference, index, watch)
-        after = partial(_after_forward, reference, index, watch)
+        before = partial(_pre_forward, reference, index, watch)
+        after = partial(_post_forward, reference, index, watch)
         if is_compiled_in_place(module):
             surround(module, before, after)
             continue
@@ -248,17 +248,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(dict(leaf))
 
 
-def _before_forward(
+def _pre_forward(
     reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any
 ) -> None:
     if watch is not None:
         watch.begin()
     engine = live_engine(reference)
     if index not in engine.opened:
-        engine.before_forward(index)
+        engine.pre_forward(index)
 
 
-def _after_forward(
+def _post_forward(
     reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any, output: Any
 ) -> Any:
     engine = reference()
@@ -275,13 +275,13 @@ def _after_forward(
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
-    call = engine.after_forward(index, bool(outputs), failed)
+    call = engine.post_forward(index, bool(outputs), failed)
     if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
         if tensor.is_leaf:
             continue  # nothing of this forward leads to it, and its hooks would outlive the call
-        tensor.register_hook(partial(_before_backward, reference, call))
+        tensor.register_hook(partial(_pre_backward, reference, call))
     return output
 
 
@@ -305,7 +305,7 @@ class _Door:
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
-            _before_forward(self._reference, ROOT, None, module, args)
+            _pre_forward(self._reference, ROOT, None, module, args)
             if not self._leaves:
                 module.register_forward_hook(uncompiled(self._leave), always_call=True)
                 self._leaves = True
@@ -315,7 +315,7 @@ class _Door:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run, or failed."""
         if self._opened and self._opened.pop():
-            return _after_forward(self._reference, ROOT, None, module, args, output)
+            return _post_forward(self._reference, ROOT, None, module, args, output)
         return output
 
 
@@ -362,5 +362,5 @@ def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
         )
 
 
-def _before_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
-    live_engine(reference).before_backward(call)
+def _pre_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
+    live_engine(reference).pre_backward(call)

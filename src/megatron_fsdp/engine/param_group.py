@@ -120,11 +120,11 @@ class WeightBuffers:
         if not self.main_is_compute:
             self.compute.part(self.main.region).copy_(self.main.local)
 
-    def gather_across(self) -> torch.distributed.Work | None:
+    def all_gather_outer(self) -> torch.distributed.Work | None:
         """Start bringing an inner rank's part of the compute weights up to date, in place, from the outer ranks."""
         return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region))
 
-    def gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
+    def all_gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
         """Start gathering compute weights into `full` (numel,), from the inner ranks."""
         return self._axes[-1].all_gather(full, self._sent)
 

@@ -93,15 +93,15 @@ def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tens
 
 def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     try:
-        engine.before_forward(call.unit)
+        engine.pre_forward(call.unit)
         for inner in call.inner:
             hidden = _stand_in(engine, inner, hidden)
     except BaseException:
-        engine.after_forward(call.unit, needs_backward=False, failed=True)
+        engine.post_forward(call.unit, needs_backward=False, failed=True)
         raise
     trains = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trains)
-    forward = engine.after_forward(call.unit, needs_backward)
+    forward = engine.post_forward(call.unit, needs_backward)
     if not needs_backward:
         return hidden
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so that there is a backward in any case
@@ -113,7 +113,7 @@ def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
 def _announce(reference: weakref.ref[Engine], forward: ForwardCall, _grad: Tensor) -> None:
     engine = reference()
     if engine is not None:
-        engine.before_backward(forward)
+        engine.pre_backward(forward)
 
 
 class _Passage(torch.autograd.Function):

@@ -169,7 +169,7 @@ def _describe(
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = live_engine(reference)
     if not engine.scheduler.in_forward and not engine.opened:
-        engine.install_sharded()
+        engine.show_sharded()
 
 
 def _before_load(

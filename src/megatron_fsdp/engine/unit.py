@@ -33,7 +33,7 @@ class Unit:
         index: Position in the plan; 0 is the root.
         name: Fully qualified name of the module; empty for the root.
         is_module: Whether there is a module of that name; else the parameters belong to several.
-        shows_full: Whether the module tree holds the full parameters now.
+        shows_unsharded: Whether the module tree holds the full parameters now.
         groups: Its parameter groups; none where the module owns no parameter of its own.
     """
 
@@ -55,7 +55,7 @@ class Unit:
         self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
-        self.shows_full = False
+        self.shows_unsharded = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
         self._is_behind = False  # outer ranks have not shared out the last update yet
@@ -110,22 +110,22 @@ class Unit:
         """Whether outer ranks have a part of the last update that is missing here."""
         return self._is_behind and any(group.plan.gathers_across for group in self.groups)
 
-    def gather_across(self, lane: Lane) -> None:
+    def all_gather_outer(self, lane: Lane) -> None:
         """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
 
-        It writes into the memory of the weights, so it must be over (`finish_across`) before anybody changes them.
+        It writes into the memory of the weights, so it must be over (`wait_for_outer`) before anybody changes them.
         """
         if self._is_behind:
             self._is_behind = False
             self._outer_tickets += [
-                lane.submit(group.weights.gather_across) for group in self.groups if group.plan.gathers_across
+                lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_across
             ]
 
-    def finish_across(self) -> None:
-        """Wait for what `gather_across` started."""
+    def wait_for_outer(self) -> None:
+        """Wait for what `all_gather_outer` started."""
         self._await(self._outer_tickets)
 
-    def gather(self, lane: Lane, block: Block | None) -> None:
+    def unshard(self, lane: Lane, block: Block | None) -> None:
         """Start gathering the compute weights, into `block` where they are sharded at rest."""
         self._await(self._outer_tickets)
         if block is not None and block is not self._placed_in:
@@ -133,9 +133,9 @@ class Unit:
         for group, full in zip(self.groups, self._gathered, strict=True):
             if not group.plan.is_gathered:
                 continue
-            self._tickets.append(lane.submit(partial(group.weights.gather_into, full)))
+            self._tickets.append(lane.submit(partial(group.weights.all_gather_into, full)))
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""
         self._await(self._outer_tickets)
         if self._await(self._tickets):
@@ -154,16 +154,18 @@ class Unit:
         """Return whether a tensor is a view of this unit's gathered weights, where these live in a slot."""
         return self._placed_in is not None and self._placed_in.holds(tensor)
 
-    def invalidate(self) -> None:
-        """The gathered weights are about to be overwritten, or out of date.
+    def reshard(self, loses_memory: bool) -> None:
+        """Let go of the gathered weights: they are about to be overwritten, or out of date.
 
         Autograd then refuses to use what it saved of them: a backward that reaches the unit without an announcement
         raises "modified by an inplace operation" where it would compute with the weights of another unit.
+
+        Args:
+            loses_memory: Their memory is gone too, so that the full parameters lie nowhere until the next unshard.
         """
         self._mark(1)
-
-    def hide(self) -> None:
-        """The memory of the gathered weights is gone: the full parameters lie nowhere until the next gather."""
+        if not loses_memory:
+            return
         self._placed_in = None
         for group in self.groups:
             if group.gathered_bytes:
@@ -183,13 +185,13 @@ class Unit:
             self._gathered[position] = full
             group.place(full)
 
-    def install_full(self) -> None:
+    def show_unsharded(self) -> None:
         """Put the full parameters into the module tree.
 
         Raises:
             ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
         """
-        self.shows_full = True
+        self.shows_unsharded = True
         for module, namespace, attribute, param, sharded, is_plain in self._swaps:
             held = namespace["_parameters"]
             found = held.get(attribute)
@@ -222,16 +224,16 @@ class Unit:
                         "be lost when its gathered weights are released; modify parameters between forwards instead"
                     )
 
-    def install_sharded(self) -> None:
+    def show_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
-        self.shows_full = False
+        self.shows_unsharded = False
         for module, namespace, attribute, _, param, is_plain in self._swaps:
             if is_plain:
                 namespace["_parameters"][attribute] = param
             else:
                 setattr(module, attribute, param)
 
-    def install_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+    def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put parameters of somebody else's into the module tree, one per parameter of each group."""
         for params, sites in zip(copies, self._sites, strict=True):
             for param, places in zip(params, sites, strict=True):
@@ -249,7 +251,7 @@ class Unit:
 
     def install_main_weights(self) -> None:
         """Bring the compute weights of this rank up to date with the main weights."""
-        self.finish_across()
+        self.wait_for_outer()
         self._is_behind = True
         for group in self.groups:
             group.install()

@@ -134,7 +134,7 @@ def build_units(
             groups.append(ParameterGroup(group_plan, params, frames))
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
-        unit.install_sharded()
+        unit.show_sharded()
         if index:  # the root is whole wherever a forward can read its weights
             unit.say_who_owns(plan.remedy(spec))
         units.append(unit)

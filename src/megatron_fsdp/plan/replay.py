@@ -207,7 +207,7 @@ class _Replay:
         self._note("stepped", 0, self._passing.now_bytes)
         self._run(self._scheduler.weights_changed())
         for unit in self._units:
-            unit.finish_across()
+            unit.wait_for_outer()
             unit.is_behind = True
 
     def _microbatch(self, profile: ComputeProfile) -> None:
@@ -228,7 +228,7 @@ class _Replay:
         elif segment.event is Event.FORWARD_ENDS:
             self._epochs.setdefault(unit, []).append(self._scheduler.forward_ends(unit, needs_backward=True))
             if not self._scheduler.in_forward and not self._scheduler.in_backward:
-                self._executor.finish_across()
+                self._executor.wait_for_outer()
         elif segment.event is Event.BACKWARD_BEGINS:
             epoch = self._epochs[unit][-1]
             self._run(self._scheduler.backward_begins(unit, epoch))
@@ -237,7 +237,7 @@ class _Replay:
 
     def _forward_begins(self, unit: int) -> None:
         if not self._scheduler.in_forward and not self._scheduler.in_backward:
-            self._executor.gather_across()
+            self._executor.all_gather_outer()
         self._run(self._scheduler.forward_begins(unit))
 
     def _arrive(self, names: Iterable[str]) -> None:

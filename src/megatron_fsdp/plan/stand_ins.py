@@ -239,7 +239,7 @@ class PlannedUnitDriver:
         """As the engine's."""
         return self.is_behind and any(plan.gathers_across for plan in self._plans)
 
-    def gather_across(self, _lane: object) -> None:
+    def all_gather_outer(self, _lane: object) -> None:
         """Send over the outer axis what the last step changed."""
         if not self.is_behind:
             return
@@ -251,11 +251,11 @@ class PlannedUnitDriver:
                 wait = self._wires.send(Wire.OUTER, "gather across", self.index, sent, plan.spec.key.is_expert)
                 self._outer_tickets.append(PlannedTicket(wait, _nothing))
 
-    def finish_across(self) -> None:
+    def wait_for_outer(self) -> None:
         """Wait for that."""
         self._await(self._outer_tickets)
 
-    def gather(self, _lane: object, _block: Block | None) -> None:
+    def unshard(self, _lane: object, _block: Block | None) -> None:
         """Send over the inner axis."""
         self._await(self._outer_tickets)
         for plan in self._plans:
@@ -265,7 +265,7 @@ class PlannedUnitDriver:
                 wait = self._wires.send(Wire.INNER, "gather", self.index, sent, plan.spec.key.is_expert)
                 self._tickets.append(PlannedTicket(wait, _nothing))
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Until it is gathered."""
         self._await(self._outer_tickets)
         self._await(self._tickets)
@@ -276,11 +276,8 @@ class PlannedUnitDriver:
             ticket.wait()
         tickets.clear()
 
-    def invalidate(self) -> None:
+    def reshard(self, loses_memory: bool) -> None:
         """There is nothing to mark."""
-
-    def hide(self) -> None:
-        """There is nothing to hide."""
 
     def bucket_of(self, _position: int, _block: Block) -> torch.Tensor:
         """Nobody looks at it."""
