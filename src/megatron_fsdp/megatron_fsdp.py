@@ -23,7 +23,7 @@ from megatron_fsdp.config.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, expl
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
-from megatron_fsdp.debug.verify_ranks import compares_steps, resolve_verify_ranks
+from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
@@ -59,7 +59,6 @@ from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePip
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.memory_plan import resolve_memory_options
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-
 
 StateDict = dict[str, Any]
 
@@ -175,7 +174,6 @@ class MegatronFSDP(nn.Module):
             scales_first=not config.gradient_reduce_div_fusion,
             fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
             verify_ranks_s=resolve_verify_ranks(verify_ranks),
-            verify_each_step=compares_steps(verify_ranks),
             find_unused_parameters=find_unused_parameters,
             check_large=config.check_for_large_grads,
             fuses_weight_gradients=config.gradient_accumulation_fusion,
@@ -231,7 +229,7 @@ class MegatronFSDP(nn.Module):
             raise
         self._engine = self._assembly.engine
         self._engine.delayed = delayed
-        watch(self._engine, switches.verify_ranks_s, switches.verify_each_step)
+        watch(self._engine, switches.verify_ranks_s)
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.cli.main import main
-from megatron_fsdp.debug.verify_ranks import fold
-from megatron_fsdp.engine.collective_log import PHASES, Beat, Mark, Record, Ring
+from megatron_fsdp.engine.collective_log import PHASES, Beat, Mark, Record, Ring, fold
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.compare import Difference, first_mismatch
 from megatron_fsdp.hang.explain import Kind, explain

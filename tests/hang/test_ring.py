@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.debug.verify_ranks import fold
 from megatron_fsdp.engine.collective_log import (
     PHASES,
     RECORD_BYTES,
@@ -19,6 +18,7 @@ from megatron_fsdp.engine.collective_log import (
     Mark,
     Record,
     Ring,
+    fold,
     new_file,
     read_beat,
     read_head,

@@ -40,7 +40,7 @@ def step(model: nn.Module) -> Tensor:
 
 def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
     """One rank: two steps as they should be, and the third with the misbehaviour."""
-    limit_s, watch_s, verify = settings
+    limit_s, watch_s = settings
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)
@@ -48,7 +48,7 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=limit_s)
     )
     torch.manual_seed(0)
-    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=verify)
+    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
     model.log_for_hangs(folder, timeout_s=watch_s or None)
     try:
         _train(model, rank, misbehave)
@@ -79,7 +79,6 @@ def misbehaving(
     world: int = 2,
     limit_s: float = DEADLINE_S,
     watch_s: float = 0.0,
-    verify: str | None = None,
 ) -> Iterator[None]:
     """Ranks that run a scenario, until the block ends.
 
@@ -89,7 +88,6 @@ def misbehaving(
         world: How many ranks.
         limit_s: The time limit of their process group.
         watch_s: The time after which they explain by themselves; 0: never.
-        verify: Their `verify_ranks`.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([*preloaded_modules(), __name__])
@@ -97,7 +95,7 @@ def misbehaving(
         ranks = [
             context.Process(
                 target=_main,
-                args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s, verify),
+                args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s),
             )
             for rank in range(world)
         ]

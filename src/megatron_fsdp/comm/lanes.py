@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -94,16 +93,15 @@ class StreamApi(Protocol):
 class HostTicket:
     """A work handle and the local work that follows it, done once, by the first `wait`."""
 
-    def __init__(self, work: dist.Work | None, finish: Finish | None, limit: timedelta | None = None) -> None:
+    def __init__(self, work: dist.Work | None, finish: Finish | None) -> None:
         self._work = work
         self._finish = finish
-        self._limit = limit
 
     def wait(self) -> None:
         """Block until the collective is done, then run its finish."""
         work, self._work = self._work, None
         if work is not None:
-            work.wait() if self._limit is None else work.wait(self._limit)
+            work.wait()
         self._arrived()
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -121,8 +119,8 @@ class HostTicket:
 class WatchedHostTicket(HostTicket):
     """The same, whose moments are told."""
 
-    def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell, limit: timedelta | None) -> None:
-        super().__init__(work, finish, limit)
+    def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell) -> None:
+        super().__init__(work, finish)
         self._tell: Tell | None = tell
 
     def wait(self) -> None:
@@ -146,25 +144,21 @@ class HostLane:
     Args:
         name: For whoever watches.
         watch: Who does.
-
-    Attributes:
-        limit: How long to wait for a collective, below the limit of its process group; None: as long as that allows.
     """
 
     def __init__(self, name: str = "", watch: LaneWatch | None = None) -> None:
         self._name = name
         self._watch = watch
-        self.limit: timedelta | None = None
 
     def submit(self, launch: Launch, finish: Finish | None = None) -> HostTicket:
         """Start the collective at once; its finish runs when the ticket is waited on."""
         if not self._watch:
-            return HostTicket(launch(), finish, self.limit)
+            return HostTicket(launch(), finish)
         tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
         tell(Moment.LAUNCHES)
         work = launch()
         tell(Moment.LAUNCHED, work=work)
-        return WatchedHostTicket(work, finish, tell, self.limit)
+        return WatchedHostTicket(work, finish, tell)
 
 
 class StreamTicket:

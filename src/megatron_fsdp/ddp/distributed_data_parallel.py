@@ -17,7 +17,7 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
 from megatron_fsdp.ddp.meshes import cut_into_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
-from megatron_fsdp.debug.verify_ranks import compares_steps, resolve_verify_ranks
+from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import Switches
@@ -118,13 +118,12 @@ class DistributedDataParallel(MegatronFSDP):
                     f"fsdp_unit_modules={fsdp_unit_modules!r} has no effect without use_megatron_fsdp=True, where "
                     "parameters are cut by size; set that or leave it out"
                 )
-            verify_ranks_s, each_step = resolve_verify_ranks(verify_ranks), compares_steps(verify_ranks)
+            verify_ranks_s = resolve_verify_ranks(verify_ranks)
             switches = replace(
-                _switches(resolved, 0.0 if each_step else verify_ranks_s),
+                _switches(resolved, verify_ranks_s),
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,
-                verify_each_step=each_step,
                 find_unused_parameters=find_unused_parameters,
             )
             grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode)

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from itertools import zip_longest
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.fingerprint import fold
 from megatron_fsdp.comm.groups import go_with, twin_of
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
@@ -102,8 +99,6 @@ class RowExchange:
 
 VARIABLE = "MFSDP_VERIFY_RANKS"
 DEFAULT_TIMEOUT_S = 300.0
-EACH_STEP = "step"
-"""The value that asks for one comparison a step; `step:30` waits 30 seconds for a rank."""
 
 
 class Deed(IntEnum):
@@ -159,8 +154,7 @@ def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: M
     """How long to wait for a rank, in seconds; 0.0: ranks are not compared.
 
     Args:
-        verify_ranks: The argument: True, False, seconds to wait for a rank, "step" or "step:SECONDS" to compare once a
-            step only, or None to ask the environment.
+        verify_ranks: The argument: True, False, seconds to wait for a rank, or None to ask the environment.
         environment: Where `MFSDP_VERIFY_RANKS` may be: 1 for on, 0 for off, seconds, or as the argument.
 
     Raises:
@@ -168,9 +162,7 @@ def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: M
     """
     value = _value(verify_ranks, environment)
     text = str(value)
-    if compares_steps(verify_ranks, environment):
-        text = text.partition(":")[2] if ":" in text else str(DEFAULT_TIMEOUT_S)
-    elif isinstance(value, bool):
+    if isinstance(value, bool):
         return DEFAULT_TIMEOUT_S if value else 0.0
     try:
         seconds = float(text)
@@ -178,21 +170,8 @@ def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: M
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):
         where = VARIABLE if verify_ranks is None else "verify_ranks"
-        raise ConfigurationError(
-            f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait, or {EACH_STEP!r} or "
-            f"'{EACH_STEP}:SECONDS' to compare once a step"
-        )
+        raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")
     return seconds
-
-
-def compares_steps(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ranks are compared once a step, and not before every operation.
-
-    Args:
-        verify_ranks: As for `resolve_verify_ranks`, as is `environment`.
-        environment: Where `MFSDP_VERIFY_RANKS` may be.
-    """
-    return str(_value(verify_ranks, environment)).partition(":")[0] == EACH_STEP
 
 
 def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, str]) -> object:
@@ -212,7 +191,6 @@ class RankVerifier:
     """
 
     def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
-        self.wait_limit: timedelta | None = None
         self._rows = RowExchange(group, timeout_s)
         self._ranks, self._me = self._rows.ranks, self._rows.me
         self._labels = tuple(labels)
@@ -256,9 +234,6 @@ class RankVerifier:
     def change(self) -> None:
         """`requires_grad` of some parameter was changed."""
         self._compare(Announcement(Deed.CHANGE, 0, 0, in_backward=False))
-
-    def communication_failed(self, error: RuntimeError) -> None:
-        """Nothing to add: ranks agreed before it began."""
 
     def forget(self) -> None:
         """The model was brought to rest. What was lost stays lost: a message may still be under way."""
@@ -332,149 +307,3 @@ def tell_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
-
-
-# The cheaper debug switch: once a step, ranks compare a hash of all that they gathered and reduced since the last.
-#
-# Where ranks exchanged data of different units without noticing, the step ends with an error on every rank that names
-# the first difference, and not with wrong weights. Where they wait for one another, they stop to wait after half of
-# the time limit, and compare then: ranks that are stuck meet those that are at the end of their backward.
-
-_REMEMBERED = 1 << 14
-_FIELDS = 4
-_NOTHING = -1
-
-Operation = tuple[int, int, int, int]
-"""Deed, unit, bytes, and whether a backward was under way (told, not compared)."""
-
-
-class StepVerifier:
-    """Takes the place of a `RankVerifier`. Collective to make.
-
-    Args:
-        group: The ranks.
-        labels: Name of each unit.
-        timeout_s: How long to wait for a rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
-        self._exchange = RowExchange(group, timeout_s)
-        self._labels = tuple(labels)
-        self._since: deque[Operation] = deque(maxlen=_REMEMBERED)  # since ranks last agreed
-        self._count = 0
-        self._hash = 0
-        self._agreed = 0  # operations until then
-        self._steps = 0  # of optimizers
-        self._lost: str | None = None
-        self.wait_limit: timedelta | None = timedelta(seconds=timeout_s / 2)  # those at the end wait for the whole
-
-    def gather(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to gather a unit's weights."""
-        self._note(Deed.GATHER, unit, num_bytes)
-
-    def reduce(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to reduce a unit's gradients."""
-        self._note(Deed.REDUCE, unit, num_bytes)
-
-    def end_forward(self, failed: bool) -> None:
-        """Nothing is compared here."""
-
-    def note_step(self) -> None:
-        """An optimizer of the model has stepped."""
-        self._steps += 1
-
-    def change(self) -> None:
-        """`requires_grad` of some parameter was changed: compare at once.
-
-        Raises:
-            ScheduleError: As `end_backward`.
-        """
-        self._note(Deed.CHANGE, 0, 0)
-        self.end_backward()
-
-    def communication_failed(self, error: RuntimeError) -> None:
-        """Compare: it may have failed because ranks did different things.
-
-        Raises:
-            ScheduleError: They did; the same message on every rank.
-        """
-        try:
-            self.end_backward()
-        except ScheduleError as found:
-            if self._lost is None:
-                raise ScheduleError(str(found)) from error
-            error.add_note(self._lost)
-
-    def forget(self) -> None:
-        """The model was brought to rest; ranks may have been stopped at different points."""
-        self._since.clear()
-        self._count = self._hash = self._agreed = self._steps = 0
-
-    def end_backward(self) -> None:
-        """A backward that reduces is over: compare.
-
-        Raises:
-            ScheduleError: Ranks did different things (the same message on every rank), or a rank did not come.
-        """
-        if self._lost is not None:
-            raise ScheduleError(self._lost)
-        try:
-            mine = torch.tensor([self._count, self._hash, self._agreed, self._steps])
-            rows = [row.tolist() for row in self._exchange(mine)]
-            if all(row == rows[0] for row in rows):
-                self._since.clear()
-                self._agreed = self._count
-                return
-            if told := tell_steps(self._exchange.ranks, [row[3] for row in rows]):
-                raise ScheduleError(told)
-            told = self._first_difference(max(len(self._since), max(row[0] - row[2] for row in rows)))
-        except AbsentError as error:
-            self._lose(error.positions)
-            raise ScheduleError(self._lost) from error.__cause__
-        raise ScheduleError(
-            f"{told}; every rank has to call the same units in the same order, and one that has nothing to compute "
-            "with a unit calls model.take_part(unit, hidden) in its place (docs/ranks.md)"
-        )
-
-    def _note(self, deed: Deed, unit: int, num_bytes: int) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._count += 1
-        self._hash = fold(self._hash, deed, unit, num_bytes)
-        self._since.append((deed, unit, num_bytes, in_backward))
-
-    def _first_difference(self, count: int) -> str:
-        """Exchange what was done since ranks agreed. All ranks see the same rows, so all say the same."""
-        count = min(count, _REMEMBERED)
-        table = torch.full((count, _FIELDS), _NOTHING, dtype=torch.int64)
-        if self._since:
-            table[: len(self._since)] = torch.tensor(list(self._since), dtype=torch.int64)
-        by_rank = [[tuple(row) for row in rows.tolist() if row[0] != _NOTHING] for rows in self._exchange(table)]
-        for place, operations in enumerate(zip_longest(*by_rank)):
-            if len({operation[:3] if operation is not None else None for operation in operations}) > 1:
-                return self._told(place, operations)
-        return f"ranks did different things before the last {count} operations, which is as far as they remember"
-
-    def _told(self, place: int, operations: Sequence[Operation | None]) -> str:
-        doing: dict[str, list[int]] = {}
-        for rank, operation in zip(self._exchange.ranks, operations, strict=True):
-            what = "did nothing more"
-            if operation is not None:
-                deed, unit, num_bytes, back = operation
-                what = Announcement(Deed(deed), unit, num_bytes, bool(back)).told(self._labels)
-            doing.setdefault(what, []).append(rank)
-        parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
-        told = " while ".join(f"rank {', '.join(map(str, ranks))} {what}" for what, ranks in parts)
-        return f"operation {place + 1} since ranks last agreed differs: {told}"
-
-    def _lose(self, positions: Sequence[int]) -> None:
-        absent = ", ".join(str(self._exchange.ranks[position]) for position in positions)
-        last = "nothing"
-        if self._since:
-            deed, unit, num_bytes, back = self._since[-1]
-            last = Announcement(Deed(deed), unit, num_bytes, bool(back)).told(self._labels)
-        self._lost = (
-            f"rank {absent} did not come to compare within {self._exchange.timeout_s:g} s of rank "
-            f"{self._exchange.ranks[self._exchange.me]}, which did {len(self._since)} operations since ranks last "
-            f"agreed (the last: it {last}); MFSDP_VERIFY_RANKS=1 finds the first difference between ranks "
-            "(docs/ranks.md), MFSDP_HANG_LOG=DIR what the other rank does (docs/hangs.md)"
-        )

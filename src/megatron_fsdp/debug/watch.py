@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
 from megatron_fsdp.debug.lifetimes import LifetimeChecker, resolve_check_lifetimes
-from megatron_fsdp.debug.verify_ranks import RankVerifier, StepVerifier
+from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import ScheduleError
 
 
-def watch(engine: Engine, verify_ranks_s: float, verify_each_step: bool) -> None:
+def watch(engine: Engine, verify_ranks_s: float) -> None:
     """Add the observers that arguments and environment ask for. Collective where ranks are compared.
 
     Args:
         engine: Of a model that has just been wrapped.
         verify_ranks_s: Compare ranks before they communicate and wait so many seconds for each; 0.0: do not.
-        verify_each_step: Compare them once a step, after they have communicated.
     """
     if verify_ranks_s and engine.dense.group is not None:
-        make_verifier = StepVerifier if verify_each_step else RankVerifier
         labels = [unit.label for unit in engine.units]
-        engine.executor.verify_with(make_verifier(engine.dense.group, labels, verify_ranks_s))
+        engine.executor.verify_with(RankVerifier(engine.dense.group, labels, verify_ranks_s))
     if resolve_check_lifetimes():
         check_lifetimes(engine)
     delays = resolve_delays()

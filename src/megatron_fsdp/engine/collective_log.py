@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.fingerprint import fold
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
@@ -62,6 +61,26 @@ _RECORD = struct.Struct("<QqIiBBBBqQQQ")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 assert RECORD_BYTES == _ALIGN
+
+
+# A number for a sequence of operations, to compare what ranks did without sending it.
+
+_LIMIT = 2**61 - 1  # a Mersenne prime; sums and differences fit into int64
+_FACTOR = 1_000_003
+
+
+def fold(so_far: int, operation: int, unit: int, num_bytes: int) -> int:
+    """The hash of a sequence with one more operation: a polynomial in the operations, modulo 2 ** 61 - 1.
+
+    Args:
+        so_far: The hash before it; 0 for an empty sequence.
+        operation: Which, 0 or more.
+        unit: Of which unit, 0 or more.
+        num_bytes: Of how many bytes.
+    """
+    for part in (operation, unit, num_bytes):
+        so_far = (so_far * _FACTOR + part + 1) % _LIMIT
+    return so_far
 
 
 class Mark(IntEnum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.comm.lanes import HostLane, Ticket, make_lane
+from megatron_fsdp.comm.lanes import Ticket, make_lane
 from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory, weakly
 from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase, Verifier
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
@@ -26,19 +26,16 @@ _HANG_ADVICE = (
 )
 
 
-def explain(error: BaseException, where: str, observers: Observers, verifier: Verifier | None) -> None:
+def explain(error: BaseException, where: str, observers: Observers) -> None:
     """Add notes to an error of a collective, such as one that timed out; others stay as they are.
 
     Args:
         error: What was raised.
         where: During what.
         observers: May know what other ranks do.
-        verifier: Is told that ranks may have stopped at different points; None: nobody compares them.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
         return
-    if verifier is not None:
-        verifier.communication_failed(error)
     explanations = observers.explanations()
     error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
     for text in explanations:
@@ -46,12 +43,12 @@ def explain(error: BaseException, where: str, observers: Observers, verifier: Ve
 
 
 @contextmanager
-def explained(where: str, observers: Observers, verifier: Verifier | None) -> Iterator[None]:
+def explained(where: str, observers: Observers) -> Iterator[None]:
     """Add them to what is raised inside of a block."""
     try:
         yield
     except RuntimeError as error:
-        explain(error, where, observers, verifier)
+        explain(error, where, observers)
         raise
 
 
@@ -140,9 +137,6 @@ class Executor:
     def verify_with(self, verifier: Verifier) -> None:
         """Compare ranks from now on."""
         self.verifier = verifier
-        for lane in (self._gather_lane, self._reduce_lane, self._outer_lane):
-            if isinstance(lane, HostLane):  # on streams the host never waits
-                lane.limit = verifier.wait_limit
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
@@ -193,7 +187,7 @@ class Executor:
             except BaseException as error:
                 if self.observers:
                     self.observers.fails(PHASE_OF[action], index, error)
-                explain(error, f"during {action.value!r} of unit {unit.label}", self.observers, self.verifier)
+                explain(error, f"during {action.value!r} of unit {unit.label}", self.observers)
                 raise
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
@@ -259,7 +253,7 @@ class Executor:
 
     def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
         """Give group `position` of a unit memory for the gradients of this backward, if need be that of others."""
-        with explained(f"while gradients of unit {unit.label} need memory", self.observers, self.verifier):
+        with explained(f"while gradients of unit {unit.label} need memory", self.observers):
             self._begin_filling(unit, position, reach)
 
     def _begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import Enum
 from typing import Protocol
 
@@ -200,13 +199,7 @@ class Observers:
 
 
 class Verifier(Protocol):
-    """What the executor tells of what it is about to do.
-
-    Attributes:
-        wait_limit: How long the host may wait for one collective; None: as long as its process group allows.
-    """
-
-    wait_limit: timedelta | None
+    """What the executor tells of what it is about to do."""
 
     def gather(self, unit: int, num_bytes: int) -> None:
         """This rank is about to gather a unit's weights."""
@@ -225,9 +218,6 @@ class Verifier(Protocol):
 
     def change(self) -> None:
         """`requires_grad` of some parameter was changed."""
-
-    def communication_failed(self, error: RuntimeError) -> None:
-        """A collective failed, or took too long; may raise an error that says more."""
 
     def forget(self) -> None:
         """The model was brought to rest after an exception."""

@@ -452,7 +452,6 @@ class Switches:
         numel_multiple: What the elements of every trainable group are padded to a multiple of.
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
         verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
-        verify_each_step: Compare them once a step, after they have communicated.
         check_large: Look for unexpectedly large values in every gradient.
         own_groups: Communicate over process groups that the model's own collectives do not use.
         fuses_weight_gradients: Let linears write weight gradients straight into buckets.
@@ -471,7 +470,6 @@ class Switches:
     init_meta: bool | str = False
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
-    verify_each_step: bool = False
     find_unused_parameters: bool = False
     scales_first: bool = False
     numel_multiple: int = 1
