@@ -1064,12 +1064,7 @@ class MegatronFSDP(nn.Module):
             assembly=self._assembly,
             switches=self._switches,
             index=self.dist_index,
-            config=self._config,
-            policy=self.mp_policy,
             auto_sync=self._mode.auto_sync,
-            bucket_numel=self._bucket_numel,
-            unit_modules=self.fsdp_unit_modules,
-            gathers_at_once=self._gathers_at_once,
         )
 
     def unit_plan_lines(self) -> tuple[str, ...]:

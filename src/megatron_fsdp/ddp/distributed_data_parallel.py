@@ -140,8 +140,6 @@ class DistributedDataParallel(MegatronFSDP):
         return replace(
             super()._subject(),
             config=resolved.config,
-            is_ddp=True,
-            gather_mode=None if resolved.uses_units else resolved.gather_mode.value,
             notices=resolved.notices,
         )
 

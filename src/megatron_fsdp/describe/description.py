@@ -134,11 +134,10 @@ def _optimizer_lines(told: Description) -> Iterator[str]:
 
 
 def _option_lines(told: Description) -> Iterator[str]:
-    given = [option for option in told.options if not option.is_default]
-    yield f"options given ({len(told.options) - len(given)} others are at their defaults)"
-    for option in given:
-        mark = "" if option.has_effect else "no effect: "
-        yield f"  {option.name}={option.value}: {mark}{option.effect}"
+    if told.options:
+        yield "options that are not at their defaults"
+    for name, value in told.options.items():
+        yield f"  {name}={value}"
 
 
 def in_bytes(count: float) -> str:
@@ -297,25 +296,6 @@ class OptimizerDescription:
 
 
 @dataclass(frozen=True)
-class OptionDescription:
-    """One option.
-
-    Attributes:
-        name: As the caller writes it.
-        value: As it was applied.
-        is_default: Whether that is what leaving it out gives.
-        has_effect: Whether anything would be otherwise with another value, here and now.
-        effect: Which, or why none.
-    """
-
-    name: str
-    value: str
-    is_default: bool
-    has_effect: bool
-    effect: str
-
-
-@dataclass(frozen=True)
 class Description:
     """A wrapped model as this rank holds it.
 
@@ -336,7 +316,7 @@ class Description:
         unused: Trainable parameters that no rank had a gradient for; None: not known before a backward.
         memory: Bytes, slots and buckets.
         optimizers: Those that are connected.
-        options: Every option that this wrapper takes.
+        options: What was chosen and is not the default, by name of the argument or configuration field.
         notices: What was adjusted or derived, in words.
     """
 
@@ -356,24 +336,13 @@ class Description:
     unused: tuple[str, ...] | None
     memory: MemoryDescription
     optimizers: tuple[OptimizerDescription, ...]
-    options: tuple[OptionDescription, ...]
+    options: dict[str, str]
     notices: tuple[str, ...]
 
     @property
     def numel(self) -> int:
         """Elements of all parameters, on this tensor-parallel rank."""
         return sum(unit.numel for unit in self.units)
-
-    def option(self, name: str) -> OptionDescription:
-        """One option by name.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
-        found = next((option for option in self.options if option.name == name), None)
-        if found is None:
-            raise KeyError(name)
-        return found
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values that JSON can hold."""
