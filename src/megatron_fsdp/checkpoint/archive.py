@@ -7,12 +7,14 @@ import mmap
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp.errors import CheckpointError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_NEXT = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # behind contents: their data descriptor, another record, or the directory
 _PICKLE = "data.pkl"
 
 
@@ -81,9 +83,8 @@ class Archive:
             )
         if not 0 <= info.header_offset <= directory - _LOCAL_HEADER.size:
             raise CheckpointError(f"{self.where} is damaged: {info.filename!a} lies outside of it")
-        signature, name_length, extra_length = _LOCAL_HEADER.unpack_from(self._raw, info.header_offset)
-        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        if signature != b"PK\3\4" or start + info.file_size > directory:
+        start = place_of_contents(info, lambda offset, count: bytes(self._raw[offset : offset + count]))
+        if start is None or start + info.file_size > directory:
             raise CheckpointError(f"{self.where} is damaged: {info.filename!a} does not begin where it should")
         return Record(start, info.file_size, info.CRC)
 
@@ -142,3 +143,27 @@ class _Bytes(io.RawIOBase):
 
 def _is_pickle(name: str) -> bool:
     return name == _PICKLE or (name.count("/") == 1 and name.endswith(f"/{_PICKLE}"))
+
+
+def place_of_contents(info: zipfile.ZipInfo, read: Callable[[int, int], bytes]) -> int | None:
+    """Find where the contents of an uncompressed record begin, by the header in front of them.
+
+    Two lengths in that header decide it, and no checksum covers them: the name behind the header, and the signature
+    behind the contents, tell whether they are right.
+
+    Args:
+        info: The record, as the directory has it.
+        read: (offset, count) -> that many bytes of the archive, or what there is of them.
+
+    Returns:
+        The offset; None where the header is damaged.
+    """
+    header = read(info.header_offset, _LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size:
+        return None
+    signature, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    name_at = info.header_offset + _LOCAL_HEADER.size
+    start: int = name_at + name_length + extra_length
+    is_named = read(name_at, name_length) == info.orig_filename.encode()
+    is_right = signature == b"PK\3\4" and is_named and read(start + info.file_size, 4) in _NEXT
+    return start if is_right else None

@@ -34,7 +34,6 @@ def lines_of(told: Description) -> list[str]:
         "",
         *_memory_lines(told.memory),
         *_optimizer_lines(told),
-        "",
         *_option_lines(told),
     ]
     return [*lines, *(f"note: {notice}" for notice in told.notices)]
@@ -135,6 +134,7 @@ def _optimizer_lines(told: Description) -> Iterator[str]:
 
 def _option_lines(told: Description) -> Iterator[str]:
     if told.options:
+        yield ""
         yield "options that are not at their defaults"
     for name, value in told.options.items():
         yield f"  {name}={value}"

@@ -97,6 +97,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
     return file, raw, raw.index(STACK.numpy().tobytes())
 
 
+def test_lengths_that_no_checksum_covers_are_not_trusted(alone: tuple[Path, bytes, int]) -> None:
+    """Of the name and of the padding, in front of the elements: they decide where these begin."""
+    file, raw, elements = alone
+    header = raw.rindex(b"PK\3\4", 0, elements)
+    for place in range(header + 26, header + 30):
+        file.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+        with pytest.raises(CheckpointError, match="stack"):
+            SparingReader(CheckpointFolder(file.parent)).read_box("stack", (1, 0, 0), (1, 4, 6))
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, int], data: st.DataObject) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from megatron_fsdp.checkpoint.archive import place_of_contents
 from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
 from megatron_fsdp.checkpoint.entries import ChunkEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
@@ -27,7 +27,6 @@ from megatron_fsdp.checkpoint.restricted_pickle import RestrictedUnpickler, plai
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
 _MAX_PICKLE_BYTES = 1 << 20
 
 
@@ -134,10 +133,12 @@ def _place_of_data(window: _Window, dtype: torch.dtype, shape: tuple[int, ...], 
     plain = data.compress_type == zipfile.ZIP_STORED and data.file_size == math.prod(shape) * dtype.itemsize
     if not plain or geometry != whole:
         return None
-    window.seek(data.header_offset)
-    name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
-    place: int = data.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-    return place if place + data.file_size <= window.length else None
+
+    def read(offset: int, count: int) -> bytes:
+        window.seek(offset)
+        return window.read(count)
+
+    return place_of_contents(data, read)
 
 
 class _Geometry:
