@@ -84,7 +84,7 @@ def _tolerance(name: str, num_ranks: int) -> Tolerance:
     return _BF16 if name == "bf16_fp32_norm" else FP32
 
 
-@pytest.mark.full(short=["1", "3"])
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = jobs_of(num_ranks)
@@ -129,7 +129,8 @@ def train(run: Run) -> None:
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.full(short=["1", "2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = [
         (
@@ -155,10 +156,12 @@ DELAYED: dict[str, ModelCase] = {
 }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks, strategy: str) -> None:
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks, name: str, strategy: str) -> None:
     setting = ddp(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, delay_wgrad_compute=True)
-    check_ddp(run_ranks, 2, [(Scenario(three_microbatches, case, OPTIMIZERS[1]), setting) for case in DELAYED.values()])
+    check_ddp(run_ranks, 2, [(Scenario(three_microbatches, DELAYED[name], OPTIMIZERS[1]), setting)])
 
 
 def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, int, list[bool]]:
@@ -186,6 +189,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     return sent.reductions, sent.reduce_bytes, model._engine.executor._buckets.peak_bytes, early
 
 
+@pytest.mark.full(short=["optim_grads_params"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_delayed_units_are_reduced_once_each_out_of_two_buckets(run_ranks: RunRanks, strategy: str) -> None:
     usual, delayed = (run_ranks(2, reductions_and_buckets, strategy, found)[0] for found in (False, True))
@@ -215,9 +219,11 @@ def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int,
         (Scenario(SCRIPTS[1][0], CASES[name], OPTIMIZERS[1]), setting)
         for name, setting in zip(("odd_shapes", "transformer", "scalars"), buckets, strict=True)
     ]
-    pairs = [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "no_shard")]
-    pairs += [("optim_grads_params", "optim"), ("optim_grads", "optim")]
-    for inner, outer in pairs if instances == 2 and num_ranks == 4 else pairs[1:3]:
+    pairs = [("optim_grads_params", "optim")]
+    if (num_ranks, instances) != (4, 2):
+        pairs = [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "no_shard")]
+        pairs += [("optim_grads", "optim")]
+    for inner, outer in pairs:
         setting = ddp(
             use_megatron_fsdp=True,
             data_parallel_sharding_strategy=inner,

@@ -63,7 +63,7 @@ def megatron_steps(run: Run) -> None:
         run.note_parameters()
 
 
-@pytest.mark.full(short=["True-2", "False-3"])
+@pytest.mark.full(short=["True-2", "False-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("auto", [False, True])
 def test_megatrons_schedule_equals_one_process(run_ranks: RunRanks, num_ranks: int, auto: bool) -> None:
@@ -117,22 +117,23 @@ def per_token(run: Run) -> None:
         run.step()
 
 
-def test_per_token_losses_are_summed(run_ranks: RunRanks) -> None:
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> None:
     options = {"calculate_per_token_loss": True}
-    for num_ranks in (2, 3):
-        jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
-        check_ddp(run_ranks, num_ranks, jobs)
+    jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
+    check_ddp(run_ranks, num_ranks, jobs)
 
 
 # ---- other meshes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["True"])
+@pytest.mark.full(short=["True-0", "False-2"])
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
 @pytest.mark.parametrize("averages", [False, True])
-def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool) -> None:
-    scenario = Scenario(three_microbatches, TOP2)
-    fields = [{**found, "average_in_collective": averages} for found in SETTINGS]
-    check_ddp(run_ranks, 4, [(scenario, ddp(arrangement=EXPERTS, **found)) for found in fields])
+def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool, number: int) -> None:
+    fields = {**SETTINGS[number], "average_in_collective": averages}
+    check_ddp(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
 
 
 def expert_buckets(setting: DdpSetting) -> list[tuple[bool, int]]:
@@ -202,12 +203,12 @@ def _assert_close(found: Any, expected: dict[str, Tensor | None]) -> None:
     assert_equal_tensors(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full(short=["tied", "unused"])
+@pytest.mark.full(short=["tied-2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["tied", "partly_frozen", "scalars", "unused"])
-def test_torchs_ddp_computes_the_same(run_ranks: RunRanks, name: str) -> None:
+def test_torchs_ddp_computes_the_same(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
     settings = tuple(ddp(connects=number % 2 == 0, **fields) for number, fields in enumerate(SETTINGS))
-    for num_ranks in (1, 3):
-        run_ranks(num_ranks, beside_torch, name, settings)
+    run_ranks(num_ranks, beside_torch, name, settings)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -54,12 +54,14 @@ UNUSED = MODEL_CASES["unused"]
 FRAGILE = vector_case(FragileModel)
 
 
-def _check(run_ranks: RunRanks, pairs: list[tuple[Script, ModelCase]], num_ranks: int = 2) -> None:
-    """Each script in two of the settings, in turn."""
+def each_shift(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that puts each of its scripts in one of the settings, in turn; the full suite in one more."""
+    return pytest.mark.full(short=["0"])(pytest.mark.parametrize("shift", [0, 2])(test))
+
+
+def _check(run_ranks: RunRanks, pairs: list[tuple[Script, ModelCase]], shift: int, num_ranks: int = 2) -> None:
     jobs = [
-        (Scenario(script, case), ALL[(position + shift) % len(ALL)])
-        for position, (script, case) in enumerate(pairs)
-        for shift in (0, 2)
+        (Scenario(script, case), ALL[(position + shift) % len(ALL)]) for position, (script, case) in enumerate(pairs)
     ]
     check_ddp(run_ranks, num_ranks, jobs)
 
@@ -68,7 +70,8 @@ def _check_all(run_ranks: RunRanks, script: Script, case: ModelCase, num_ranks: 
     check_ddp(run_ranks, num_ranks, [(Scenario(script, case), setting) for setting in ALL])
 
 
-def test_deferring_clearing_and_scaling(run_ranks: RunRanks) -> None:
+@each_shift
+def test_deferring_clearing_and_scaling(run_ranks: RunRanks, shift: int) -> None:
     scripts = (
         accumulation.defer_two_of_three,
         accumulation.defer_on_top_of_visible_gradients,
@@ -90,10 +93,11 @@ def test_deferring_clearing_and_scaling(run_ranks: RunRanks) -> None:
         accumulation.replace_between_microbatches,
         accumulation.scale_all,
     )
-    _check(run_ranks, [(script, UNUSED) for script in scripts])
+    _check(run_ranks, [(script, UNUSED) for script in scripts], shift)
 
 
-def test_orders_of_forwards_and_backwards(run_ranks: RunRanks) -> None:
+@each_shift
+def test_orders_of_forwards_and_backwards(run_ranks: RunRanks, shift: int) -> None:
     twice_used = vector_case(usage._build_twice_used)
     scripts = (
         usage.sum_two_forwards,
@@ -107,9 +111,10 @@ def test_orders_of_forwards_and_backwards(run_ranks: RunRanks) -> None:
     pairs = [(script, case) for script in scripts for case in (ORDERED, twice_used)]
     pairs += [(usage.change_order, ORDERED), (usage.skip_from_the_start, ORDERED)]
     pairs += [(usage.train, vector_case(build)) for build in (Nested, Unpacking, InPlace, Penalised)]
-    _check(run_ranks, pairs)
+    _check(run_ranks, pairs, shift)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_use_different_parameters(run_ranks: RunRanks, num_ranks: int) -> None:
     """Gathers and reductions stay in one order; a rank that skips a bucket takes part in it all the same."""
@@ -128,13 +133,15 @@ def layers_by_rank(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_call_different_layers(run_ranks: RunRanks, num_ranks: int) -> None:
     asking = [replace(setting, options=(("find_unused_parameters", True),)) for setting in ALL]
     check_ddp(run_ranks, num_ranks, [(Scenario(layers_by_rank, ORDERED), setting) for setting in asking])
 
 
-def test_evaluation_and_weights_changed_by_hand(run_ranks: RunRanks) -> None:
+@each_shift
+def test_evaluation_and_weights_changed_by_hand(run_ranks: RunRanks, shift: int) -> None:
     scripts = (
         recovery.evaluate_between_microbatches,
         recovery.evaluate_between_forward_and_backward,
@@ -144,7 +151,7 @@ def test_evaluation_and_weights_changed_by_hand(run_ranks: RunRanks) -> None:
         recovery.scale_one_weight_after_evaluation,
         recovery.load_state_between_steps,
     )
-    _check(run_ranks, [(script, ORDERED) for script in scripts])
+    _check(run_ranks, [(script, ORDERED) for script in scripts], shift)
 
 
 class Fused(nn.Module):
@@ -166,6 +173,7 @@ class Fused(nn.Module):
 FUSED = vector_case(Fused)
 
 
+@pytest.mark.full(short=["encoder", "fused in evaluation"])
 @pytest.mark.parametrize(
     "case", [ATTENTION, ENCODER, READING, FUSED], ids=["attention", "encoder", "reading", "fused in evaluation"]
 )
@@ -263,8 +271,10 @@ def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks) -> None:
 # ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["False-0", "True-0"])
+@pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_everywhere(run_ranks: RunRanks, reentrant: bool) -> None:
+def test_recomputation_everywhere(run_ranks: RunRanks, reentrant: bool, shift: int) -> None:
     places: tuple[Where, ...] = ("units", "inside", "pairs", "all")
     pairs: list[tuple[Script, ModelCase]] = []
     for where in places:
@@ -272,7 +282,7 @@ def test_recomputation_everywhere(run_ranks: RunRanks, reentrant: bool) -> None:
         pairs.append((recomputation.train_and_accumulate, case))
         if not reentrant:
             pairs.append((recomputation.two_recomputed_forwards, case))
-    _check(run_ranks, pairs)
+    _check(run_ranks, pairs, shift)
 
 
 class Repeated(nn.Module):
@@ -317,21 +327,20 @@ def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks) 
 # ---- exceptions ------------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_after_exceptions(run_ranks: RunRanks) -> None:
+@each_shift
+def test_training_goes_on_after_exceptions(run_ranks: RunRanks, shift: int) -> None:
     scripts = (
         recovery.fail_in_forward,
         recovery.fail_in_the_first_forward,
         recovery.fail_in_forward_between_microbatches,
         recovery.fail_in_backward,
+        recovery.fail_in_backward_between_microbatches,
         recovery.fail_in_the_first_backward,
         recovery.fail_in_a_deferred_backward,
     )
-    _check(run_ranks, [(script, FRAGILE) for script in scripts])
+    _check(run_ranks, [(script, FRAGILE) for script in scripts], shift)
 
 
-def test_training_goes_on_after_an_exception_between_microbatches(run_ranks: RunRanks) -> None:
-    _check_all(run_ranks, recovery.fail_in_backward_between_microbatches, FRAGILE)
-
-
-def test_clipping(run_ranks: RunRanks) -> None:
-    _check(run_ranks, [(script, MODEL_CASES["odd_shapes"]) for script in (clip_by_model, clip_by_torch)], 3)
+@each_shift
+def test_clipping(run_ranks: RunRanks, shift: int) -> None:
+    _check(run_ranks, [(script, MODEL_CASES["odd_shapes"]) for script in (clip_by_model, clip_by_torch)], shift, 3)

@@ -181,11 +181,11 @@ def _present(run: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
 
 
-@pytest.mark.full(short=["model"])
+@pytest.mark.full(short=["model-setting1"])
+@pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
 @pytest.mark.parametrize("how", ["layers", "model"])
-def test_compiled_modules_compute_the_same(run_ranks: RunRanks, how: str) -> None:
-    for setting in (REPLICATED, IN_TURN):
-        run_ranks(2, compiled, setting, how)
+def test_compiled_modules_compute_the_same(run_ranks: RunRanks, how: str, setting: DdpSetting) -> None:
+    run_ranks(2, compiled, setting, how)
 
 
 # ---- ranks without data ----------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ def clipped_training() -> dict[str, tuple[float, float, float]]:
     return found
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_step_syncs_clips_and_updates_as_one_process_does(ranks: int, run_ranks: RunRanks) -> None:
     for found in run_ranks(ranks, clipped_training):

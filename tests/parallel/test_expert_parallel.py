@@ -12,7 +12,6 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
-from tests.support.by_hand import average_over, run_by_hand
 from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.expert_meshes import FLAT, Sizes, expert_mesh, experts_of
 from tests.support.loops import adamw_above_noise, three_microbatches
@@ -29,7 +28,7 @@ from tests.support.parallel_transformer import (
     mean_loss,
     summed_loss,
 )
-from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, check_strategies, reference
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, reference
 
 EXPERTS = experts_of(FLAT)
 HYBRID_SIZES: tuple[Sizes, ...] = (
@@ -46,41 +45,25 @@ TOP2 = ModelCase(build_top2_experts, make_tokens, mean_loss, (ParallelBlock,))
 UNEVEN = ModelCase(build_top2_experts, make_tokens_with_gaps, summed_loss, (ParallelBlock,))
 
 
-def three_steps(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
-def average(model: nn.Module) -> None:
-    """The factor of an expert is that of the dense parameters: its gradient already has other ranks' tokens in it."""
-    average_over(model, expert_mesh(FLAT)["dp_shard"].get_group(), 4, among=".experts.")
-    for name, module in model.named_modules():
-        if not name.endswith((".experts", ".mlp")) and list(module.parameters(recurse=False)):
-            average_over(module, None, 4)
-
-
-@pytest.mark.full(short=["case0"])
-@pytest.mark.parametrize("case", [TOP1, TOP2])
-def test_the_model_divided_without_sharding_equals_one_process(run_ranks: RunRanks, case: ModelCase) -> None:
-    scenario = Scenario(three_steps, case)
-    outcomes = run_ranks(4, run_by_hand, scenario, EXPERTS, average)
-    assert_parity(outcomes, reference(scenario), FP32)
+def two_steps(run: Run) -> None:
+    run.train(0, 1)
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["True"])
+@pytest.mark.full(short=["True-case1"])
+@pytest.mark.parametrize("case", [TOP1, TOP2])
 @pytest.mark.parametrize("average_in_collective", [False, True])
 def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
-    run_ranks: RunRanks, average_in_collective: bool
+    run_ranks: RunRanks, average_in_collective: bool, case: ModelCase
 ) -> None:
     """A collective that averages an expert over its 2 ranks has to be corrected to the mean over 4."""
-    for case in (TOP1, TOP2):
-        settings = [
-            Setting(inner, one_call=inner % 2 == 0, average_in_collective=average_in_collective, arrangement=EXPERTS)
-            for inner in range(4)
-        ]
-        check_strategies(run_ranks, 4, Scenario(three_steps, case), settings)
+    settings = [
+        Setting(inner, one_call=inner % 2 == 0, average_in_collective=average_in_collective, arrangement=EXPERTS)
+        for inner in range(4)
+    ]
+    check_strategies(run_ranks, 4, Scenario(two_steps, case), settings)
 
 
 @pytest.mark.full
@@ -89,14 +72,14 @@ def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2, adamw_above_noise), settings)
 
 
-@pytest.mark.full(short=["False-arrangement3"])
+@pytest.mark.full(short=["False-arrangement2-pairs1"])
+@pytest.mark.parametrize("pairs", [((0, 0), (1, 0), (2, 0), (3, 0)), ((3, 1),)])
 @pytest.mark.parametrize("arrangement", HYBRIDS)
 @pytest.mark.parametrize("average_in_collective", [False, True])
 def test_hybrid_sharding_with_experts_equals_one_process(
-    run_ranks: RunRanks, arrangement: Arrangement, average_in_collective: bool
+    run_ranks: RunRanks, arrangement: Arrangement, average_in_collective: bool, pairs: tuple[tuple[int, int], ...]
 ) -> None:
     """Experts are reduced over their own outer group, not that of dense parameters."""
-    pairs = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1))
     settings = [
         Setting(inner, average_in_collective=average_in_collective, outer_strategy=outer, arrangement=arrangement)
         for inner, outer in pairs
@@ -132,8 +115,7 @@ LEFT_OUT = (
 
 @pytest.mark.parametrize("arrangement", LEFT_OUT, ids=[found.name for found in LEFT_OUT])
 def test_what_the_expert_mesh_leaves_out_is_completed(run_ranks: RunRanks, arrangement: Arrangement) -> None:
-    settings = [Setting(inner, outer_strategy=outer, arrangement=arrangement) for inner, outer in ((1, 0), (3, 1))]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2), settings)
+    check_strategies(run_ranks, 4, Scenario(two_steps, TOP2), [Setting(3, outer_strategy=1, arrangement=arrangement)])
 
 
 def mean_over_all_tokens(run: Run) -> None:
@@ -146,22 +128,38 @@ def mean_over_all_tokens(run: Run) -> None:
         run.step()
 
 
-def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> None:
-    settings = [Setting(inner, per_token=True, arrangement=EXPERTS) for inner in range(4)]
-    settings += [Setting(3, per_token=True, arrangement=arrangement) for arrangement in HYBRIDS]
+@pytest.mark.full(short=["1-arrangement0", "3-arrangement3"])
+@pytest.mark.parametrize("arrangement", [EXPERTS, *HYBRIDS])
+@pytest.mark.parametrize("inner", range(4))
+def test_per_token_losses_are_summed_without_a_factor(
+    run_ranks: RunRanks, inner: int, arrangement: Arrangement
+) -> None:
+    settings = [Setting(inner, per_token=True, arrangement=arrangement)]
     check_strategies(run_ranks, 4, Scenario(mean_over_all_tokens, UNEVEN), settings)
 
 
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
+NORMS = [Setting(inner, arrangement=EXPERTS) for inner in (0, 3)]
+NORMS += [Setting(3, outer_strategy=1, arrangement=found) for found in (HYBRIDS[0], HYBRIDS[2])]
+OTHER_NORMS = [Setting(inner, arrangement=EXPERTS) for inner in (1, 2)]
+OTHER_NORMS += [Setting(3, outer_strategy=outer, arrangement=found) for found in HYBRIDS for outer in (0, 1)]
+
+
 @pytest.mark.full(short=["clip_by_model"])
-@pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
+@pytest.mark.parametrize(
+    ("script", "settings"),
+    [
+        pytest.param(clip_by_model, NORMS, id="clip_by_model"),
+        pytest.param(clip_by_model, OTHER_NORMS, id="clip_by_model, others"),
+        pytest.param(clip_by_torch, NORMS, id="clip_by_torch"),
+        pytest.param(clip_by_torch, OTHER_NORMS, id="clip_by_torch, others"),
+    ],
+)
 def test_the_norm_is_that_of_dense_parameters_and_all_experts(
-    run_ranks: RunRanks, script: Callable[[Run], None]
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: list[Setting]
 ) -> None:
-    settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
-    settings += [Setting(3, outer_strategy=outer, arrangement=found) for found in HYBRIDS for outer in (0, 1)]
     check_strategies(run_ranks, 4, Scenario(script, TOP1), settings)
 
 
@@ -201,8 +199,8 @@ def decayed_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-def four_steps(run: Run) -> None:
-    run.train(0, 1, 2)
+def three_steps(run: Run) -> None:
+    run.train(0, 1)
     with run.no_sync():
         run.loss(3).backward()
     run.loss(4).backward()
@@ -211,11 +209,11 @@ def four_steps(run: Run) -> None:
 
 def test_an_expert_without_tokens_anywhere_has_no_gradient_and_is_left_alone(run_ranks: RunRanks) -> None:
     """Its namesake on the other ranks, which is another expert, is trained."""
-    expected = reference(Scenario(four_steps, LISTED, decayed_adamw)).notes[0][1]
+    expected = reference(Scenario(three_steps, LISTED, decayed_adamw)).notes[0][1]
     unused = {name for name, value in expected.items() if value is None}
     assert unused == {f"blocks.{block}.mlp.experts.3.{part}" for block in (0, 1) for part in PARTS}
-    settings = [Setting(inner, arrangement=AS_LIST) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(four_steps, LISTED, decayed_adamw), settings)
+    settings = [Setting(inner, arrangement=AS_LIST) for inner in (1, 3)]
+    check_strategies(run_ranks, 4, Scenario(three_steps, LISTED, decayed_adamw), settings)
 
 
 PARTS = ("0.weight", "0.bias", "2.weight", "2.bias")

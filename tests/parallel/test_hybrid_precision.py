@@ -36,7 +36,7 @@ def weights_of_three_steps(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
-@pytest.mark.full(short=["policy0", "policy3"])
+@pytest.mark.full(short=["policy0"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_hold_over_both_axes(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
     """Narrow dtypes of gradients round them; wide ones change nothing."""
@@ -76,6 +76,7 @@ def mean_of_large_gradients(average_in_collective: bool) -> dict[tuple[int, int]
     return found
 
 
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("average_in_collective", [False, True])
 def test_a_mean_that_fits_into_float16_is_not_lost_on_the_way(run_ranks: RunRanks, average_in_collective: bool) -> None:
     for found in run_ranks(4, mean_of_large_gradients, average_in_collective):

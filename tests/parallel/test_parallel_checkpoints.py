@@ -104,7 +104,7 @@ HYBRID = {
 }
 
 
-@pytest.mark.full(short=["HFSDP to HSDP", "three ranks to HFSDP"])
+@pytest.mark.full(short=["HFSDP to HSDP"])
 @pytest.mark.parametrize("way", HYBRID)
 def test_hybrid_checkpoints_load_everywhere(run_ranks: RunRanks, tmp_path: Path, way: str) -> None:
     check(run_ranks, ODD, *HYBRID[way], tmp_path / "saved")
@@ -126,7 +126,7 @@ TENSOR_PARALLEL = {
 }
 
 
-@pytest.mark.full(short=["HFSDP x TP to two ranks", "FSDP x TP to one rank"])
+@pytest.mark.full(short=["ZeRO-1 x TP to FSDP x TP of another plan"])
 @pytest.mark.parametrize("way", TENSOR_PARALLEL)
 def test_tensor_parallel_checkpoints_load_everywhere(run_ranks: RunRanks, tmp_path: Path, way: str) -> None:
     check(run_ranks, DENSE, *TENSOR_PARALLEL[way], tmp_path / "saved")

@@ -280,10 +280,13 @@ class Uneven(Ordered):
         self.layers[1].down = torch.nn.Linear(15, 6)  # type: ignore[union-attr]
 
 
-@pytest.mark.full(short=["2"])
+@pytest.mark.full(short=["2-settings0"])
+@pytest.mark.parametrize("settings", [SETTINGS[:6], SETTINGS[6:]])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)
+def test_every_allocator_and_limit_equals_one_process(
+    run_ranks: RunRanks, num_ranks: int, settings: list[Setting]
+) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), settings)
 
 
 def train_twice(run: Run) -> None:
@@ -302,6 +305,7 @@ def reusing_units() -> Ordered:
     return Ordered((0, 1, 0, 2, 3, 1))
 
 
+@pytest.mark.full(short=["recomputing_pairs"])
 @pytest.mark.parametrize("build", [recomputing_units, recomputing_pairs, reusing_units])
 def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and_go(
     run_ranks: RunRanks, build: Callable[[], torch.nn.Module]

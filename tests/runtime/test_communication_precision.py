@@ -187,6 +187,7 @@ def change_and_count(strategy: int) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", range(4))
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes_on_the_wire_follow_the_communication_dtype_at_once(

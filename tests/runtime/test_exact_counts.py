@@ -1,7 +1,9 @@
 """Collectives, bytes, copies and allocations of whole steps on real ranks, counted below the library."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -61,12 +63,7 @@ def _shard(
     )
 
 
-def run_all(name: ModelName) -> dict[tuple[int, int], Run]:
-    """All strategies and numbers of microbatches on this rank."""
-    return {(strategy, count): _run(name, strategy, count) for strategy in STRATEGIES for count in NUM_MICROBATCHES}
-
-
-def _run(name: ModelName, strategy: int, microbatches: int) -> Run:
+def run_steps(name: ModelName, strategy: int, microbatches: int) -> Run:
     case = MODEL_CASES[name]
     model, optimizer = _shard(case, int(strategy))
     run = Run(model.footprints(), [], [], [])
@@ -84,7 +81,8 @@ def _run(name: ModelName, strategy: int, microbatches: int) -> Run:
     return run
 
 
-Runs = dict[tuple[ModelName, int], list[dict[tuple[int, int], Run]]]
+Runs = Callable[[ModelName, int, int, int], list[Run]]
+"""(name of a model, ranks, strategy, microbatches) -> what each rank did."""
 CASES: list[tuple[ModelName, int]] = [
     *(("transformer", num_ranks) for num_ranks in (1, 2, 3, 4)),
     ("partly_frozen", 2),
@@ -96,57 +94,62 @@ CASES: list[tuple[ModelName, int]] = [
 
 @pytest.fixture(scope="module")
 def runs(run_ranks: RunRanks) -> Runs:
-    return {(name, num_ranks): run_ranks(num_ranks, run_all, name) for name, num_ranks in CASES}
+    """Each run when it is first asked for."""
+    return cache(lambda name, num_ranks, *how: run_ranks(num_ranks, run_steps, name, *map(int, how)))
 
 
-EACH = [(*case, strategy, count) for case in CASES for strategy in STRATEGIES for count in NUM_MICROBATCHES]
+SHORT = [("transformer", 2, strategy, count) for strategy in STRATEGIES for count in NUM_MICROBATCHES]
+SHORT += [(*case, strategy, 3) for case in CASES[4:] for strategy in (1, 3)]
+SHORT += [("transformer", 3, 3, 1), ("transformer", 3, 0, 1)]
+EACH = [
+    pytest.param(*case, strategy, count, marks=[] if (*case, strategy, count) in SHORT else [pytest.mark.full])
+    for case in CASES
+    for strategy in STRATEGIES
+    for count in NUM_MICROBATCHES
+]
 each_run = pytest.mark.parametrize(("name", "num_ranks", "strategy", "microbatches"), EACH)
 
 
-@pytest.mark.full(cover=2)
 @each_run
 def test_a_steady_step_sends_what_the_formula_says_and_nothing_else(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
 ) -> None:
-    for rank in runs[name, num_ranks]:
-        run = rank[strategy, microbatches]
+    for run in runs(name, num_ranks, strategy, microbatches):
         expected = asdict(step_traffic(run.groups, strategy, microbatches))
         for step in run.steps[1:]:
             assert asdict(step.seen) == {**expected, "others": []}
             assert asdict(step.counted) == expected
 
 
-@pytest.mark.full(cover=2)
 @each_run
 def test_the_first_step_only_adds_one_agreement_on_what_was_used(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
 ) -> None:
-    for rank in runs[name, num_ranks]:
-        first = rank[strategy, microbatches].steps[0]
-        expected = step_traffic(rank[strategy, microbatches].groups, strategy, microbatches)
+    for run in runs(name, num_ranks, strategy, microbatches):
+        first = run.steps[0]
+        expected = step_traffic(run.groups, strategy, microbatches)
         assert asdict(first.counted) == asdict(expected)
         assert first.seen.reductions - expected.reductions == (num_ranks > 1)
 
 
-@pytest.mark.full(cover=2)
 @each_run
 def test_gathering_allocates_nothing_after_the_first_step(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
 ) -> None:
-    for rank in runs[name, num_ranks]:
-        run = rank[strategy, microbatches]
+    for run in runs(name, num_ranks, strategy, microbatches):
         assert run.transient_bytes == [run.transient_bytes[0]] * STEPS
         assert run.addresses == [run.addresses[0]] * STEPS
 
 
 def test_sums_of_a_transformer_are_those_worked_out_by_hand(runs: Runs) -> None:
     # Three blocks; two stay gathered, so that one is gathered twice per backward.
-    groups = runs["transformer", 2][0][3, 1].groups
+    first = {(strategy, count): runs("transformer", 2, strategy, count)[0] for _, _, strategy, count in SHORT[:8]}
+    groups = first[3, 1].groups
     root, *blocks = (group.numel * 4 for group in groups)
     assert len(blocks) == 3
-    traffic = {key: run.steps[2].counted for key, run in runs["transformer", 2][0].items()}
+    traffic = {key: run.steps[2].counted for key, run in first.items()}
     whole = root + sum(blocks)
-    padded_for_one = sum(group.numel * 4 for group in runs["transformer", 2][0][0, 1].groups)
+    padded_for_one = sum(group.numel * 4 for group in first[0, 1].groups)
     assert traffic[0, 1] == Traffic(0, 4, 0, 2 * padded_for_one // 2)
     assert traffic[1, 1] == traffic[2, 1] == Traffic(4, 4, whole // 2, whole // 2)
     assert traffic[3, 1] == Traffic(5, 4, (whole + blocks[0]) // 2, whole // 2)
@@ -265,6 +268,7 @@ def _waste() -> tuple[Collectives, dict[str, int]]:
 
 
 def test_one_rank_sends_nothing(runs: Runs) -> None:
-    for run in runs["transformer", 1][0].values():
+    for strategy in (0, 3):
+        (run,) = runs("transformer", 1, strategy, 3)
         assert step_traffic(run.groups, ShardingStrategy.optim_grads_params) == StepTraffic(0, 0, 0, 0)
         assert all(step.seen == Collectives() for step in run.steps)

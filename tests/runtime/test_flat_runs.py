@@ -172,17 +172,18 @@ def _end(model: nn.Module, optimizer: Any) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
+@pytest.mark.parametrize(("variant", "build_model"), [("adamw", tight), ("adam foreach", odd), ("adamw fused", odd)])
 def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
-    deed: Callable[[Any], None], run_ranks: RunRanks
+    variant: str, build_model: Callable[[], nn.Module], deed: Callable[[Any], None], run_ranks: RunRanks
 ) -> None:
-    for variant, build_model in (("adamw", tight), ("adam foreach", odd), ("adamw fused", odd)):
-        (same, steps), (same_there, steps_there) = run_ranks(2, difference_after, deed, variant, build_model)
-        assert all(same), variant
-        assert all(same_there), variant
-        assert steps == steps_there
-        wanted = {"leave_one_out": {3.0, 5.0}, "set_back_one_number": {2.0, 5.0}, "forget_one_state": {2.0, 5.0}}
-        assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
+    (same, steps), (same_there, steps_there) = run_ranks(2, difference_after, deed, variant, build_model)
+    assert all(same)
+    assert all(same_there)
+    assert steps == steps_there
+    wanted = {"leave_one_out": {3.0, 5.0}, "set_back_one_number": {2.0, 5.0}, "forget_one_state": {2.0, 5.0}}
+    assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
 
 def memory_of_state() -> tuple[int, int]:

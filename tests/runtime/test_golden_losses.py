@@ -44,6 +44,7 @@ def test_one_process_gives_the_golden_losses() -> None:
     assert reference(GOLDEN).losses == pytest.approx(golden_losses(), rel=1e-6)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_strategy_gives_the_golden_losses(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = [(GOLDEN, Setting(strategy)) for strategy in range(4)]

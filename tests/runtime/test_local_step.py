@@ -147,7 +147,7 @@ def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[s
     return {"wrong": wrong, "keys": keys, "empty": empty}
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["2-1-bf16", "3-2-build"])
 @pytest.mark.parametrize(
     ("ranks", "strategy", "build_model"),
     [(2, 0, odd), (2, 1, bf16), (3, 2, build), (4, 3, odd), (2, 3, bf16)],
@@ -181,6 +181,7 @@ def against_one_process(strategy: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full(short=["2-2e-05"])
 @pytest.mark.parametrize(("ranks", "tolerance"), [(1, 1e-6), (2, 2e-5)])
 def test_a_local_step_is_that_of_one_process(ranks: int, tolerance: float, run_ranks: RunRanks) -> None:
     for found in run_ranks(ranks, against_one_process, 3):

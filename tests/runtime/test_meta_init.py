@@ -17,7 +17,6 @@ from tests.support.sharded_run import FP32
 from tests.support.transformer import Block
 
 SEED = 5
-STRATEGIES = (0, 1, 2, 3)
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -74,19 +73,17 @@ def _ties(module: nn.Module) -> list[int]:
     return [next(i for i, other in enumerate(params) if other is param) for param in params]
 
 
-def all_differences() -> dict[str, list[str]]:
-    return {
-        f"{name}, strategy {strategy}": found
-        for name, case in META_CASES.items()
-        for strategy in STRATEGIES
-        if (found := differences(case, strategy))
-    }
+def all_differences(strategy: int) -> dict[str, list[str]]:
+    return {name: found for name, case in META_CASES.items() if (found := differences(case, strategy))}
 
 
-@pytest.mark.full(short=["2"])
+@pytest.mark.full(short=["0-2", "3-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_weights_buffers_and_generators_are_those_of_eager_construction(num_ranks: int, run_ranks: RunRanks) -> None:
-    assert run_ranks(num_ranks, all_differences) == [{}] * num_ranks
+@pytest.mark.parametrize("strategy", range(4))
+def test_weights_buffers_and_generators_are_those_of_eager_construction(
+    strategy: int, num_ranks: int, run_ranks: RunRanks
+) -> None:
+    assert run_ranks(num_ranks, all_differences, strategy) == [{}] * num_ranks
 
 
 def llama_differences(tied: bool) -> list[str]:
@@ -119,6 +116,7 @@ class _Logits(nn.Module):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_llama_begins_as_its_own_library_begins_it_rotary_frequencies_included(
     tied: bool, run_ranks: RunRanks
@@ -170,6 +168,7 @@ def train_eagerly() -> list[Step]:
     return steps
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_training_goes_on_as_on_one_process_with_an_optimizer_built_before(strategy: int, run_ranks: RunRanks) -> None:
     by_rank = run_ranks(2, train_from_meta, strategy)

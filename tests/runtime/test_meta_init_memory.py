@@ -85,6 +85,7 @@ def measure(tower: type[Tower], strategy: int) -> Reading:
     return Reading(live.peak_bytes, wrapped.memory().persistent_bytes)
 
 
+@pytest.mark.full(short=["one module-0-2", "one unit-3-2", "root and one unit-3-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("strategy", [0, 3])
 @pytest.mark.parametrize(

@@ -269,6 +269,7 @@ def train_kinds(strategy: int, connect: bool) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("connect", [True, False], ids=["connected", "never_connected"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_optimizers_train_as_on_one_process(strategy: int, connect: bool, run_ranks: RunRanks) -> None:

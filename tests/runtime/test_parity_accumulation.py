@@ -38,6 +38,7 @@ def defer_two_of_three(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.full(short=["1", "2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_no_sync_defers_to_the_next_backward(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, defer_two_of_three, model="transformer", num_ranks=num_ranks)
@@ -82,6 +83,7 @@ def say_which_is_last(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_last_microbatch_synchronises(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, say_which_is_last, num_ranks=num_ranks)
@@ -97,6 +99,7 @@ def let_the_optimizer_synchronise(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_optimizer_step_synchronises_when_nothing_was_said(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, let_the_optimizer_synchronise, MANUAL, num_ranks=num_ranks)

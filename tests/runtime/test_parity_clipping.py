@@ -53,7 +53,7 @@ def test_clipping_equals_one_process(run_ranks: RunRanks, by_model: bool, norm_t
     _check(run_ranks, 2, Clip(norm_type, by_model), ("transformer", "unused"))
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["False-1.0", "True-inf"])
 @pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
 def test_ranks_with_nothing_of_a_parameter_take_part_in_the_norm(
     run_ranks: RunRanks, by_model: bool, norm_type: float
@@ -100,6 +100,7 @@ def scale_and_clip(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.full(short=["unused"])
 @pytest.mark.parametrize("case", ["odd_shapes", "unused"])
 def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks, case: ModelName) -> None:
     scenario = Scenario(scale_and_clip, MODEL_CASES[case])

@@ -99,7 +99,7 @@ gradients of the next step feel a little. Rounded gradients move many weights so
 """
 
 
-@pytest.mark.full(short=["3-fp32 gradients", "2-bf16 communication"])
+@pytest.mark.full(short=["2-fp32 gradients"])
 @pytest.mark.parametrize("policy_name", BANDS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bf16_model_stays_in_the_band_of_fp32_main_weights(
@@ -142,6 +142,7 @@ def small_steps(run: Run) -> None:
     run.note_parameters()
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_main_weights_keep_what_bfloat16_would_lose(run_ranks: RunRanks, strategy: int) -> None:
     jobs = [(Scenario(small_steps, BF16, momentum), Setting(strategy))]
@@ -197,6 +198,7 @@ SAME_LOOP: dict[str, tuple[MixedPrecisionPolicy, Tolerance]] = {
 }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("policy_name", SAME_LOOP)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_communication_dtype_of_a_float32_model(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
@@ -223,6 +225,7 @@ def _largest_gradient(run: Run, factor: float) -> float:
     return max(value.abs().max().item() for value in gradients.values() if value is not None)
 
 
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("in_collective", [False, True])
 def test_float16_communication_averages_before_the_sum(run_ranks: RunRanks, in_collective: bool) -> None:
     policy, band = SAME_LOOP["fp16 communication"]

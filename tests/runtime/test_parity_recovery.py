@@ -18,6 +18,16 @@ FRAGILE = vector_case(FragileModel)
 ORDERED = vector_case(Ordered)
 
 
+def each_half(*scripts: Callable[[Run], None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of scripts under strategies, in halves; the short suite has every script and every strategy."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        test = pytest.mark.parametrize("settings", [ALL[::2], ALL[1::2]], ids=["even", "odd"])(test)
+        return pytest.mark.full(cover=1)(pytest.mark.parametrize("script", scripts)(test))
+
+    return mark
+
+
 def _check(
     run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase, settings: tuple[Setting, ...] = SHARDED
 ) -> None:
@@ -71,9 +81,11 @@ def infer_first(run: Run) -> None:
         _evaluate(run, 53)
 
 
-@pytest.mark.parametrize("script", [evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first])
-def test_evaluation_at_any_time_leaves_training_alone(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, ORDERED, ALL)
+@each_half(evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first)
+def test_evaluation_at_any_time_leaves_training_alone(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, ORDERED, settings)
 
 
 def test_evaluation_of_a_tied_model_leaves_training_alone(run_ranks: RunRanks) -> None:
@@ -120,11 +132,11 @@ def scale_one_weight_after_evaluation(run: Run) -> None:
     run.train(2)
 
 
-@pytest.mark.parametrize(
-    "script", [scale_weights_by_hand, scale_local_weights_by_hand, scale_one_weight_after_evaluation]
-)
-def test_weights_changed_by_hand_take_effect(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, ORDERED, ALL)
+@each_half(scale_weights_by_hand, scale_local_weights_by_hand, scale_one_weight_after_evaluation)
+def test_weights_changed_by_hand_take_effect(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, ORDERED, settings)
 
 
 def load_state_between_steps(run: Run) -> None:
@@ -168,9 +180,11 @@ def fail_in_forward_between_microbatches(run: Run) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("script", [fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches])
-def test_training_goes_on_after_an_exception_in_forward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, FRAGILE, ALL)
+@each_half(fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches)
+def test_training_goes_on_after_an_exception_in_forward(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, FRAGILE, settings)
 
 
 def _break_backward(run: Run, index: int, position: int) -> None:
@@ -211,14 +225,13 @@ def fail_in_a_deferred_backward(run: Run) -> None:
     run.step()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        fail_in_backward,
-        fail_in_the_first_backward,
-        fail_in_backward_between_microbatches,
-        fail_in_a_deferred_backward,
-    ],
+@each_half(
+    fail_in_backward,
+    fail_in_the_first_backward,
+    fail_in_backward_between_microbatches,
+    fail_in_a_deferred_backward,
 )
-def test_training_goes_on_after_an_exception_in_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, FRAGILE, ALL)
+def test_training_goes_on_after_an_exception_in_backward(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, FRAGILE, settings)

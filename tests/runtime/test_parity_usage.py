@@ -50,11 +50,13 @@ def _build_twice_used() -> Ordered:
     return Ordered((0, 1, 0, 2, 1, 1, 3, 0))
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, train, vector_case(_build_twice_used), num_ranks)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_unit_called_from_inside_another(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, train, vector_case(Nested), num_ranks)
@@ -89,6 +91,7 @@ def change_order(run: Run) -> None:
         run.train(step)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_order_of_units_that_changes_between_steps(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, change_order, num_ranks=num_ranks)
@@ -148,7 +151,6 @@ def deferred_second_backward(run: Run) -> None:
     [sum_two_forwards, two_forwards_two_backwards, two_forwards_two_backwards_reversed, deferred_second_backward],
 )
 def test_two_forwards_before_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script)
     _check(run_ranks, script, vector_case(_build_twice_used))
 
 
@@ -199,11 +201,13 @@ def test_gradients_flow_below_the_model(run_ranks: RunRanks) -> None:
 # ---- outputs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_keyword_arguments_and_nested_outputs(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, train, vector_case(Unpacking), num_ranks)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_outputs_that_are_changed_in_place(run_ranks: RunRanks, num_ranks: int) -> None:
     _check(run_ranks, train, vector_case(InPlace), num_ranks)
@@ -262,6 +266,7 @@ def branch_by_rank(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks, num_ranks: int) -> None:
     settings = tuple(Setting(strategy) for strategy in range(4))

@@ -48,6 +48,7 @@ def test_the_jobs_cover_every_pair_of_choices() -> None:
             assert len({(row[i], row[j]) for row in rows}) == len(levels[i]) * len(levels[j])
 
 
+@pytest.mark.full(short=["each", "last"])
 @pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
 def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRanks, mode: str) -> None:
     check(run_ranks, 2, [replace(job, mode=mode) for job in covering_jobs()])
@@ -58,6 +59,7 @@ def test_sums_of_four_ranks_are_taken_in_rank_order(run_ranks: RunRanks) -> None
     check(run_ranks, 4, [replace(job, mode="each", steps=1) for job in covering_jobs() if job.strategy > 0])
 
 
+@pytest.mark.full(short=[str(MixedPrecisionPolicy(FP64, BF16, FP16))])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -75,6 +77,7 @@ def test_each_dtype_inside_a_unit_follows_by_itself(run_ranks: RunRanks, policy:
 # ---- what accumulation in 16 bits costs ----------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_accumulation_is_in_main_grads_dtype_and_in_no_other(run_ranks: RunRanks, strategy: int) -> None:
     """Twelve microbatches: bfloat16 loses what float32 keeps, and both are what one process gets in that dtype."""
@@ -98,6 +101,7 @@ def large_loss(model: nn.Module, batch: Batch) -> Tensor:
     return 2e5 * loss_in_own_dtype(model, batch)
 
 
+@pytest.mark.full(short=["no_sync"])
 @pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
 def test_float16_sums_of_large_gradients_stay_in_range(run_ranks: RunRanks, mode: str) -> None:
     case = replace(CASES[FP32], loss=large_loss)

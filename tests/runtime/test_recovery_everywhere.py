@@ -70,7 +70,8 @@ def fail_in_the_second_microbatch(run: Run) -> None:
     run.train(7, 8, 9)
 
 
-@pytest.mark.full(short=["fail_in_the_middle"])
+@pytest.mark.full(short=["fail_in_the_middle-settings1"])
+@pytest.mark.parametrize("settings", [SETTINGS[:3], SETTINGS[3:]])
 @pytest.mark.parametrize(
     "script",
     [
@@ -81,8 +82,10 @@ def fail_in_the_second_microbatch(run: Run) -> None:
         fail_in_the_second_microbatch,
     ],
 )
-def test_training_goes_on_as_if_the_batch_had_never_been(run_ranks: RunRanks, script: Any) -> None:
-    check_strategies(run_ranks, 2, Scenario(script, CASE), SETTINGS)
+def test_training_goes_on_as_if_the_batch_had_never_been(
+    run_ranks: RunRanks, script: Any, settings: list[Setting]
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, CASE), settings)
 
 
 def halfway_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -105,8 +108,12 @@ def fail_in_the_optimizer(run: Run) -> None:
         run.train(2, 3, 4)
 
 
-def test_a_step_that_broke_off_leaves_what_it_leaves_on_one_process(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 2, Scenario(fail_in_the_optimizer, CASE, halfway_sgd), SETTINGS)
+@pytest.mark.full(short=["settings0"])
+@pytest.mark.parametrize("settings", [SETTINGS[1:4:2], SETTINGS[::2]])
+def test_a_step_that_broke_off_leaves_what_it_leaves_on_one_process(
+    run_ranks: RunRanks, settings: list[Setting]
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(fail_in_the_optimizer, CASE, halfway_sgd), settings)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -139,13 +146,8 @@ def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
     return held
 
 
-@pytest.mark.full(short=["0", "3"])
-@pytest.mark.parametrize("strategy", range(4))
-def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int) -> None:
-    for held in run_ranks(2, held_after_failures, strategy, {}):
-        assert held == [held[0]] * 3
-
-
-def test_memory_that_comes_and_goes_is_given_back_after_a_failure(run_ranks: RunRanks) -> None:
-    for held in run_ranks(2, held_after_failures, 3, {"weight_allocator": "resize"}):
+@pytest.mark.full(short=["1-slots", "3-resize"])
+@pytest.mark.parametrize(("strategy", "allocator"), [*((each, "slots") for each in range(4)), (3, "resize")])
+def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int, allocator: str) -> None:
+    for held in run_ranks(2, held_after_failures, strategy, {"weight_allocator": allocator}):
         assert held == [held[0]] * 3

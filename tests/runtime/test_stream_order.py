@@ -81,7 +81,7 @@ def late_as_on_the_host(way: Callable[[MegatronFSDP, Tensor], None], hybrid: boo
     return same
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["replaced-False", "penalised_last-True"])
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("way", [plain, replaced, penalised, penalised_last])
 def test_gradients_are_those_of_the_host_on_the_laziest_streams(
