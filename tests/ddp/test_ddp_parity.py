@@ -96,29 +96,6 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num
             raise AssertionError(f"{name}, {scenario.script.__name__}, {setting}: {error}") from None
 
 
-def test_the_deal_covers_every_pair() -> None:
-    dealt = [(name, dict(setting.fields), scenario) for n in RANKS[1:] for name, scenario, setting in jobs_of(n)]
-    ways = {(name, f["use_distributed_optimizer"], f["overlap_grad_reduce"]) for name, f, _ in dealt}
-    assert len(ways) == 4 * len(CASES)
-    sizes = {(f["use_distributed_optimizer"], f["overlap_grad_reduce"], _bucket(f)) for _, f, _ in dealt}
-    assert len(sizes) == 4 * len(BUCKETS)
-    gathers = {(_gathers(f), _bucket(f)) for _, f, _ in dealt if f["use_distributed_optimizer"]}
-    assert len(gathers) == len(GATHERS) * len(BUCKETS)
-    scripts = {(s.script, f["use_distributed_optimizer"], f["overlap_grad_reduce"]) for _, f, s in dealt}
-    assert len(scripts) == 4 * 4
-    assert len({(name, _bucket(f)) for name, f, _ in dealt}) >= 4 * len(CASES)
-    for field in ("average_in_collective", "gradient_reduce_div_fusion"):
-        assert len({(f[field], f["use_distributed_optimizer"], f["overlap_grad_reduce"]) for _, f, _ in dealt}) == 8
-
-
-def _bucket(fields: dict[str, object]) -> tuple[object, object]:
-    return fields.get("bucket_size"), fields.get("num_buckets")
-
-
-def _gathers(fields: dict[str, object]) -> tuple[object, object]:
-    return fields.get("overlap_param_gather"), fields.get("align_param_gather")
-
-
 # ---- the fully sharded engine, and several instances of the optimizer ------------------------------------------------
 
 

@@ -69,6 +69,7 @@ BF16 = 2.0**-8
 """Relative rounding of one bfloat16 operation is half of this."""
 
 
+@pytest.mark.full(short=["way1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_patterns_accumulate_matching_gradients_in_float32(run_ranks: RunRanks, way: Fields) -> None:
     """In bfloat16 the error grows with the number of summands; in float32 one rounding is left, on the wire."""
@@ -140,6 +141,7 @@ def tiny_updates(fields: Fields) -> float:
         return float(wrapped(torch.ones(1, 4, dtype=torch.bfloat16))[0, 0])
 
 
+@pytest.mark.full(short=["way1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_main_weights_in_float32_are_the_default_and_keep_small_updates(run_ranks: RunRanks, way: Fields) -> None:
     assert run_ranks(2, tiny_updates, way) == [4 - 4 * 64 / 1024] * 2

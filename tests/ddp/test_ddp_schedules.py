@@ -63,13 +63,16 @@ def megatron_steps(run: Run) -> None:
         run.note_parameters()
 
 
-@pytest.mark.full(short=["True-2", "False-2"])
+@pytest.mark.full(short=["True-2-settings1", "False-2-settings0"])
+@pytest.mark.parametrize("settings", [SETTINGS[::2], SETTINGS[1::2]])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("auto", [False, True])
-def test_megatrons_schedule_equals_one_process(run_ranks: RunRanks, num_ranks: int, auto: bool) -> None:
+def test_megatrons_schedule_equals_one_process(
+    run_ranks: RunRanks, num_ranks: int, auto: bool, settings: tuple[dict[str, Any], ...]
+) -> None:
     scenario = Scenario(megatron_steps, MODEL_CASES["tied" if auto else "unused"])
     options = {"sync_model_each_microbatch": auto}
-    check_ddp(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in SETTINGS])
+    check_ddp(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in settings])
 
 
 def defer_and_finish(run: Run) -> None:

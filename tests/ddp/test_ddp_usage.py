@@ -17,7 +17,8 @@ from tests.runtime import test_parity_recovery as recovery
 from tests.runtime import test_parity_usage as usage
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.clipping import clip_by_model, clip_by_torch
-from tests.support.ddp_run import check_ddp, ddp
+from tests.support.ddp_run import DdpSetting, check_ddp, ddp
+from tests.support.halves import each_half
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.sharded_run import Run, Scenario
 from tests.support.usage_models import (
@@ -66,8 +67,11 @@ def _check(run_ranks: RunRanks, pairs: list[tuple[Script, ModelCase]], shift: in
     check_ddp(run_ranks, num_ranks, jobs)
 
 
-def _check_all(run_ranks: RunRanks, script: Script, case: ModelCase, num_ranks: int = 2) -> None:
-    check_ddp(run_ranks, num_ranks, [(Scenario(script, case), setting) for setting in ALL])
+Settings = tuple[DdpSetting, ...]
+
+
+def _check_in(settings: Settings, run_ranks: RunRanks, script: Script, case: ModelCase, num_ranks: int = 2) -> None:
+    check_ddp(run_ranks, num_ranks, [(Scenario(script, case), setting) for setting in settings])
 
 
 @each_shift
@@ -114,12 +118,13 @@ def test_orders_of_forwards_and_backwards(run_ranks: RunRanks, shift: int) -> No
     _check(run_ranks, pairs, shift)
 
 
-@pytest.mark.full(short=["2"])
+@pytest.mark.full(short=["2-even"])
+@pytest.mark.parametrize("settings", [ALL[::2], ALL[1::2]], ids=["even", "odd"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_use_different_parameters(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_ranks_that_use_different_parameters(run_ranks: RunRanks, num_ranks: int, settings: Settings) -> None:
     """Gathers and reductions stay in one order; a rank that skips a bucket takes part in it all the same."""
     for script in (usage.branch_by_rank, usage.branch_nowhere_at_first):
-        _check_all(run_ranks, script, vector_case(Branches), num_ranks)
+        _check_in(settings, run_ranks, script, vector_case(Branches), num_ranks)
 
 
 def layers_by_rank(run: Run) -> None:
@@ -184,7 +189,7 @@ def test_evaluation_of_models_that_read_weights_of_modules_they_do_not_call(
     jobs = [
         (Scenario(script, case), setting)
         for script in (train_then_evaluate, recovery.infer_first)
-        for setting in (REPLICATED, IN_TURN, TOGETHER)
+        for setting in (IN_TURN, TOGETHER)
     ]
     check_ddp(run_ranks, 2, jobs)
 
@@ -198,8 +203,9 @@ def train_then_evaluate(run: Run) -> None:
         run.model.train()
 
 
-def test_generation_between_steps(run_ranks: RunRanks) -> None:
-    _check_all(run_ranks, generate_between_steps, MODEL_CASES["tied"])
+@each_half(ALL)
+def test_generation_between_steps(run_ranks: RunRanks, settings: Settings) -> None:
+    _check_in(settings, run_ranks, generate_between_steps, MODEL_CASES["tied"])
 
 
 def generate_between_steps(run: Run) -> None:
@@ -263,9 +269,10 @@ def call_parts(run: Run) -> None:
         run.step()
 
 
-def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks) -> None:
-    _check_all(run_ranks, call_parts, vector_case(TwoHeads))
-    _check_all(run_ranks, backward_of_one_output, vector_case(TwoHeads))
+@each_half(ALL)
+def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Settings) -> None:
+    _check_in(settings, run_ranks, call_parts, vector_case(TwoHeads))
+    _check_in(settings, run_ranks, backward_of_one_output, vector_case(TwoHeads))
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
@@ -317,11 +324,12 @@ FEWER = ((3, 3), (2, 1), (1, 3), (3, 2))
 MORE = ((1, 1), (2, 1), (1, 3), (0, 2), (4, 4))
 
 
-def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks) -> None:
+@each_half(ALL)
+def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks, settings: Settings) -> None:
     for reentrant, times in ((False, MORE), (True, FEWER)):
         script = partial(repeat, times)
         script.__name__ = "repeat"  # type: ignore[attr-defined]
-        _check_all(run_ranks, script, vector_case(partial(Repeated, reentrant)))
+        _check_in(settings, run_ranks, script, vector_case(partial(Repeated, reentrant)))
 
 
 # ---- exceptions ------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def clip(order: float, foreach: bool | None, dtype: torch.dtype) -> dict[str, An
     }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("foreach", [None, False])
 def test_clipping_over_several_meshes_equals_one_process(

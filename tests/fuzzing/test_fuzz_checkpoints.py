@@ -14,7 +14,7 @@ from tests.support.dcp_contents import assert_same_contents, contents
 CASES = 6
 
 
-@pytest.mark.full(short=["4", "0"])
+@pytest.mark.full(short=["4"])
 @pytest.mark.parametrize("seed", range(CASES))
 def test_a_random_model_is_resharded_bit_for_bit(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, seed: int

@@ -55,9 +55,13 @@ def train(run: Run) -> None:
     run.step()
 
 
+@pytest.mark.full(short=["Deep-odd"])
+@pytest.mark.parametrize("settings", [ALL[::2], ALL[1::2]], ids=["even", "odd"])
 @pytest.mark.parametrize("build", [Penalised, Deep])
-def test_losses_left_in_attributes_are_trained(run_ranks: RunRanks, build: Callable[[], nn.Module]) -> None:
-    check_strategies(run_ranks, 2, Scenario(train, vector_case(build)), ALL)
+def test_losses_left_in_attributes_are_trained(
+    run_ranks: RunRanks, build: Callable[[], nn.Module], settings: tuple[Setting, ...]
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(train, vector_case(build)), settings)
 
 
 def test_only_what_the_latest_forward_computed_counts() -> None:

@@ -76,6 +76,7 @@ class NestedCheckpoints(Ordered):
         return layer(x) * scale
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_checkpoints_inside_checkpoints_with_keywords(run_ranks: RunRanks, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(train, vector_case(NestedCheckpoints)), SHARDED)
@@ -153,6 +154,7 @@ GATHERS: dict[Where | None, int] = {
 }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", GATHERS)
 def test_recomputation_gathers_as_often_as_it_must(run_ranks: RunRanks, where: Where | None, reentrant: bool) -> None:

@@ -97,7 +97,7 @@ def train_and_evaluate(run: Run) -> None:
 CASES = {"llama": _case(build_llama, 0), "gpt2, tied": _case(build_gpt2, 1)}
 
 
-@pytest.mark.full(short=["gpt2, tied-2", "llama-2"])
+@pytest.mark.full(short=["gpt2, tied-2"])
 @pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("llama", 2), ("gpt2, tied", 2), ("gpt2, tied", 3)])
 def test_models_train_as_on_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL, CLOSE)
@@ -118,7 +118,9 @@ def test_gradient_checkpointing_of_the_model_itself(run_ranks: RunRanks, kind: s
 def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     pytest.importorskip("peft")
     case = _case(partial(build_llama, adapters=True), 0)
-    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, case), ALL, CLOSE)
+    check_strategies(
+        run_ranks, num_ranks, Scenario(train_and_evaluate, case), ALL if num_ranks == 3 else SHARDED, CLOSE
+    )
 
 
 def train_adapters(strategy: int) -> tuple[int, int, bool, set[str]]:
@@ -142,6 +144,7 @@ def train_adapters(strategy: int) -> tuple[int, int, bool, set[str]]:
     return reduced, expected, same and len(base) > 30, {name.split(".")[-3] for name in with_gradient}
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 def test_a_frozen_base_is_never_reduced_and_stays_as_it_is(run_ranks: RunRanks, strategy: int) -> None:
     pytest.importorskip("peft")
@@ -178,6 +181,7 @@ def generate(name: str, strategy: int) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
+@pytest.mark.full(short=["llama-3", "gpt2, tied-3"])
 @pytest.mark.parametrize(("name", "strategy"), [("llama", 3), ("gpt2, tied", 3), ("llama", 1)])
 def test_generation_gives_the_same_tokens(run_ranks: RunRanks, name: str, strategy: int) -> None:
     for pairs in run_ranks(2, generate, name, strategy):

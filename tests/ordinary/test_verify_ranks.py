@@ -150,6 +150,7 @@ def skip_a_step(verify: float | str, strategy: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("verify", "strategy"), [(_WAIT_S, 0), (_WAIT_S, 1), (_WAIT_S, 3)])
 def test_a_skipped_optimizer_step_stops_every_rank(run_ranks: RunRanks, verify: float | str, strategy: int) -> None:
     (message,) = set(run_ranks(2, skip_a_step, verify, strategy, timeout_s=_TIMEOUT_S))
@@ -235,8 +236,8 @@ def run_verified(strategies: tuple[int, ...]) -> list[Outcome]:
 
 
 def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRanks) -> None:
-    for outcomes in zip(*run_ranks(3, run_verified, (0, 1, 2, 3), timeout_s=_TIMEOUT_S), strict=True):
-        assert_parity(outcomes, reference(VERIFIED, 3), FP32)
+    for outcomes in zip(*run_ranks(2, run_verified, (0, 1, 2, 3), timeout_s=_TIMEOUT_S), strict=True):
+        assert_parity(outcomes, reference(VERIFIED, 2), FP32)
 
 
 def missing_experts(verify: bool) -> str:

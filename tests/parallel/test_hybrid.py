@@ -5,7 +5,6 @@ Each (mesh, inner and outer strategy) trains some models of the zoo; scripts, op
 
 import math
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -100,20 +99,6 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, mes
             assert_parity(outcomes, reference(scenario), _BF16 if name == "bf16_fp32_norm" else FP32)
         except AssertionError as error:
             raise AssertionError(f"{name}, {scenario.script.__name__}, {setting}: {error}") from None
-
-
-def test_the_deal_covers_every_model_and_every_pair() -> None:
-    dealt = [(mesh, *job) for mesh in MESHES for job in jobs_of(mesh)]
-    pairs = {(setting.strategy, setting.outer_strategy) for *_, setting in dealt}
-    assert pairs == set(STRATEGIES)
-    for mesh in MESHES:
-        assert {name for at, name, _, _ in dealt if at == mesh} == set(MODEL_CASES)
-        scripts = {(s.strategy, s.outer_strategy, job.script) for at, _, job, s in dealt if at == mesh}
-        assert scripts == {(*pair, script) for pair, script in product(STRATEGIES, SCRIPTS)}
-    assert {(name, job.optimizer) for _, name, job, _ in dealt} == set(product(MODEL_CASES, OPTIMIZERS))
-    assert {(s.strategy, s.outer_strategy, s.one_call) for *_, s in dealt} == {
-        (*pair, one_call) for pair, one_call in product(STRATEGIES, (True, False))
-    }
 
 
 # ---- when gradients are synchronised ---------------------------------------------------------------------------------
@@ -215,7 +200,8 @@ def test_parameters_that_only_some_outer_or_inner_ranks_use(run_ranks: RunRanks)
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 @pytest.mark.parametrize("name", ["scalars", "partly_frozen"])
 def test_clipping_equals_one_process(run_ranks: RunRanks, name: ModelName, script: Callable[[Run], None]) -> None:
-    check_strategies(run_ranks, 4, Scenario(script, MODEL_CASES[name]), EACH)
+    settings = EACH[::2] if name == "scalars" else EACH[1::2]
+    check_strategies(run_ranks, 4, Scenario(script, MODEL_CASES[name]), settings)
 
 
 def test_averaging_in_the_collectives_gives_the_same_mean(run_ranks: RunRanks) -> None:

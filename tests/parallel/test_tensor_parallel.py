@@ -42,11 +42,12 @@ def accumulate(run: Run) -> None:
     run.train(4)
 
 
-@pytest.mark.full(short=["divide_tensors_and_sequences"])
+@pytest.mark.full(short=["divide_tensors_and_sequences-1", "divide_tensors_and_sequences-2"])
+@pytest.mark.parametrize("inner", range(4))
 @each_plan
-def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide) -> None:
-    settings = [Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide)) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(two_steps, CASE, adamw_above_noise), settings)
+def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide, inner: int) -> None:
+    setting = Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide))
+    check_strategies(run_ranks, 4, Scenario(two_steps, CASE, adamw_above_noise), [setting])
 
 
 @pytest.mark.full(short=["divide_tensors-3"])

@@ -73,13 +73,6 @@ def sequences() -> list[tuple[str, ...]]:
     return pieces
 
 
-def test_every_way_follows_every_way_in_some_accumulation() -> None:
-    pieces = sequences()
-    assert {len(piece) for piece in pieces} == {1, 2, 3, 4}
-    assert {pair for piece in pieces for pair in itertools.pairwise(piece)} == set(itertools.product(WAYS, WAYS))
-    assert {piece[-1] for piece in pieces} == set(WAYS)
-
-
 def train_mixed(run: Run) -> None:
     for number, ways in enumerate(sequences()):
         _accumulate(run, ways, 10 * number)

@@ -246,6 +246,7 @@ def train_with_changes(changes: Sequence[torch.dtype | None], strategy: int) -> 
 CHANGES = (None, BF16, FP64, FP16, None)
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_after_a_change_gradients_are_those_of_a_model_wrapped_so(run_ranks: RunRanks, strategy: int) -> None:
     """Bit for bit, so no bucket, view or factor of the earlier dtype is left."""

@@ -83,6 +83,7 @@ def _described(steps: int) -> dict[str, Any]:
     return model.describe().to_dict()
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_real_ranks_say_what_simulated_ones_say(steps: int, run_ranks: RunRanks) -> None:
     for rank, real in enumerate(run_ranks(2, _described, steps)):

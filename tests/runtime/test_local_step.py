@@ -147,7 +147,7 @@ def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[s
     return {"wrong": wrong, "keys": keys, "empty": empty}
 
 
-@pytest.mark.full(short=["2-1-bf16", "3-2-build"])
+@pytest.mark.full(short=["3-2-build"])
 @pytest.mark.parametrize(
     ("ranks", "strategy", "build_model"),
     [(2, 0, odd), (2, 1, bf16), (3, 2, build), (4, 3, odd), (2, 3, bf16)],

@@ -77,7 +77,7 @@ def _train(watched: bool, strategy: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.full(short=["0", "3"])
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_watching_tells_every_phase_and_changes_nothing(run_ranks: RunRanks, strategy: int) -> None:
     plain = run_ranks(2, _train, False, strategy)

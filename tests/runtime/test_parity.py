@@ -135,26 +135,6 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num
         assert_parity(outcomes, reference(scenario), _tolerance(name, num_ranks))
 
 
-def test_the_deal_covers_every_value_and_every_pair() -> None:
-    dealt = [
-        (num_ranks, strategy, name, scenario.script, scenario.optimizer, setting.one_call)
-        for num_ranks in RANKS
-        for strategy in STRATEGIES
-        for name, scenario, setting in jobs_of(num_ranks, strategy)
-    ]
-    assert len(dealt) == 4 * 4 * 8
-    scripts = [script for pair in SCRIPTS for script in pair]
-    with_count = {(ranks, strategy, script in SCRIPTS[1]) for ranks, strategy, _, script, _, _ in dealt}
-    assert len(with_count) == 4 * 4 * 2
-    assert {(strategy, script) for _, strategy, _, script, _, _ in dealt} == {
-        (s, f) for s in STRATEGIES for f in scripts
-    }
-    assert len({(strategy, optimizer) for _, strategy, _, _, optimizer, _ in dealt}) == 4 * 4
-    assert len({(name, optimizer) for _, _, name, _, optimizer, _ in dealt}) == 8 * 4
-    assert len({(name, script) for _, _, name, script, _, _ in dealt}) == 8 * 4
-    assert len({(strategy, one_call) for _, strategy, _, _, _, one_call in dealt}) == 4 * 2
-
-
 # ---- float64, averaging collective ---------------------------------------------------------------------------------
 
 

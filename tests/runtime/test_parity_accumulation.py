@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from tests.conftest import RunRanks
+from tests.support.halves import STRATEGIES as ALL
+from tests.support.halves import each_half
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.sharded_run import ONE_RANK, Run, Scenario, Setting, check_strategies, sgd
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, sgd
 
-ALL = tuple(Setting(strategy) for strategy in range(4))
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 
 Clear = Callable[[Run], None]
@@ -192,12 +193,11 @@ def clear_by_hand(run: Run) -> None:
     _clear_and_go_on(run, none_by_hand)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [clear_by_optimizer, clear_by_model, clear_by_optimizer_in_place, clear_by_model_in_place, clear_by_hand],
-)
-def test_every_way_to_clear_gradients_clears_them(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script)
+@each_half(ALL, clear_by_optimizer, clear_by_model, clear_by_optimizer_in_place, clear_by_model_in_place, clear_by_hand)
+def test_every_way_to_clear_gradients_clears_them(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, settings)
 
 
 def _clear_deferred(run: Run, clear: Clear) -> None:
@@ -226,11 +226,11 @@ def clear_deferred_by_optimizer_in_place(run: Run) -> None:
     _clear_deferred(run, zero_optimizer_in_place)
 
 
-@pytest.mark.parametrize(
-    "script", [clear_deferred_by_optimizer, clear_deferred_by_model, clear_deferred_by_optimizer_in_place]
-)
-def test_clearing_forgets_what_was_deferred(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, model="odd_shapes")
+@each_half(ALL, clear_deferred_by_optimizer, clear_deferred_by_model, clear_deferred_by_optimizer_in_place)
+def test_clearing_forgets_what_was_deferred(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, settings, model="odd_shapes")
 
 
 def clear_before_any_sync(run: Run) -> None:
@@ -293,11 +293,11 @@ def scale_below_deferred_sums(run: Run) -> None:
     run.step()
 
 
-@pytest.mark.parametrize(
-    "script", [scale_between_microbatches, replace_between_microbatches, scale_below_deferred_sums]
-)
-def test_what_the_user_does_to_gradients_counts(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script)
+@each_half(ALL, scale_between_microbatches, replace_between_microbatches, scale_below_deferred_sums)
+def test_what_the_user_does_to_gradients_counts(
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
+) -> None:
+    _check(run_ranks, script, settings)
 
 
 def scale_all(run: Run) -> None:
@@ -363,8 +363,3 @@ def test_zeroing_one_optimizer_leaves_the_gradients_of_the_other(
 ) -> None:
     settings = tuple(Setting(strategy, one_call=False) for strategy in range(4))
     check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["odd_shapes"], _first_block), settings)
-
-
-def test_accumulation_on_one_rank_is_exact(run_ranks: RunRanks) -> None:
-    for script in (defer_two_of_three, scale_between_microbatches, clear_by_model_in_place):
-        check_strategies(run_ranks, 1, Scenario(script, MODEL_CASES["unused"], sgd), ALL, ONE_RANK)

@@ -24,16 +24,12 @@ def train_and_accumulate(run: Run) -> None:
     run.step()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", PLACES)
 def test_recomputed_activations_give_the_same_gradients(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
     scenario = Scenario(train_and_accumulate, _case(where, reentrant))
     check_strategies(run_ranks, 2, scenario, [Setting(3), Setting(2)])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_pairs_on_three_ranks(run_ranks: RunRanks, reentrant: bool) -> None:
-    check_strategies(run_ranks, 3, Scenario(train_and_accumulate, _case("pairs", reentrant)), [Setting(3)])
 
 
 def two_recomputed_forwards(run: Run) -> None:

@@ -8,24 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
+from tests.support.halves import STRATEGIES as ALL
+from tests.support.halves import each_half
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import FragileModel, Ordered, vector_case
 
 SHARDED = (Setting(3), Setting(2))
-ALL = tuple(Setting(strategy) for strategy in range(4))
 FRAGILE = vector_case(FragileModel)
 ORDERED = vector_case(Ordered)
-
-
-def each_half(*scripts: Callable[[Run], None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test of scripts under strategies, in halves; the short suite has every script and every strategy."""
-
-    def mark(test: Callable[..., None]) -> Callable[..., None]:
-        test = pytest.mark.parametrize("settings", [ALL[::2], ALL[1::2]], ids=["even", "odd"])(test)
-        return pytest.mark.full(cover=1)(pytest.mark.parametrize("script", scripts)(test))
-
-    return mark
 
 
 def _check(
@@ -81,7 +72,7 @@ def infer_first(run: Run) -> None:
         _evaluate(run, 53)
 
 
-@each_half(evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first)
+@each_half(ALL, evaluate_between_microbatches, evaluate_between_forward_and_backward, infer_first)
 def test_evaluation_at_any_time_leaves_training_alone(
     run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
 ) -> None:
@@ -132,7 +123,7 @@ def scale_one_weight_after_evaluation(run: Run) -> None:
     run.train(2)
 
 
-@each_half(scale_weights_by_hand, scale_local_weights_by_hand, scale_one_weight_after_evaluation)
+@each_half(ALL, scale_weights_by_hand, scale_local_weights_by_hand, scale_one_weight_after_evaluation)
 def test_weights_changed_by_hand_take_effect(
     run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
 ) -> None:
@@ -180,7 +171,7 @@ def fail_in_forward_between_microbatches(run: Run) -> None:
     run.step()
 
 
-@each_half(fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches)
+@each_half(ALL, fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches)
 def test_training_goes_on_after_an_exception_in_forward(
     run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
 ) -> None:
@@ -226,6 +217,7 @@ def fail_in_a_deferred_backward(run: Run) -> None:
 
 
 @each_half(
+    ALL,
     fail_in_backward,
     fail_in_the_first_backward,
     fail_in_backward_between_microbatches,

@@ -34,20 +34,6 @@ def covering_jobs() -> list[Job]:
     return jobs
 
 
-def test_the_jobs_cover_every_pair_of_choices() -> None:
-    dtype_of = {case: dtype for dtype, case in CASES.items()}
-    rows = [
-        (job.strategy, dtype_of[job.case], job.policy.main_params_dtype, job.policy.main_grads_dtype,
-         job.policy.grad_comm_dtype)
-        for job in covering_jobs()
-    ]  # fmt: skip
-    levels = [set(column) for column in zip(*rows, strict=True)]
-    assert [len(values) for values in levels] == [4, 3, 4, 4, 4]
-    for i in range(5):
-        for j in range(i):
-            assert len({(row[i], row[j]) for row in rows}) == len(levels[i]) * len(levels[j])
-
-
 @pytest.mark.full(short=["each", "last"])
 @pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
 def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRanks, mode: str) -> None:
