@@ -106,7 +106,7 @@ def train(run: Run) -> None:
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-@pytest.mark.full(short=["1", "2"])
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = [

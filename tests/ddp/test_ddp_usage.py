@@ -178,7 +178,7 @@ class Fused(nn.Module):
 FUSED = vector_case(Fused)
 
 
-@pytest.mark.full(short=["encoder", "fused in evaluation"])
+@pytest.mark.full(short=["encoder"])
 @pytest.mark.parametrize(
     "case", [ATTENTION, ENCODER, READING, FUSED], ids=["attention", "encoder", "reading", "fused in evaluation"]
 )
@@ -278,7 +278,7 @@ def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Set
 # ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["False-0", "True-0"])
+@pytest.mark.full(short=["False-0"])
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_everywhere(run_ranks: RunRanks, reentrant: bool, shift: int) -> None:

@@ -52,7 +52,7 @@ def initial_values(arrangement: Arrangement, strategy: int, outer: int) -> tuple
     return sharded.full_parameters(), by_parameter
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["3-hybrid", "0-tensors and sequences"])
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_whole_weights_are_those_of_one_process_bit_for_bit(run_ranks: RunRanks, name: str, strategy: int) -> None:

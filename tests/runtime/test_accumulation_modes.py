@@ -78,7 +78,7 @@ def train_mixed(run: Run) -> None:
         _accumulate(run, ways, 10 * number)
 
 
-@pytest.mark.full(short=["2-1", "2-3"])
+@pytest.mark.full(short=["2-2"])
 @pytest.mark.parametrize("strategy", range(4))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_any_mixture_of_ways_to_synchronise_gives_the_sum(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:

@@ -106,7 +106,7 @@ _SETTINGS: dict[str, tuple[ModelName | None, Setting]] = {
 }
 
 
-@pytest.mark.full(short=["resize", "strategy 1"])
+@pytest.mark.full(short=["resize"])
 @pytest.mark.parametrize(("name", "setting"), _SETTINGS.values(), ids=_SETTINGS.keys())
 def test_two_ranks(name: ModelName | None, setting: Setting, run_ranks: RunRanks) -> None:
     _assert_same(run_ranks(2, outcomes, name, setting, (1, 7) if name == "tied" else (1,)))

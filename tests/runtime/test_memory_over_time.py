@@ -51,7 +51,7 @@ def peaks_and_ends(name: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.full(short=["slots", "resize"])
+@pytest.mark.full(short=["resize"])
 @each_case
 def test_the_peak_varies_by_zero_bytes_from_the_third_step_on(run_ranks: RunRanks, name: str) -> None:
     for found in run_ranks(2, peaks_and_ends, name):

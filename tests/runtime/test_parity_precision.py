@@ -174,6 +174,7 @@ def scale_and_clear(run: Run) -> None:
     run.note_gradients("one after zeroing in place")
 
 
+@pytest.mark.full(short=["policy0"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(main_grads_dtype=torch.float32)])
 def test_changed_copies_of_main_gradients_count(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
     jobs = [(Scenario(scale_and_clear, BF16, momentum), Setting(strategy, policy)) for strategy in range(4)]
@@ -199,12 +200,15 @@ SAME_LOOP: dict[str, tuple[MixedPrecisionPolicy, Tolerance]] = {
 
 
 @pytest.mark.full(cover=1)
+@pytest.mark.parametrize("settings", [range(0, 4, 2), range(1, 4, 2)])
 @pytest.mark.parametrize("policy_name", SAME_LOOP)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_communication_dtype_of_a_float32_model(run_ranks: RunRanks, num_ranks: int, policy_name: str) -> None:
+def test_communication_dtype_of_a_float32_model(
+    run_ranks: RunRanks, num_ranks: int, policy_name: str, settings: range
+) -> None:
     policy, band = SAME_LOOP[policy_name]
     scenario = Scenario(accumulate_and_step, MODEL_CASES["odd_shapes"], momentum)
-    check_strategies(run_ranks, num_ranks, scenario, [Setting(strategy, policy) for strategy in range(4)], band)
+    check_strategies(run_ranks, num_ranks, scenario, [Setting(strategy, policy) for strategy in settings], band)
 
 
 def large_gradients(run: Run) -> None:

@@ -63,7 +63,7 @@ def test_each_dtype_inside_a_unit_follows_by_itself(run_ranks: RunRanks, policy:
 # ---- what accumulation in 16 bits costs ----------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["0", "3"])
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_accumulation_is_in_main_grads_dtype_and_in_no_other(run_ranks: RunRanks, strategy: int) -> None:
     """Twelve microbatches: bfloat16 loses what float32 keeps, and both are what one process gets in that dtype."""

@@ -146,7 +146,7 @@ def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
     return held
 
 
-@pytest.mark.full(short=["1-slots", "3-resize"])
+@pytest.mark.full(short=["3-resize"])
 @pytest.mark.parametrize(("strategy", "allocator"), [*((each, "slots") for each in range(4)), (3, "resize")])
 def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int, allocator: str) -> None:
     for held in run_ranks(2, held_after_failures, strategy, {"weight_allocator": allocator}):
