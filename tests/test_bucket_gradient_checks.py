@@ -44,6 +44,7 @@ def report_and_go_on(factor: float, fields: dict[str, Any]) -> tuple[str, float]
     return message, largest_difference(weights(model), weights(reference))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("factor", "error"), [(1e4, "LargeGradientError"), (float("nan"), "NonFiniteGradientError")])
 @pytest.mark.parametrize(
     "fields",

@@ -171,6 +171,7 @@ def _prepare(strategy: int, with_optimizer: bool) -> tuple[Any, torch.optim.Opti
     return model, fully_shard_optimizer(optimizer)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("with_optimizer", [True, False], ids=["both_at_once", "optimizer_later"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_it_trains_as_one_process(strategy: int, with_optimizer: bool, run_ranks: RunRanks) -> None:

@@ -120,6 +120,7 @@ def train_decoupled(strategy: int, auto_sync: bool) -> tuple[float, float]:
     return worst, largest_difference(weights(model), weights(reference))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("auto_sync", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(
@@ -173,6 +174,7 @@ def clear_and_accumulate(strategy: int, clear: Clear) -> tuple[list[float], floa
     return left, largest_difference(shown(model), whole_gradients(2))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("clear", "left"),

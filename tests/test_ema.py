@@ -87,6 +87,7 @@ def follow(strategy: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full(short=["0-dtype0", "3-dtype4"])
 @pytest.mark.parametrize(("strategy", "dtype"), [*((s, torch.float32) for s in STRATEGIES), (3, torch.float64)])
 def test_the_average_equals_one_process_and_is_swapped_in_and_out(
     run_ranks: RunRanks, strategy: int, dtype: torch.dtype
@@ -137,6 +138,7 @@ def load(strategy: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     return loaded, whole(model, other)
 
 
+@pytest.mark.full(short=["saved0-loaded0"])
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0)), ((2, 0), (4, 3))])
 def test_it_is_saved_by_one_layout_and_loaded_by_another(
     run_ranks: RunRanks, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]

@@ -156,6 +156,7 @@ def recomputing() -> nn.Module:
     return Recomputed("units", reentrant=False)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     case = vector_case(blocks)

@@ -61,6 +61,7 @@ def read(strategy: int, name: ModelName) -> tuple[dict[str, Tensor], set[type], 
     return inside, classes, takes_gradients
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", ["tied", "odd_shapes", "scalars", "partly_frozen"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inside_modules_hold_full_plain_parameters(run_ranks: RunRanks, strategy: int, name: ModelName) -> None:

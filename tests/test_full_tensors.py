@@ -63,6 +63,7 @@ def everything(name: ModelName, strategy: int) -> dict[int, list[dict[str, Tenso
     return found
 
 
+@pytest.mark.full(short=["unused-2", "scalars-3", "tied-3"])
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -145,6 +146,7 @@ def peak_and_collectives(strategy: int, bucket_bytes: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", [0, 1, 3])
 @pytest.mark.parametrize("tensors", [1, 4, 8, 32])
 def test_the_peak_is_what_was_allowed_and_collectives_are_batched(

@@ -94,6 +94,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.full(short=["3-0", "1-1", "3-1"])
 @pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
 def test_the_engine_sends_what_the_formulas_say(run_ranks: RunRanks, strategy: int, outer: int) -> None:
     for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, strategy, outer):

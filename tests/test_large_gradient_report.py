@@ -107,6 +107,7 @@ def expected_values() -> tuple[float, float]:
     return SPIKE * of_rank, before
 
 
+@pytest.mark.full(short=["1-False", "3-False"])
 @pytest.mark.parametrize(("strategy", "auto_sync"), [(0, True), (1, False), (2, True), (3, False)])
 def test_every_rank_names_unit_parameter_rank_and_value_and_training_goes_on(
     strategy: int, auto_sync: bool, run_ranks: RunRanks
@@ -243,6 +244,7 @@ def divided(kind: str) -> str:
         return f"{said} {step()}"
 
 
+@pytest.mark.full(short=["experts"])
 @pytest.mark.parametrize("kind", ["tensors", "experts"])
 def test_divided_tensors_and_experts_of_one_rank_stop_all(kind: str, run_ranks: RunRanks) -> None:
     outcomes = run_ranks(4, divided, kind)

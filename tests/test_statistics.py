@@ -75,6 +75,7 @@ def describe(name: ModelName, strategy: int, decoupled: bool = False) -> Found:
     return parameters, model.full_parameters(), gradients, shown, collectives
 
 
+@pytest.mark.full(short=["3-1-odd_shapes", "3-3-tied", "3-3-unused"])
 @pytest.mark.parametrize(
     ("ranks", "strategy", "name"),
     [

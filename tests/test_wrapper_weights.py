@@ -211,6 +211,7 @@ def load_round_trip(strategy: int, bf16: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_loading_a_state_dict_changes_main_and_compute_weights(strategy: int, bf16: bool, run_ranks: RunRanks) -> None:

@@ -193,6 +193,7 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
     return before, locals_of(loaded), exact, places[0] == places[1]
 
 
+@pytest.mark.full(short=["odd_shapes"])
 @pytest.mark.parametrize("name", ["odd_shapes", "transformer"])
 def test_training_does_not_leak_into_what_is_saved(run_ranks: RunRanks, tmp_path: Path, name: ModelName) -> None:
     for before, loaded, exact, reused in run_ranks(2, train_while_saving, name, tmp_path / "run"):

@@ -99,7 +99,7 @@ WAYS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
 }
 
 
-@pytest.mark.full(short=["EP 2 to EP 4-listed", "EP 4 to EP 2-stacked"])
+@pytest.mark.full(short=["EP 2 to EP 4-listed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_load_into_another_number_of_expert_parallel_ranks(
@@ -159,6 +159,7 @@ def read_and_save(kind: str, arrangement: Arrangement, strategy: int, source: st
     return told
 
 
+@pytest.mark.full(short=["stacked-saved1-loaded1"])
 @pytest.mark.parametrize(
     ("kind", "saved", "loaded"), [("listed", (2, 2, 3), (4, 1, 2)), ("stacked", (2, 1, 3), (1, 2, 3))]
 )

@@ -124,6 +124,7 @@ NAMES = {
 }
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("naming", NAMES)
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
 def test_two_and_one_experts_load_into_three_and_back(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.live_state import collect
 from megatron_fsdp.checkpoint.loading import read_checkpoint
-from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.sealing import write_state
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
@@ -53,43 +52,37 @@ def contents(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> tuple[Who
     return model.full_parameters(), {key: value.clone() for key, value in state.items()}, options
 
 
-def save(name: ModelName, strategy: int, folder: str) -> tuple[Any, str]:
+def save(name: ModelName, strategy: int, folder: str) -> tuple[Whole, Whole, list[dict[str, Any]]]:
     model, optimizer = wrap(name, strategy, 0)
     for seed in (1, 2):
         step(name, model, optimizer, seed)
     optimizer.param_groups[0]["lr"] = 0.5  # as a schedule would leave it
     write_state(collect(model, optimizer, 2), Path(folder))
-    before = contents(model, optimizer)
-    manifest = Manifest.read(Path(folder))
-    assert manifest is not None
-    return before, Manifest(manifest.tensors, {}).to_json()
+    return contents(model, optimizer)
 
 
-def load(name: ModelName, strategy: int, folder: str, is_fresh: bool) -> tuple[Any, str, int | None, float]:
+def load(name: ModelName, strategy: int, folder: str) -> list[tuple[Any, str, int | None]]:
+    """Into a fresh model and optimizer, and once more after a step."""
     model, optimizer = wrap(name, strategy, 7)
-    if not is_fresh:
-        step(name, model, optimizer, 5)
-    report = read_checkpoint(folder, model, optimizer)
-    found = contents(model, optimizer)
-    return found, str(report), report.iteration, step(name, model, optimizer, 9)
+    found = []
+    for _ in range(2):
+        report = read_checkpoint(folder, model, optimizer)
+        found.append((contents(model, optimizer), str(report), report.iteration))
+        step(name, model, optimizer, 9)
+    return found
 
 
-@pytest.mark.full(
-    short=["saved3-loaded3-odd_shapes", "saved0-loaded0-scalars", "saved1-loaded1-tied", "saved2-loaded2-transformer"]
-)
+@pytest.mark.full(short=["saved3-loaded3-odd_shapes", "saved0-loaded0-scalars", "saved1-loaded1-tied"])
 @pytest.mark.parametrize("name", ["transformer", "odd_shapes", "scalars", "tied"])
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0)), ((4, 3), (1, 1)), ((1, 0), (4, 3))])
 def test_weights_and_optimizer_come_back_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Path, name: ModelName, saved: tuple[int, int], loaded: tuple[int, int]
 ) -> None:
-    (before, sums), *_ = run_ranks(saved[0], save, name, saved[1], str(tmp_path / "a"))
-    for is_fresh in (True, False):
-        for found, report, iteration, _ in run_ranks(loaded[0], load, name, loaded[1], str(tmp_path / "a"), is_fresh):
+    before, *_ = run_ranks(saved[0], save, name, saved[1], str(tmp_path))
+    for loads in run_ranks(loaded[0], load, name, loaded[1], str(tmp_path)):
+        for found, report, iteration in loads:
             assert_equal_tensors(found[0], before[0])
             assert_equal_tensors(found[1], before[1])
             assert found[2] == before[2]
             assert iteration == 2
             assert " 0 missing, 0 unexpected, 0 of another shape" in report
-    (_, again), *_ = run_ranks(loaded[0], save, name, loaded[1], str(tmp_path / "b"))
-    if saved[0] == loaded[0]:
-        assert again == sums

@@ -15,10 +15,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.checkpoint.test_checkpointer import save_once, weights_after
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import MegatronFSDPError
+from tests.checkpoint.test_loading import contents, step, wrap
 from tests.conftest import RunRanks
 from tests.support import hostile
 from tests.support.byte_damage import saved_bytes
+from tests.support.models import ModelName
 
 REFUSALS = {
     "nothing there": "does not exist",
@@ -32,7 +35,44 @@ REFUSALS = {
     "hostile metadata": "asks to import builtins.eval",
     "a damaged manifest": "manifest.json cannot be read as JSON",
     "nonsense for paths": "that it nests in something that is no path",
+    "a missing file": "__1_0.distcp is missing",
+    "a cut file": "__1_0.distcp is cut off",
+    "no metadata": "there is no whole checkpoint",
+    "a flipped bit": "is damaged",
+    "a newer version": "of version 99",
 }
+
+
+Answers = dict[str, tuple[str, bool]]
+"""By kind what a load that has to be refused says, and whether it left everything alone."""
+
+
+def save_once(root: str) -> None:
+    model, optimizer = wrap("transformer", 3, 0)
+    step("transformer", model, optimizer, 1)
+    save_checkpoint(model, optimizer, root, iteration=1)
+
+
+def refusals(name: ModelName, roots: dict[str, str]) -> Answers:
+    model, optimizer = wrap(name, 3, 5)
+    step(name, model, optimizer, 1)
+    before = contents(model, optimizer)
+
+    def is_unchanged() -> bool:
+        after = contents(model, optimizer)
+        same = all(torch.equal(value, after[part][key]) for part in (0, 1) for key, value in before[part].items())
+        return same and before[2] == after[2]
+
+    told = {}
+    for kind, root in roots.items():
+        try:
+            load_checkpoint(model, optimizer, root)
+        except MegatronFSDPError as error:
+            told[kind] = str(error), is_unchanged()
+    if "a flipped bit" in roots:
+        load_checkpoint(model, optimizer, roots["a flipped bit"], verify=False)
+        assert not is_unchanged()
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +82,37 @@ def saved(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path
     return root
 
 
-def prepare(kind: str, saved: Path, root: Path) -> Path:
-    """A folder with something wrong with it."""
+@pytest.fixture(scope="module")
+def answers(run_ranks: RunRanks, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answers]:
+    """Of each rank, which load from all folders one after another."""
+    folder = tmp_path_factory.mktemp("wrong")
+    roots = {kind: folder / str(number) for number, kind in enumerate(REFUSALS)}
+    for kind, root in roots.items():
+        prepare(kind, saved, root)
+    before = sorted(folder.rglob("*"))
+    found = run_ranks(2, refusals, "transformer", {kind: str(root) for kind, root in roots.items()})
+    assert sorted(folder.rglob("*")) == before
+    return found
+
+
+def prepare(kind: str, saved: Path, root: Path) -> None:
+    """Make a folder with something wrong with it."""
     if kind == "nothing there":
-        return root / "run"
+        return
     if kind == "an empty folder":
-        (root / "run").mkdir()
-        return root / "run"
+        root.mkdir()
+        return
     if kind == "a file":
-        (root / "run").write_text("x")
-        return root / "run"
-    shutil.copytree(saved, root / "run")
-    folder = root / "run" / "iter_0000001"
-    manifest = folder / "manifest.json"
+        root.write_text("x")
+        return
+    shutil.copytree(saved, root)
+    folder = root / "iter_0000001"
+    manifest, data = folder / "manifest.json", folder / "__1_0.distcp"
     first = next(key for key in json.loads(manifest.read_text())["tensors"] if key.startswith("model."))
     if kind == "a pointer to nothing":
-        (root / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+        (root / "latest_checkpointed_iteration.txt").write_text("5")
     elif kind == "a pointer of nonsense":
-        (root / "run" / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x1b[2J")
+        (root / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x1b[2J")
     elif kind == "other shapes":
         manifest.unlink()
         reshape(folder, first)
@@ -72,9 +125,20 @@ def prepare(kind: str, saved: Path, root: Path) -> Path:
         (folder / ".metadata").write_bytes(hostile.payloads(root / "marker")["eval"][0])
     elif kind == "a damaged manifest":
         manifest.write_bytes(manifest.read_bytes()[:-20])
-    else:
+    elif kind == "nonsense for paths":
         hostile.edit_metadata(folder, lambda found: found.planner_data.update(iteration=(), **{first: ("iteration",)}))
-    return root / "run"
+    elif kind == "a missing file":
+        data.unlink()
+    elif kind == "a cut file":
+        data.write_bytes(data.read_bytes()[:-100])
+    elif kind == "no metadata":
+        (folder / ".metadata").unlink()
+    elif kind == "a flipped bit":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif kind == "a newer version":
+        manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
 
 
 def reshape(folder: Path, key: str) -> None:
@@ -91,13 +155,17 @@ def reshape(folder: Path, key: str) -> None:
     hostile.edit_metadata(folder, change)
 
 
-@pytest.mark.parametrize("kind", sorted(REFUSALS))
-def test_is_refused_on_all_ranks_alike(run_ranks: RunRanks, saved: Path, tmp_path: Path, kind: str) -> None:
-    root = prepare(kind, saved, tmp_path)
-    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
-    answers = run_ranks(2, weights_after, str(root), kind)
-    assert answers[0] == answers[1]
-    told, unchanged = answers[0]
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_is_refused_on_all_ranks_alike(answers: list[Answers], kind: str) -> None:
+    assert answers[0][kind] == answers[1][kind]
+    told, unchanged = answers[0][kind]
     assert REFUSALS[kind] in told
     assert unchanged, told
-    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+def test_another_model_is_refused_with_what_is_missing_and_unexpected(run_ranks: RunRanks, saved: Path) -> None:
+    first, second = run_ranks(2, refusals, "odd_shapes", {"other model": str(saved)})
+    assert first == second
+    told, unchanged = first["other model"]
+    assert all(words in told for words in ("does not fit", "missing:", "unexpected:"))
+    assert unchanged

@@ -100,6 +100,7 @@ def test_a_plain_model_goes_on_as_it_would_have(
     assert whole == again
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("optimizer_kind", ["adamw", "odd"])
 def test_a_sharded_model_goes_on_as_it_would_have(

@@ -86,6 +86,7 @@ def refused(read: Callable[[], object], told: str = "") -> None:
 # ---- pickles ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", sorted(hostile.multipliers()))
 @pytest.mark.parametrize("where", ["metadata", "object"])
 def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def test_a_manifest_of_nonsense_names_nothing() -> None:
     assert noted_files({"files": ["good.json"]}) == {}
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("generation", [1, 2, 3])
 def test_what_megatron_writes_beside_the_tensors(tmp_path: Path, generation: int) -> None:
     folder = write_torch_dist(tmp_path / "a", make_truth(GptSpec(layers=1)), WriteOptions(generation=generation))

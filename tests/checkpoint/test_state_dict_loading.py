@@ -57,6 +57,7 @@ def load_whole(place: str) -> None:
     assert_equal_tensors({f"module.{name}": value for name, value in run.sharded.full_parameters().items()}, wanted)
 
 
+@pytest.mark.full(short=["strategy 0", "HFSDP"])
 @pytest.mark.parametrize("place", PLACES)
 def test_whole_tensors_load_and_may_be_mixed_with_shards(run_ranks: RunRanks, place: str) -> None:
     run_ranks(PLACES[place][0], load_whole, place)
@@ -218,6 +219,7 @@ def set_full_state(place: str) -> None:
             assert torch.equal(ours["step"], theirs["step"])
 
 
+@pytest.mark.full(short=["strategy 3", "HSDP"])
 @pytest.mark.parametrize("place", FULL)
 def test_torch_sets_whole_state_dicts(run_ranks: RunRanks, place: str) -> None:
     run_ranks(FULL[place][0], set_full_state, place)
@@ -275,6 +277,7 @@ def _bytes(value: Any) -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.full(short=["strategy 3", "FSDP x TP"])
 @pytest.mark.parametrize("place", PLACES)
 def test_torch_save_keeps_each_ranks_shards(run_ranks: RunRanks, place: str) -> None:
     run_ranks(PLACES[place][0], save_and_load, place)

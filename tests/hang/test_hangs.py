@@ -191,6 +191,9 @@ CASES = [
 ]
 
 
+@pytest.mark.full(
+    short=["skip_a_unit", "call_in_another_order", "send_other_bytes", "sleep_in_a_unit", "die", "raise_in_backward"]
+)
 @pytest.mark.parametrize(("misbehave", "kind", "told"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_each_kind_of_misbehaviour_is_named(misbehave: object, kind: Kind, told: list[str], tmp_path: Path) -> None:
     with misbehaving(misbehave, tmp_path):  # type: ignore[arg-type]
@@ -202,6 +205,7 @@ def test_each_kind_of_misbehaviour_is_named(misbehave: object, kind: Kind, told:
     assert [row.rank for row in found.rows if row.is_odd] == [1]
 
 
+@pytest.mark.full
 def test_one_rank_of_three_that_asks_for_a_norm_is_named(tmp_path: Path) -> None:
     with misbehaving(clip_alone, tmp_path, world=3):
         found = explained(tmp_path, Kind.ALONE)

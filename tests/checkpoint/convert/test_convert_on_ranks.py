@@ -46,6 +46,7 @@ def convert_here(source: str, target: str) -> tuple[int, list[int]]:
     return report.ranks, told
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_writes_the_same(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
     truth = make_truth(SPEC)

@@ -140,6 +140,7 @@ def read_and_train(
     return str(report), weights, whole, (losses / ranks).tolist()
 
 
+@pytest.mark.full(short=["2-dense", "3-gelu"])
 @pytest.mark.parametrize("name", ["dense", "gelu"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_converted_checkpoint_loads_strictly_and_trains_on(
@@ -167,6 +168,7 @@ def test_a_mixture_converted_loads_with_plain_dcp(run_ranks: RunRanks, tmp_path:
         assert losses == pytest.approx(plain_run(truth), rel=1e-5)
 
 
+@pytest.mark.full
 def test_five_ranks_load_what_one_wrote(run_ranks: RunRanks, tmp_path: Path) -> None:
     truth = make_truth(SPECS["dense"])
     convert(write_torch_dist(tmp_path / "iter_0000007", truth), tmp_path / "fsdp")

@@ -48,6 +48,7 @@ def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
     assert report.written
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("model", ["dense_swiglu", "other_moe", "mla"])
 @pytest.mark.parametrize("generation", [1, 2, 3])
 def test_a_plain_fp32_optimizer_converts_with_one_wrapper_less(tmp_path: Path, model: str, generation: int) -> None:
@@ -57,7 +58,7 @@ def test_a_plain_fp32_optimizer_converts_with_one_wrapper_less(tmp_path: Path, m
     assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth, TWO_WRAPPERS))
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["dense_swiglu", "other_moe", "mtp"])
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_layers_and_experts_that_keep_their_index_convert_to_the_same(tmp_path: Path, model: str) -> None:
     truth = make_truth(MODELS[model])
@@ -95,6 +96,7 @@ def test_weights_only_takes_the_masters_where_there_are_some(tmp_path: Path) -> 
     assert_equal_tensors(tensors_of(tmp_path / "out"), weights)
 
 
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("generation", [1, 2, 3])
 def test_chained_prefixes_of_old_checkpoints_are_understood(tmp_path: Path, generation: int) -> None:
     truth = make_truth(MODELS["other_moe"])

@@ -59,6 +59,7 @@ def train_and_save(folder: str, strategy: int) -> tuple[Tensor, Tensor]:
     return before, logits(model)
 
 
+@pytest.mark.full(short=["3-3"])
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(2, 3), (3, 3), (2, 0)])
 def test_peft_loads_what_is_saved(run_ranks: RunRanks, tmp_path: Path, num_ranks: int, strategy: int) -> None:
     found = run_ranks(num_ranks, train_and_save, str(tmp_path / "out"), strategy)

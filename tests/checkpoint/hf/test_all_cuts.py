@@ -79,6 +79,7 @@ def save_and_load(num_ranks: int, folder: str) -> tuple[bool, bool]:
     return zeroed, same_tensors(local_parts(module), before)
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_all_cuts_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, num_ranks: int) -> None:
     found = run_ranks(num_ranks, save_and_load, num_ranks, str(tmp_path / "out"))

@@ -72,6 +72,7 @@ def hybrid_2x2() -> dict[str, Any]:
     return hybrid_arguments(2, 2)
 
 
+@pytest.mark.full(short=["gpt2-3-3-9KB", "mixtral-3-3-9KB", "qwen_moe-2-2-5GB"])
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "strategy", "max_bytes"),
     [

@@ -55,6 +55,7 @@ def transformers_would_store(saved: Saved, kind: str) -> dict[str, Tensor]:
     return revert_weight_conversion(build(kind), saved.weights)
 
 
+@pytest.mark.full(short=["gpt2-2-0-False-5000", "qwen_moe-2-1-False-1073741824", "mixtral-3-3-False-5000"])
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "strategy", "is_hybrid", "max_bytes"),
     [

@@ -81,6 +81,7 @@ def test_a_step_has_the_same_samples_for_any_ranks_and_microbatches(
     assert checksum == samples_of(token_file, BatchPlan(1, total, 1), first)[1]
 
 
+@pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_going_on_at_any_sample_gives_what_an_uninterrupted_run_has(token_file: TokenFile, num_workers: int) -> None:
     job = job_of("--global-batch-size", "6", "--num-workers", str(num_workers))

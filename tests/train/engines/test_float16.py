@@ -30,6 +30,7 @@ def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str]
     )
 
 
+@pytest.mark.full(short=["values0", "values2"])
 @pytest.mark.parametrize(
     "values",
     [

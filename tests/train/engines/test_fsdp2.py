@@ -46,6 +46,7 @@ def kept_gathered(values: dict[str, Any]) -> bool:
     return is_kept
 
 
+@pytest.mark.full(short=["model0"])
 @pytest.mark.parametrize("model", [DECODER, LLAMA])
 def test_weights_stay_gathered_only_where_told(run_ranks: RunRanks, model: dict[str, Any]) -> None:
     assert run_ranks(2, kept_gathered, model) == [False, False]

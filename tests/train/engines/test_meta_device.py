@@ -25,6 +25,7 @@ def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
     return whole_weights(prepare(values).trained.model)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("model", [OTHER, UNTIED])
 @pytest.mark.parametrize(
     "engine",

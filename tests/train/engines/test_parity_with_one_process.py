@@ -36,6 +36,7 @@ def test_five_samples_on_any_ranks(run_ranks: RunRanks, ranks: int, micro: int) 
     check(run_ranks, ranks, {**DECODER, **EVERYTHING, "micro_batch_size": micro})
 
 
+@pytest.mark.full(short=["optim_grads"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_strategies(run_ranks: RunRanks, strategy: str) -> None:
     check(run_ranks, 2, {**DECODER, **UNITS, "data_parallel_sharding_strategy": strategy})
@@ -75,13 +76,14 @@ def test_decoder_under_sgd(run_ranks: RunRanks) -> None:
     check(run_ranks, 2, {**decoder, **EVERYTHING, "optimizer": "sgd", "clip_grad": 0.0})
 
 
+@pytest.mark.full(short=["optim"])
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 def test_two_instances_of_the_optimizer_on_four_ranks(run_ranks: RunRanks, outer: str) -> None:
     values = {**DECODER, **EVERYTHING, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
     check(run_ranks, 4, values)
 
 
-@pytest.mark.full(short=["values0", "values2", "values9", "values14"])
+@pytest.mark.full(short=["values2", "values14"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -107,6 +109,7 @@ def test_llama_on_two_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> None
     check(run_ranks, 2, {**LLAMA, **values})
 
 
+@pytest.mark.full(short=["engine1"])
 @pytest.mark.parametrize("engine", [FSDP2, EVERYTHING])
 def test_tied_ends_in_two_stages_stay_one(run_ranks: RunRanks, engine: dict[str, Any]) -> None:
     values = {**TIED, **engine, "pipeline_model_parallel_size": 2}
@@ -131,7 +134,7 @@ def test_tied_ends_that_would_be_cut_differently_are_refused(run_ranks: RunRanks
     assert "give --untie-embeddings-and-output-weights" in told[0]
 
 
-@pytest.mark.full(short=["values6", "values2"])
+@pytest.mark.full(short=["values6"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -150,7 +153,7 @@ def test_llama_on_four_ranks(run_ranks: RunRanks, values: dict[str, Any]) -> Non
     check(run_ranks, 4, {**LLAMA, **values})
 
 
-@pytest.mark.full(short=["2-values0", "4-values8"])
+@pytest.mark.full(short=["2-values0"])
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [

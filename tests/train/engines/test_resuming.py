@@ -26,7 +26,7 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
     return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_0000002", "lr_decay_iters": 3})
 
 
-@pytest.mark.full(short=["values1", "values2"])
+@pytest.mark.full(short=["values1"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -71,6 +71,7 @@ def change_third_step(step: int, optimizer: torch.optim.Optimizer) -> None:
             group["momentum"] = 0.1
 
 
+@pytest.mark.full(short=["engine0-adam"])
 @pytest.mark.parametrize(("engine", "optimizer"), [(UNITS, "adam"), (FSDP2, "sgd")])
 def test_optimizer_options_that_changed_hold_from_the_next_step_on(
     run_ranks: RunRanks, engine: dict[str, Any], optimizer: str, tmp_path: Path

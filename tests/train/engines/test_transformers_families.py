@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(short=["gemma3_text-engine7", "qwen3-engine3"])
+@pytest.mark.full(short=["gemma3_text-engine7"])
 @pytest.mark.parametrize(
     ("family", "engine"),
     [

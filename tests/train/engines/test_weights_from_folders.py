@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full(short=["engine0", "engine3"])
 @pytest.mark.parametrize(
     "engine",
     [

@@ -53,15 +53,15 @@ class Started:
 
 
 def saving_slowly(argv: Sequence[str]) -> int:
-    """The trainer, to which every save but the first takes a second."""
+    """The trainer, to which every save but the first takes long."""
 
     def change() -> None:
         module: Any = checkpointer
-        write_state, before = module.write_state, [0]
+        write_state, before = module.write_state, [0.0]
 
         def write(*args: Any) -> None:
-            time.sleep(min(before[0], 1.0))
-            before[0] += 1
+            time.sleep(before[0])
+            before[0] = 0.4
             write_state(*args)
 
         module.write_state = write

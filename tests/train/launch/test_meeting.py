@@ -25,6 +25,7 @@ def meet(shared: Store, late: dict[int, float], count: int = 3) -> list[Store]:
     return [found[rank] for rank in range(count)]
 
 
+@pytest.mark.full(short=["late0", "late3"])
 @pytest.mark.parametrize("late", [{}, {1: 0.3}, {0: 0.3}, {2: 0.3, 1: 0.1}])
 def test_ranks_have_a_store_of_their_own_though_others_were_there_before(late: dict[int, float]) -> None:
     shared = HashStore()

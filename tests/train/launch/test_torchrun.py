@@ -26,9 +26,9 @@ def test_ranks_under_torchrun_talk_on_loopback_and_go_on_after_a_kill(entry: tup
     temporary.mkdir()
     own = ("--data-path", str(write_text(tmp_path / "text.txt")), "--train-iters", str(STEPS), "--save", str(saved))
     of_torchrun = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    command = [*of_torchrun, *entry, *OPTIONS, *own, "--save-interval", "5", "--out", str(out)]
+    command = [*of_torchrun, *entry, *OPTIONS, *own, "--save-interval", "15", "--out", str(out)]
     program = Program(torchrun, command, environment(TMPDIR=str(temporary)))
-    wait_for(lambda: (saved / "iter_0000010").exists(), program)
+    wait_for(lambda: (saved / "iter_0000015").exists(), program)
     ranks = children_of(program.pid)
     assert len(ranks) == 2
     found = listening(ranks, inherited_from=program.pid)

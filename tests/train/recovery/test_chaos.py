@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import RunRanks
 from tests.support.chaos import Chaos
-from tests.support.train_program import LIMIT_S, by_step, differences, run, start, write_text
+from tests.support.train_program import LIMIT_S, by_step, differences, run, start, train, write_text
 
 STEPS = 200
 NUMBERS = ("loss", "grad_norm", "learning_rate", "samples", "data_checksum")
@@ -49,7 +50,7 @@ def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
     assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in (quiet / "saved").iterdir())
 
 
-FEW_STEPS = 24
+FEW_STEPS = 12
 LAST_OF_FEW = f"iter_{FEW_STEPS:07}"
 FEW = ("--nproc", "2", "--train-iters", str(FEW_STEPS), "--save-interval", "4", "--keep-last", "3", "--async-save")
 STAGES = ("--transformer-impl", "transformers", "--use-torch-fsdp2", "--pipeline-model-parallel-size", "2")
@@ -58,9 +59,11 @@ STAGES = ("--transformer-impl", "transformers", "--use-torch-fsdp2", "--pipeline
 @pytest.mark.full(short=["ranks"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
 @pytest.mark.parametrize("more", [(), (*STAGES, "--num-layers", "2")], ids=["ranks", "stages"])
-def test_one_kill_while_a_checkpoint_is_saved_changes_nothing(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_one_kill_while_a_checkpoint_is_saved_changes_nothing(
+    run_ranks: RunRanks, more: tuple[str, ...], tmp_path: Path
+) -> None:
     options = (*FEW, *more, "--data-path", str(write_text(tmp_path / "text.txt")))
-    run(*options, "--save", str(tmp_path / "quiet"), "--out", str(tmp_path / "quiet_out"))
+    run_ranks(2, train, *options, "--save", str(tmp_path / "quiet"), "--out", str(tmp_path / "quiet_out"))
     out, saved = tmp_path / "out", tmp_path / "saved"
     program = start(*options, "--save", str(saved), "--out", str(out), "--max-restarts", "1")
     chaos = Chaos(3, kills=1, during_saves=1)

@@ -21,6 +21,7 @@ def test_moving_average_passes_over_skipped_steps() -> None:
     assert found[1:] == [1.0, 1.0, (0.25 * 1.0 + 0.5 * 3.0) / 0.75]
 
 
+@pytest.mark.full(short=["1.25"])
 @pytest.mark.parametrize("tflops", [1.25, math.nan])
 def test_pictures_are_png_of_the_stated_size(tmp_path: Path, tflops: float) -> None:
     records = [record(i, tflops=tflops, loss=math.nan if i == 2 else 5.0) for i in (1, 2, 3)]
