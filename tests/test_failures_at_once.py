@@ -25,12 +25,12 @@ def test_second():
 
 
 @pytest.mark.full(short=["options0"])
-@pytest.mark.parametrize("options", [(), ("--numprocesses", "2", "--dist", "loadfile")])
+@pytest.mark.parametrize("options", [(), ("-p", "xdist", "--numprocesses", "2", "--dist", "loadfile")])
 def test_a_failure_is_shown_while_the_next_test_runs(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-u", "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "--tb=short", *options]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         shown = ""

@@ -53,6 +53,7 @@ def test_so_does_ctrl_c_at_the_end_of_the_imports(tmp_path: Path) -> None:
     assert interrupted("mfsdp train", tmp_path, where=where) == (130, "")
 
 
+@pytest.mark.full
 def test_where_it_is_ignored_it_stays_ignored(tmp_path: Path) -> None:
     assert interrupted("mfsdp plan", tmp_path, where="torch", before="SIG_IGN") == (0, "")
 
@@ -90,3 +91,14 @@ def test_a_handler_of_somebody_else_stays() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT, signal.SIGINT]
+
+
+def test_what_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        end_quietly()
+        with raising():
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

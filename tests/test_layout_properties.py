@@ -46,7 +46,7 @@ def inner_edges(layout: Layout, index: int) -> list[int]:
 
 def checked(test: Callable[..., None]) -> Callable[..., None]:
     """Without a time limit per example, which a busy machine would break."""
-    return settings(deadline=None, max_examples=200)(test)
+    return settings(deadline=None, max_examples=100)(test)
 
 
 @checked

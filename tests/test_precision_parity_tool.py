@@ -24,7 +24,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 @pytest.fixture(scope="module")
 def losses(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    first, second = run_ranks(NUM_RANKS, measure, 3, tmp_path_factory.mktemp("tokens"))
+    first, second = run_ranks(NUM_RANKS, measure, 2, tmp_path_factory.mktemp("tokens"))
     assert first == second
     return first
 

@@ -1,5 +1,6 @@
 """The short suite leaves out what is marked and keeps what the mark names; a file without a short case is an error."""
 
+import os
 import subprocess
 import sys
 from itertools import combinations, product
@@ -36,7 +37,8 @@ def collected(folder: Path, marked: str) -> str:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_marked.py").write_text(marked)
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", f"--rootdir={folder}"]
-    done = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 

@@ -18,7 +18,7 @@ from tests.support.worker_pool import WorkerError, WorkerPool, preloaded_modules
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2, failure_grace_s=6.0)
+    pool = WorkerPool(2, failure_grace_s=3.0)
     yield pool
     pool.stop()
 

@@ -30,13 +30,13 @@ class Position:
 
 
 def save_run(root: str, in_background: bool) -> tuple[Any, dict[str, Tensor], list[int]]:
-    model, optimizer = wrap("transformer", 3, 0)
+    model, optimizer = wrap("odd_shapes", 3, 0)
     average = ShardedEMA(model, decay=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     found: Any = None
     with Checkpointer(root, keep_last=2, in_background=in_background) as checkpoints:
         for iteration in (1, 2, 3):
-            step("transformer", model, optimizer, iteration)
+            step("odd_shapes", model, optimizer, iteration)
             schedule.step()
             average.update()
             extra = {"schedule": schedule, "data": Position(3 * iteration), "average": average}
@@ -44,14 +44,14 @@ def save_run(root: str, in_background: bool) -> tuple[Any, dict[str, Tensor], li
             if iteration == 3:
                 found = contents(model, optimizer)
                 averages = {name: value.full_tensor() for name, value in average.state_dict().items()}
-            step("transformer", model, optimizer, 10)  # must not leak into what is being saved
+            step("odd_shapes", model, optimizer, 10)  # must not leak into what is being saved
         checkpoints.wait()
         kept = checkpoints.store.iterations()
     return found, averages, kept
 
 
 def load_run(root: str) -> tuple[Any, dict[str, Tensor], dict[str, Any], dict[str, Any], str]:
-    model, optimizer = wrap("transformer", 2, 5)
+    model, optimizer = wrap("odd_shapes", 2, 5)
     average, data = ShardedEMA(model, decay=0.5), Position(0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     extra = {"schedule": schedule, "data": data, "average": average}
@@ -60,6 +60,7 @@ def load_run(root: str) -> tuple[Any, dict[str, Tensor], dict[str, Any], dict[st
     return contents(model, optimizer), averages, schedule.state_dict(), data.state, str(report)
 
 
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_run_is_found_again_with_everything_in_it(run_ranks: RunRanks, tmp_path: Path, in_background: bool) -> None:
     before, averages, kept = run_ranks(2, save_run, str(tmp_path / "run"), in_background)[0]

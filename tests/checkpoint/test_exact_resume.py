@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,27 @@ def fresh(ranks: int, fn: Any, *args: Any) -> list[Any]:
         pool.stop()
 
 
-@dataclass(frozen=True)
 class Runs:
-    """Outcomes on one number of ranks, by rank and case.
+    """Outcomes on one number of ranks, by rank and case, each made when it is first asked for."""
 
-    Attributes:
-        saved: When it was saved.
-        whole: Of whole runs.
-        resumed: Of halves that were resumed.
-    """
+    def __init__(self, run_ranks: RunRanks, ranks: int, folder: str) -> None:
+        self._run_ranks, self._ranks, self._folder = run_ranks, ranks, folder
 
-    saved: list[list[Outcome]]
-    whole: list[list[Outcome]]
-    resumed: list[list[Outcome]]
+    @cached_property
+    def saved(self) -> list[list[Outcome]]:
+        """When it was saved."""
+        return self._run_ranks(self._ranks, train_and_save, CASES[self._ranks], HALF, self._folder, timeout_s=300.0)
+
+    @cached_property
+    def whole(self) -> list[list[Outcome]]:
+        """Of whole runs."""
+        return self._run_ranks(self._ranks, train_whole, CASES[self._ranks], WHOLE, timeout_s=300.0)
+
+    @cached_property
+    def resumed(self) -> list[list[Outcome]]:
+        """Of halves that were resumed."""
+        assert self.saved
+        return fresh(self._ranks, resume, CASES[self._ranks], WHOLE, self._folder)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(run_ranks: RunRanks, root: Path) -> dict[int, Runs]:
     """By number of ranks."""
-    found: dict[int, Runs] = {}
-    for ranks, cases in CASES.items():
-        folder = str(root / str(ranks))
-        saved = run_ranks(ranks, train_and_save, cases, HALF, folder, timeout_s=300.0)
-        whole = run_ranks(ranks, train_whole, cases, WHOLE, timeout_s=300.0)
-        found[ranks] = Runs(saved, whole, fresh(ranks, resume, cases, WHOLE, folder))
-    return found
+    return {ranks: Runs(run_ranks, ranks, str(root / str(ranks))) for ranks in CASES}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -106,7 +108,7 @@ def differing(found: Outcome, wanted: Outcome) -> list[str]:
     return [part for part in wanted if part in found and not same(found[part], wanted[part])]
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["1-flat-0-False", "2-flat-3-True"])
 @pytest.mark.parametrize(("ranks", "index"), ALL, ids=[f"{ranks}-{CASES[ranks][index].folder}" for ranks, index in ALL])
 def test_a_resumed_run_equals_a_whole_one(runs: dict[int, Runs], ranks: int, index: int) -> None:
     for rank in range(ranks):
@@ -118,14 +120,15 @@ def test_a_resumed_run_equals_a_whole_one(runs: dict[int, Runs], ranks: int, ind
         assert "verified: " in resumed["report"]
 
 
-def test_the_job_skips_steps_and_its_ranks_go_their_own_ways(runs: dict[int, Runs]) -> None:
-    for ranks, found in runs.items():
-        for index, case in enumerate(CASES[ranks]):
-            replicas = ranks // 2 if case.arrangement == "tensor" else ranks
-            outcomes = [found.whole[rank][index] for rank in range(ranks)]
-            assert outcomes[0]["counter"]["skipped"] == len(INFINITE_AT)
-            assert len({outcome["losses"][0] for outcome in outcomes}) == replicas
-            assert len({outcome["streams"]["torch"].numpy().tobytes() for outcome in outcomes}) == ranks
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("ranks", CASES)
+def test_the_job_skips_steps_and_its_ranks_go_their_own_ways(runs: dict[int, Runs], ranks: int) -> None:
+    for index, case in enumerate(CASES[ranks]):
+        replicas = ranks // 2 if case.arrangement == "tensor" else ranks
+        outcomes = [runs[ranks].whole[rank][index] for rank in range(ranks)]
+        assert outcomes[0]["counter"]["skipped"] == len(INFINITE_AT)
+        assert len({outcome["losses"][0] for outcome in outcomes}) == replicas
+        assert len({outcome["streams"]["torch"].numpy().tobytes() for outcome in outcomes}) == ranks
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,7 @@ def test_the_job_skips_steps_and_its_ranks_go_their_own_ways(runs: dict[int, Run
 def test_what_is_not_loaded_is_missed(
     run_ranks: RunRanks, runs: dict[int, Runs], root: Path, part: str, spoilt: str
 ) -> None:
+    assert runs[1].saved
     found = run_ranks(1, resume, CASES[1][:1], WHOLE, str(root / "1"), part)[0][0]
     whole = runs[1].whole[0][0]
     assert not same(found[spoilt], whole[spoilt][HALF:] if spoilt == "losses" else whole[spoilt])
@@ -156,13 +160,14 @@ MOVES = [
 """(ranks and case that save, ranks and case that load)."""
 
 
+@pytest.mark.full(short=["2-saved0-3-loaded0", "4-saved1-4-loaded1"])
 @pytest.mark.parametrize(("before", "saved", "after", "loaded"), MOVES)
 def test_other_ranks_get_the_same_state_and_streams_of_their_own(
     run_ranks: RunRanks, runs: dict[int, Runs], root: Path, before: int, saved: Case, after: int, loaded: Case
 ) -> None:
+    was = runs[before].saved[0][CASES[before].index(saved)]
     outcomes = run_ranks(after, load_elsewhere, loaded, saved, str(root / str(before)))
     again = run_ranks(after, load_elsewhere, loaded, saved, str(root / str(before)))
-    was = runs[before].saved[0][CASES[before].index(saved)]
     if saved.arrangement == "tensor":  # rank 0 held the columns of its tensor-parallel rank only
         was = {part: was[part] for part in ("options", "schedule", "scaler", "data", "counter", "buffers")}
     for outcome in outcomes:

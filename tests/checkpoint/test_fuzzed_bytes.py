@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
 from tests.support import byte_damage
 
-CASES = 120
+CASES = 60
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
 
 

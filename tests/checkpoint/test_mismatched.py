@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import MegatronFSDPError
 from tests.checkpoint.test_loading import contents, step, wrap
 from tests.conftest import RunRanks
@@ -48,8 +49,8 @@ Answers = dict[str, tuple[str, bool]]
 
 
 def save_once(root: str) -> None:
-    model, optimizer = wrap("transformer", 3, 0)
-    step("transformer", model, optimizer, 1)
+    model, optimizer = wrap("odd_shapes", 3, 0)
+    step("odd_shapes", model, optimizer, 1)
     save_checkpoint(model, optimizer, root, iteration=1)
 
 
@@ -90,7 +91,7 @@ def answers(run_ranks: RunRanks, saved: Path, tmp_path_factory: pytest.TempPathF
     for kind, root in roots.items():
         prepare(kind, saved, root)
     before = sorted(folder.rglob("*"))
-    found = run_ranks(2, refusals, "transformer", {kind: str(root) for kind, root in roots.items()})
+    found = run_ranks(2, refusals, "odd_shapes", {kind: str(root) for kind, root in roots.items()})
     assert sorted(folder.rglob("*")) == before
     return found
 
@@ -134,9 +135,9 @@ def prepare(kind: str, saved: Path, root: Path) -> None:
     elif kind == "no metadata":
         (folder / ".metadata").unlink()
     elif kind == "a flipped bit":
-        raw = bytearray(data.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        data.write_bytes(raw)
+        last = CheckpointFolder(folder).read_tensor(first).flatten()[-2:].numpy().tobytes()
+        damaged = next(path for path in folder.glob("*.distcp") if last in path.read_bytes())
+        damaged.write_bytes(damaged.read_bytes().replace(last, bytes([last[0] ^ 1]) + last[1:], 1))
     elif kind == "a newer version":
         manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
 
@@ -164,7 +165,7 @@ def test_is_refused_on_all_ranks_alike(answers: list[Answers], kind: str) -> Non
 
 
 def test_another_model_is_refused_with_what_is_missing_and_unexpected(run_ranks: RunRanks, saved: Path) -> None:
-    first, second = run_ranks(2, refusals, "odd_shapes", {"other model": str(saved)})
+    first, second = run_ranks(2, refusals, "tied", {"other model": str(saved)})
     assert first == second
     told, unchanged = first["other model"]
     assert all(words in told for words in ("does not fit", "missing:", "unexpected:"))

@@ -242,21 +242,17 @@ def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
     assert [line.split()[:4] for line in printed if line.startswith("*")] == [["*", "1", "0", "alive"]]
 
 
-def test_an_error_that_ends_the_wait_carries_the_explanation(tmp_path: Path) -> None:
-    """No thread has to be awake for it."""
+def test_an_error_that_ends_the_wait_carries_the_explanation_and_who_slept_is_named_after_its_end(
+    tmp_path: Path,
+) -> None:
+    """No thread has to be awake for it. SIGTERM is how torchrun ends the rest of the ranks when one has failed."""
     with misbehaving(sleep_outside, tmp_path, limit_s=3.0):
         said = until_said(tmp_path / "stderr-0", "(root) holds ")
+        os.kill(read_folder(tmp_path).ranks[1].writer.process.pid, signal.SIGTERM)
+        found = until(tmp_path, lambda found: found.rows[1].process == "SIGTERM")
     assert "during 'wait' of unit (root)\nrank 1 runs code outside of the model (" in said
     assert "\nrank 0 raised an error while it waits for the weights of (root) since " in said
     assert _ROOT in said
-
-
-def test_who_slept_through_the_time_limit_is_named_after_sigterm_has_ended_it(tmp_path: Path) -> None:
-    """As torchrun ends the rest of the ranks when one has failed."""
-    with misbehaving(sleep_outside, tmp_path, limit_s=3.0):
-        until_said(tmp_path / "stderr-0", "(root) holds ")
-        os.kill(read_folder(tmp_path).ranks[1].writer.process.pid, signal.SIGTERM)
-        found = until(tmp_path, lambda found: found.rows[1].process == "SIGTERM")
     (finding,) = found.findings
     assert (finding.kind, finding.ranks) == (Kind.ELSEWHERE, (1,))
     assert finding.sentences[0].startswith("rank 1 runs code outside of the model (")

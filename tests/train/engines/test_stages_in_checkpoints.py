@@ -114,12 +114,17 @@ def refusals(values: dict[str, Any], folder: str) -> list[str]:
     return told
 
 
-def test_what_does_not_fit_one_stage_is_refused_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    values = {**LLAMA, **STAGES}
-    run_ranks(2, train_with_checkpoints, {**values, "num_layers": 3, "train_iters": 1, "save": folder})
-    fewer, more = run_ranks(2, refusals, values, folder)[0]
-    assert run_ranks(2, refusals, values, folder)[1] == [fewer, more]
+@pytest.fixture(scope="module")
+def three_layers(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder to which two stages of three layers have saved."""
+    folder = str(tmp_path_factory.mktemp("three") / "saved")
+    run_ranks(2, train_with_checkpoints, {**LLAMA, **STAGES, "num_layers": 3, "train_iters": 1, "save": folder})
+    return folder
+
+
+def test_what_does_not_fit_one_stage_is_refused_by_all(run_ranks: RunRanks, three_layers: str) -> None:
+    (fewer, more), of_second = run_ranks(2, refusals, {**LLAMA, **STAGES}, three_layers)
+    assert of_second == [fewer, more]
     assert "unexpected:\n  model.module.model.layers.2." in fewer
     assert "missing:\n  model.module.model.layers.3." in more
     assert fewer.count("layers.1.") == more.count("layers.1.") == more.count("layers.2.") == 0
@@ -132,11 +137,8 @@ def load_what_fits(values: dict[str, Any], folder: str) -> list[str]:
     return [*report.loaded, *(f"lacks {key}" for key in report.missing)]
 
 
-def test_all_ranks_are_told_what_any_stage_has_loaded(run_ranks: RunRanks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    values = {**LLAMA, **STAGES}
-    run_ranks(2, train_with_checkpoints, {**values, "num_layers": 3, "train_iters": 1, "save": folder})
-    first, last = run_ranks(2, load_what_fits, {**values, "num_layers": 4}, folder)
+def test_all_ranks_are_told_what_any_stage_has_loaded(run_ranks: RunRanks, three_layers: str) -> None:
+    first, last = run_ranks(2, load_what_fits, {**LLAMA, **STAGES, "num_layers": 4}, three_layers)
     assert first == last
     assert {"model.module.model.embed_tokens.weight", "model.module.lm_head.weight"} <= set(first)
     lacking = {told for told in first if told.startswith("lacks ")}

@@ -32,8 +32,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
 
 
-def test_run_ends_well_and_shows_everything(text: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_fsdp.train", *OPTIONS, "--data-path", text, "--out", str(tmp_path)]
+@pytest.mark.full(short=["1"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_ends_well_and_shows_everything(text: str, tmp_path: Path, ranks: int) -> None:
+    own = ("--nproc", str(ranks), "--data-path", text, "--out", str(tmp_path))
+    command = [sys.executable, "-m", "megatron_fsdp.train", *OPTIONS, *own]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     shown, errors = ended.stdout, ended.stderr
     assert ended.returncode == 0, errors

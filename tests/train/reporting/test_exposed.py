@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -88,26 +89,27 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], in
     return notes.calls, notes.began, started.call_count, weights
 
 
-def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks) -> None:
-    for flags in ((), BUCKETS):
-        measured = run_ranks(2, trained, flags)
-        plain = run_ranks(2, trained, (*flags, "--no-log-exposed-communication"))
-        calls, began, recordings, _ = measured[0]
-        assert began == [0]
-        assert (recordings, plain[0][2]) == (3, 0)
-        steps = [[record.step for record in call] for call in calls]
-        shares = {record.step: record.exposed_share for call in calls for record in call}
-        assert steps == [[1, 2, 3], [4, 5, 6], [7]]
-        assert all(0 < shares[step] < 1 for step in (3, 6, 7))
-        assert all(math.isnan(shares[step]) for step in (1, 2, 4, 5))
-        assert {r.step: r.exposed_share for call in measured[1][0] for r in call if r.step in (3, 6, 7)} == {
-            step: shares[step] for step in (3, 6, 7)
-        }
-        assert all(math.isnan(record.exposed_share) for call in plain[0][0] for record in call)
-        for (with_it, *_, ours), (without, *_, theirs) in zip(measured, plain, strict=True):
-            losses = [[(r.loss, r.grad_norm) for call in calls for r in call] for calls in (with_it, without)]
-            assert losses[0] == losses[1]
-            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+@pytest.mark.full(short=["units"])
+@pytest.mark.parametrize("flags", [(), BUCKETS], ids=["units", "buckets"])
+def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks, flags: tuple[str, ...]) -> None:
+    measured = run_ranks(2, trained, flags)
+    plain = run_ranks(2, trained, (*flags, "--no-log-exposed-communication"))
+    calls, began, recordings, _ = measured[0]
+    assert began == [0]
+    assert (recordings, plain[0][2]) == (3, 0)
+    steps = [[record.step for record in call] for call in calls]
+    shares = {record.step: record.exposed_share for call in calls for record in call}
+    assert steps == [[1, 2, 3], [4, 5, 6], [7]]
+    assert all(0 < shares[step] < 1 for step in (3, 6, 7))
+    assert all(math.isnan(shares[step]) for step in (1, 2, 4, 5))
+    assert {r.step: r.exposed_share for call in measured[1][0] for r in call if r.step in (3, 6, 7)} == {
+        step: shares[step] for step in (3, 6, 7)
+    }
+    assert all(math.isnan(record.exposed_share) for call in plain[0][0] for record in call)
+    for (with_it, *_, ours), (without, *_, theirs) in zip(measured, plain, strict=True):
+        losses = [[(r.loss, r.grad_norm) for call in calls for r in call] for calls in (with_it, without)]
+        assert losses[0] == losses[1]
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_each_step_has_its_own_speed(run_ranks: RunRanks) -> None:

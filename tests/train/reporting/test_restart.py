@@ -19,7 +19,20 @@ from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
 from tests.train.reporting.records import record
 
-QUICK = ("--preset", "tiny", "--seq-length", "16", "--eval-iters", "1", "--prompt", "", "--eval-interval", "4")
+QUICK = (
+    "--preset",
+    "tiny",
+    "--seq-length",
+    "16",
+    "--eval-iters",
+    "1",
+    "--prompt",
+    "",
+    "--eval-interval",
+    "4",
+    "--num-layers",
+    "1",
+)
 
 
 def train(flags: list[str]) -> None:
