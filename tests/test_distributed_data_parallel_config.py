@@ -327,7 +327,7 @@ def test_switches_without_effect_are_named_with_what_they_lack(values: dict[str,
 
 
 @given(valid_configs())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_every_config_survives_all_round_trips(config: DistributedDataParallelConfig) -> None:
     known = {"DistributedDataParallelConfig": DistributedDataParallelConfig, "torch": torch}
     assert DistributedDataParallelConfig.from_dict(config.to_dict()) == config

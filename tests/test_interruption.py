@@ -48,6 +48,7 @@ def test_ctrl_c_while_torch_is_imported_shows_nothing(entry: str, tmp_path: Path
     assert interrupted(entry, tmp_path, where="torch") == (130, "")
 
 
+@pytest.mark.full
 def test_so_does_ctrl_c_at_the_end_of_the_imports(tmp_path: Path) -> None:
     where = "megatron_fsdp.train.options.command_line"
     assert interrupted("mfsdp train", tmp_path, where=where) == (130, "")

@@ -118,6 +118,7 @@ def test_experts_load_into_another_number_of_expert_parallel_ranks(
     assert_same_contents(contents(target), found)
 
 
+@pytest.mark.full
 def test_it_is_numbered_as_a_model_without_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:
     """What EP ranks saved goes on in a model that holds all experts, as one that was never divided."""
     source, target = str(tmp_path / "source"), str(tmp_path / "target")

@@ -347,6 +347,7 @@ def _socket(path: Path) -> None:
 NO_FILES: list[Callable[[Path], None]] = [_pipe, _endless, _socket, Path.mkdir]
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("make", NO_FILES)
 @pytest.mark.parametrize(
     "name", ["manifest.json", ".metadata", "__0_0.distcp", "common.pt", "metadata.json", "structure.json"]

@@ -277,7 +277,7 @@ def _bytes(value: Any) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.full(short=["strategy 3", "FSDP x TP"])
+@pytest.mark.full(short=["FSDP x TP"])
 @pytest.mark.parametrize("place", PLACES)
 def test_torch_save_keeps_each_ranks_shards(run_ranks: RunRanks, place: str) -> None:
     run_ranks(PLACES[place][0], save_and_load, place)

@@ -140,7 +140,15 @@ def check_next_save(root: Path, scenario: Scenario, found: str | None) -> None:
     assert content_of(RunFolder(root).resolve()) == ("new" if found != "new" else "newer")
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(
+    short=[
+        "third save, one goes-killed halfway",
+        "replaces the one pointed to-killed after",
+        "replaces an older one-error once",
+        "after killed runs-errors from there on",
+        "after a kill while replacing-killed before",
+    ]
+)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_fault_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, name: str, fault: Fault) -> None:

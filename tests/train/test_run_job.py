@@ -128,6 +128,7 @@ def test_run_leaves_metrics_curve_sample_and_summary(one_process: Path) -> None:
     assert told["bits_per_byte"] == pytest.approx(told["held_out_loss"] / math.log(2))
 
 
+@pytest.mark.full
 def test_pieces_of_words_can_be_the_tokens(run_ranks: RunRanks, text_file: Path, tmp_path: Path) -> None:
     run_ranks(2, train, {**OPTIONS, "tokenizer_type": "bpe", "data_path": str(text_file), "out": str(tmp_path)})
     told = summary(tmp_path)

@@ -158,13 +158,6 @@ def test_a_target_in_use_is_refused_and_left_alone(tmp_path: Path, what: str) ->
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == before
 
 
-def test_an_empty_target_is_taken(tmp_path: Path) -> None:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    (tmp_path / "out").mkdir()
-    convert(source, tmp_path / "out")
-    assert CheckpointFolder(tmp_path / "out").read_object("iteration") == 7
-
-
 def test_a_truncated_source_is_refused_by_name(tmp_path: Path) -> None:
     source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
     (file,) = source.glob("*.distcp")
@@ -173,12 +166,13 @@ def test_a_truncated_source_is_refused_by_name(tmp_path: Path) -> None:
         convert(source, tmp_path / "out")
 
 
-def test_of_the_folder_of_a_run_the_latest_is_taken(tmp_path: Path) -> None:
+def test_of_the_folder_of_a_run_the_latest_is_taken_and_an_empty_target_too(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for name in ("iter_0000007", "iter_0000008"):
         source = write_torch_dist(run / name, make_truth(SPEC))
     assert convert(run, tmp_path / "newest").source == source
     (run / "latest_checkpointed_iteration.txt").write_text("7")
+    (tmp_path / "out").mkdir()
     report = convert(run, tmp_path / "out")
     assert report.source == run / "iter_0000007"
     assert report.as_json()["source"] == str(run / "iter_0000007")

@@ -48,7 +48,7 @@ def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
     assert report.written
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["1-other_moe"])
 @pytest.mark.parametrize("model", ["dense_swiglu", "other_moe", "mla"])
 @pytest.mark.parametrize("generation", [1, 2, 3])
 def test_a_plain_fp32_optimizer_converts_with_one_wrapper_less(tmp_path: Path, model: str, generation: int) -> None:

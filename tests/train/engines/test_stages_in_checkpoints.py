@@ -27,7 +27,7 @@ def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
     return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_0000004", "save": f"{folder}-2"})
 
 
-@pytest.mark.full(short=["2-values0"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [

@@ -32,7 +32,7 @@ def with_closed_streams(argv: Sequence[str]) -> int:
     return trainer(argv)
 
 
-@pytest.mark.full(short=["in_ascii"])
+@pytest.mark.full
 @pytest.mark.parametrize("program", [on_a_full_disk, in_ascii])
 def test_odd_streams_end_no_run(program: Callable[[Sequence[str]], int], tmp_path: Path) -> None:
     out, text = tmp_path / "out", write_text(tmp_path / "caf\N{LATIN SMALL LETTER E WITH ACUTE}.txt")

@@ -114,6 +114,7 @@ def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
     assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
 
 
+@pytest.mark.full
 @only_linux
 def test_a_killed_rank_ends_the_run_with_its_own_code(text: str, tmp_path: Path) -> None:
     process = started_forever(text, tmp_path)
@@ -136,6 +137,7 @@ def test_a_rank_that_crashes_leaves_its_stacks(text: str, tmp_path: Path) -> Non
     assert errors.endswith("rank 1: it was ended by SIGSEGV\n")
 
 
+@pytest.mark.full
 def test_wrong_data_is_said_once(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("too short")

@@ -105,22 +105,18 @@ def test_the_seed_changes_weights_and_samples(base: dict[str, Any], run: Callabl
     assert changed["steps"][0]["data_checksum"] != base["steps"][0]["data_checksum"]
 
 
-def test_the_batch_is_as_large_as_it_is_said(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
-    assert [step["samples"] for step in base["steps"]] == [2, 4, 6, 8]
-    assert [step["samples"] for step in run("--global-batch-size 6")["steps"]] == [6, 12, 18, 24]
-
-
-def test_training_ends_after_a_multiple_of_the_exit_interval(run: Callable[[str], dict[str, Any]]) -> None:
-    assert [step["step"] for step in run("--exit-interval 3")["steps"]] == [1, 2, 3]
+def test_batches_evaluations_and_the_end_are_as_they_are_said(
+    base: dict[str, Any], run: Callable[[str], dict[str, Any]]
+) -> None:
+    changed = run("--global-batch-size 6 --eval-interval 2 --exit-interval 3")
+    assert [(step["step"], step["samples"]) for step in base["steps"]] == [(1, 2), (2, 4), (3, 6), (4, 8)]
+    assert [(step["step"], step["samples"]) for step in changed["steps"]] == [(1, 6), (2, 12), (3, 18)]
+    assert [each["step"] for each in base["evaluations"]] == [4]
+    assert [each["step"] for each in changed["evaluations"]] == [2, 3]
 
 
 def test_training_ends_when_time_is_over(run: Callable[[str], dict[str, Any]]) -> None:
     assert [step["step"] for step in run("--exit-duration-in-mins 1e-9")["steps"]] == [1]
-
-
-def test_evaluations_come_at_their_interval(base: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
-    assert [each["step"] for each in base["evaluations"]] == [4]
-    assert [each["step"] for each in run("--eval-interval 3")["evaluations"]] == [3, 4]
 
 
 def test_an_evaluation_sees_as_many_batches_as_it_is_said(
