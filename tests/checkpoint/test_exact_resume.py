@@ -160,7 +160,7 @@ MOVES = [
 """(ranks and case that save, ranks and case that load)."""
 
 
-@pytest.mark.full(short=["2-saved0-3-loaded0", "4-saved1-4-loaded1"])
+@pytest.mark.full(short=["2-saved0-3-loaded0"])
 @pytest.mark.parametrize(("before", "saved", "after", "loaded"), MOVES)
 def test_other_ranks_get_the_same_state_and_streams_of_their_own(
     run_ranks: RunRanks, runs: dict[int, Runs], root: Path, before: int, saved: Case, after: int, loaded: Case

@@ -35,7 +35,9 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return {key: folder.read_tensor(key) for key in folder.tensors if not key.startswith("rng_state")}
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(
+    short=["G1-tp2-mla", "G1-tp2-mtp", "G1-tp2-tied", "G1-tp2-tower", "G2-tp1-dense_swiglu", "G3-tp2-homogeneous_moe"]
+)
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.parametrize("written", [(1, 2), (2, 1), (3, 2)], ids=lambda w: f"G{w[0]}-tp{w[1]}")
 def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
