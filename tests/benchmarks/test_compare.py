@@ -75,6 +75,7 @@ def test_everybody_takes_part_in_the_order_of_the_table(lines: dict[str, dict[st
     assert set(ours) == {*OURS, *OURS_BY_BUCKETS}
 
 
+@pytest.mark.full
 def test_losses_of_all_that_communicate_are_those_of_one_process(
     tiny_run: Run, lines: dict[str, dict[str, Any]]
 ) -> None:
@@ -84,10 +85,12 @@ def test_losses_of_all_that_communicate_are_those_of_one_process(
         assert lines[name]["losses"] == pytest.approx(expected, rel=1e-6), name
 
 
+@pytest.mark.full
 def test_losses_tell_a_contender_that_does_not_communicate(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     assert lines["floor"]["losses"] != pytest.approx(tiny_run[0]["reference_losses"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_collectives_of_a_step_are_those_of_the_strategy(lines: dict[str, dict[str, Any]]) -> None:
     sent = {name: line["sent"] for name, line in lines.items()}
     # Root and three blocks. Strategies 2 and 3 reduce after both microbatches, 0 and 1 once.
@@ -97,6 +100,7 @@ def test_collectives_of_a_step_are_those_of_the_strategy(lines: dict[str, dict[s
     assert {name for name, counted in sent.items() if counted is None} == lines.keys() & {"floor", *PEERS}
 
 
+@pytest.mark.full
 def test_buckets_send_what_the_algorithm_needs(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     weights_bytes = 4 * tiny_run[0]["parameter_numel"]
     replicated, sharded = lines["mddp"], lines["mddp-optim"]
@@ -107,6 +111,7 @@ def test_buckets_send_what_the_algorithm_needs(tiny_run: Run, lines: dict[str, d
         assert line["sent"]["reduce_bytes"] + line["sent"]["gather_bytes"] == line["needed_bytes"] == weights_bytes
 
 
+@pytest.mark.full
 def test_what_is_seen_on_the_wire_is_what_is_needed(lines: dict[str, dict[str, Any]]) -> None:
     for name in ("floor", "ours-0", "ours-1", "ours-2", "mddp", "mddp-optim", "ddp", "ddp-view", "ddp-zero"):
         moved = lines[name]["moved"]
@@ -115,6 +120,7 @@ def test_what_is_seen_on_the_wire_is_what_is_needed(lines: dict[str, dict[str, A
     assert ours["moved"]["sent_bytes"] == ours["sent"]["gather_bytes"] + ours["sent"]["reduce_bytes"]
 
 
+@pytest.mark.full
 def test_what_is_deferred_is_reduced_once(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     weights_bytes = 4 * tiny_run[0]["parameter_numel"]
     reduced = {name: lines[name]["moved"]["reduced_bytes"] for name in lines}
@@ -123,6 +129,7 @@ def test_what_is_deferred_is_reduced_once(tiny_run: Run, lines: dict[str, dict[s
     assert reduced["ours-3-deferred"] <= reduced["fsdp2-deferred"] == reduced["fsdp2"] // 2
 
 
+@pytest.mark.full
 def test_native_reduce_scatters_count_twice_on_gloo(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     weights_bytes = 4 * tiny_run[0]["parameter_numel"]
     for name in ("fsdp2", "fsdp1"):
@@ -132,6 +139,7 @@ def test_native_reduce_scatters_count_twice_on_gloo(tiny_run: Run, lines: dict[s
     assert lines["ours-3"]["moved"]["sent_bytes"] < lines["fsdp2"]["moved"]["sent_bytes"]
 
 
+@pytest.mark.full
 def test_allocations_and_copies_of_a_step_are_counted(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     numel = tiny_run[0]["parameter_numel"]
     floor = lines["floor"]
@@ -142,10 +150,12 @@ def test_allocations_and_copies_of_a_step_are_counted(tiny_run: Run, lines: dict
     assert copied["fsdp2"] > 4 * numel
 
 
+@pytest.mark.full
 def test_the_planner_is_asked_for_the_peak(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
     assert tiny_run[0]["planned_peak"] == pytest.approx(lines["ours-3"]["live"]["peak"], rel=0.25)
 
 
+@pytest.mark.full
 def test_collectives_of_all_are_counted_by_the_process_groups(lines: dict[str, dict[str, Any]]) -> None:
     assert lines["floor"]["collectives"] == 0
     for line in lines.values():
@@ -157,6 +167,7 @@ def test_collectives_of_all_are_counted_by_the_process_groups(lines: dict[str, d
     assert lines["ddp-zero"]["collectives"] == buckets + 2  # one broadcast by each rank
 
 
+@pytest.mark.full
 def test_memory_between_steps_holds_weights_and_optimizer_state(
     tiny_run: Run, lines: dict[str, dict[str, Any]]
 ) -> None:
@@ -169,6 +180,7 @@ def test_memory_between_steps_holds_weights_and_optimizer_state(
         assert line["live"]["peak"] > line["live"]["persistent"] > weights_bytes
 
 
+@pytest.mark.full
 def test_report_is_printed_and_written(tiny_run: Run) -> None:
     document, table, printed = tiny_run
     assert table.strip() == printed.strip()

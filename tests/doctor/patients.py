@@ -51,14 +51,10 @@ def build_frozen() -> nn.Module:
     return model
 
 
-def build_tied() -> nn.Module:
+def build_tied_frozen_and_unused() -> nn.Module:
     model = Patient()
     model.head.weight = model.embed.weight
-    return model
-
-
-def build_unused() -> nn.Module:
-    model = Patient()
+    model.blocks[0].up.weight.requires_grad_(False)
     model.spare = nn.Linear(6, 6)
     return model
 

@@ -42,7 +42,7 @@ def misbehave(how: str, _device: str | None) -> str:
     return how
 
 
-@pytest.mark.full(short=["die", "raise"])
+@pytest.mark.full(short=["die"])
 @pytest.mark.parametrize(
     ("how", "timeout_s", "message"),
     [

@@ -22,6 +22,7 @@ def check(options: dict[str, Any]) -> ParityReport:
     return check_parity(options.pop("model_fn"), options.pop("batch"), **options)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("rate", "decay"), [(1e-3, 0.01), (1e-4, 0.1)])
 @pytest.mark.parametrize(("times", "words"), [(0, "weight decay is not applied"), (2, "weight decay is applied twice")])
 def test_a_wrong_weight_decay_is_named(run_ranks: RunRanks, rate: float, decay: float, times: int, words: str) -> None:
@@ -34,6 +35,7 @@ def test_a_wrong_weight_decay_is_named(run_ranks: RunRanks, rate: float, decay: 
     assert found.error > found.allowed
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_a_gradient_that_is_zero_but_for_rounding_passes(run_ranks: RunRanks, strategy: int) -> None:
     options = {"model_fn": patients.build_key_bias, "batch": patients.pairs, "loss_fn": patients.attention_loss}

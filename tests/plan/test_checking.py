@@ -43,12 +43,10 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
     ("build", "ranks", "outer", "policy", "microbatches"),
     [
         (tower, {"dp_shard": 1}, 0, None, 1),
-        (tower, {"dp_shard": 3}, 0, WIDE, 2),
         (odd, {"dp_shard": 64}, 0, None, 1),
         (odd, {"dp_shard": 5}, 0, WIDE, 1),
-        (tower, {"dp_shard": 8, "dp_outer": 4}, 0, WIDE, 1),
+        (tower, {"dp_shard": 8, "dp_outer": 4}, 0, WIDE, 2),
         (tower, {"dp_shard": 4, "dp_outer": 16}, 1, None, 2),
-        (odd, {"dp_shard": 3, "dp_outer": 2}, 1, None, 1),
     ],
     ids=lambda value: value.__name__ if callable(value) else "wide" if value is WIDE else str(value),
 )

@@ -247,7 +247,18 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
     return memory, step.borrowed_bytes, step.moments[-1].gathered_bytes + stand_ins
 
 
-@pytest.mark.full(cover=1)
+SHORT = [
+    "tower-00-1x2-bfloat16-wide-1EVERY",
+    "tower-10-1x2-bfloat16-3EVERY",
+    "tower-21-2x2-bfloat16-2OUTER",
+    "tower-30-1x2-bfloat16-2LAST",
+    "transformer-10-1x3-float32-1EVERY",
+    "llama-30-1x2-bfloat16-1EVERY",
+    "wide-llama-30-1x2-float32-1EVERY",
+]
+
+
+@pytest.mark.full(short=SHORT)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
     for rank, measured in enumerate(run_ranks(case.world, _measure, case)):

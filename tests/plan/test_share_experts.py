@@ -30,6 +30,7 @@ def test_dense_layers_send_nothing() -> None:
     assert profile(first, Backend.NCCL, dp_shard=2, ep=2, pp=4).forward_flops > 0
 
 
+@pytest.mark.full(short=["deepseek_v3-4"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral"])
 def test_recomputed_layers_keep_their_shapes(kind: str, ranks: int) -> None:

@@ -49,25 +49,22 @@ def test_the_whole_model_stays_as_it_is() -> None:
     assert model.config.num_hidden_layers == 4
 
 
-def _measure(kinds: list[str]) -> list[tuple[tuple[int, int], list[int], list[int]]]:
+def _measure(kind: str) -> tuple[tuple[int, int], list[int], list[int]]:
     mesh = mesh_of((2,), ("tp",))
     tokens = torch.arange(ROWS * SEQUENCE).view(ROWS, SEQUENCE) % 96
-    found = []
-    for kind in kinds:
-        model = build(kind, **WIDER)
-        parallelize_tensors(model, mesh)
-        inputs = {"input_ids": tokens, "labels": tokens}
-        model(**inputs, use_cache=False)  # compares the ranks' inputs, once
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Bb]ackward hook", category=UserWarning)  # of CommDebugMode
-            with CommDebugMode() as forward:
-                loss = model(**inputs, use_cache=False).loss
-            with CommDebugMode() as backward:
-                loss.backward()
-        model.zero_grad()
-        del loss
-        found.append((bytes_of_step(model, **inputs), _counts(forward), _counts(backward)))
-    return found
+    model = build(kind, **WIDER)
+    parallelize_tensors(model, mesh)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    model(**inputs, use_cache=False)  # compares the ranks' inputs, once
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Bb]ackward hook", category=UserWarning)  # of CommDebugMode
+        with CommDebugMode() as forward:
+            loss = model(**inputs, use_cache=False).loss
+        with CommDebugMode() as backward:
+            loss.backward()
+    model.zero_grad()
+    del loss
+    return bytes_of_step(model, **inputs), _counts(forward), _counts(backward)
 
 
 def _counts(mode: CommDebugMode) -> list[int]:
@@ -76,18 +73,17 @@ def _counts(mode: CommDebugMode) -> list[int]:
     return [sum(count for name, count in counts.items() if kind in name) for kind in ("reduce", "gather")]
 
 
-KINDS = ["llama", "qwen3", "phi3", "llama_tied"]
-
-
-def test_collectives_and_bytes_are_those_of_a_real_rank(run_ranks: RunRanks) -> None:
+@pytest.mark.full(short=["qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "llama_tied"])
+def test_collectives_and_bytes_are_those_of_a_real_rank(run_ranks: RunRanks, kind: str) -> None:
     """All collectives to their number, live bytes within 3 %."""
-    for kind, (real, forward, backward) in zip(KINDS, run_ranks(2, _measure, KINDS)[0], strict=True):
-        workload = share(without_memory(kind, **WIDER), tp=2)
-        planned = profile(workload, Backend.GLOO, tp=2)
-        assert (planned.kept_bytes, planned.peak_bytes) == pytest.approx(real, rel=0.03), kind
-        for in_backward, counted in ((False, forward), (True, backward)):
-            own = [exchange.count for exchange in workload.exchanges if exchange.in_backward == in_backward]
-            assert sum(own) == sum(counted), kind
+    real, forward, backward = run_ranks(2, _measure, kind)[0]
+    workload = share(without_memory(kind, **WIDER), tp=2)
+    planned = profile(workload, Backend.GLOO, tp=2)
+    assert (planned.kept_bytes, planned.peak_bytes) == pytest.approx(real, rel=0.03)
+    for in_backward, counted in ((False, forward), (True, backward)):
+        own = [exchange.count for exchange in workload.exchanges if exchange.in_backward == in_backward]
+        assert sum(own) == sum(counted)
 
 
 def _sent(workload: Workload, unit: str, in_backward: bool) -> dict[int, int]:
