@@ -63,6 +63,7 @@ def remove_the_head(tensors: dict[str, Tensor]) -> None:
     del tensors["lm_head.weight"]
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize(
     ("change", "told"),
@@ -87,6 +88,7 @@ def not_strict(folder: str, name: str) -> dict[str, Tensor]:
     return {plain_name(key): whole(param) for key, param in model.named_parameters()}
 
 
+@pytest.mark.full(short=["fsdp2"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_missing_is_drawn_if_that_is_asked_for(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     folder = rewrite(tmp_path, remove_a_weight)
@@ -150,6 +152,7 @@ def facts(folder: str, name: str, options: dict[str, Any]) -> tuple[set[torch.dt
     )
 
 
+@pytest.mark.full(short=["ddp"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_dtype_and_attention_are_what_was_asked_for_or_what_the_config_says(
     run_ranks: RunRanks, tmp_path: Path, name: str
@@ -171,6 +174,7 @@ def classify(folder: str, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     return logits, {plain_name(key): whole(param) for key, param in model.named_parameters()}
 
 
+@pytest.mark.full(short=["megatron_fsdp"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_classifier_takes_the_body_and_draws_its_head(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     build("llama").save_pretrained(tmp_path)
@@ -212,6 +216,7 @@ def read_images(folder: str, name: str) -> tuple[Tensor, set[str]]:
     return loss.detach(), {plain_name(key) for key, param in model.named_parameters() if param.grad is not None}
 
 
+@pytest.mark.full(short=["fsdp2"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_model_of_images_and_text_has_the_logits_of_transformers(
     run_ranks: RunRanks, tmp_path: Path, name: str
@@ -233,6 +238,7 @@ def bytes_while_loading(folder: str, name: str) -> tuple[int, int, int]:
     return live.peak_bytes, end, sum(getattr(param, "_local_tensor", param).nbytes for param in model.parameters())
 
 
+@pytest.mark.full(short=["megatron_fsdp"])
 @pytest.mark.parametrize("name", ["fsdp2", "megatron_fsdp"])
 def test_loading_needs_the_shards_and_one_tensor(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     build("llama", vocab_size=4096, hidden_size=256, num_hidden_layers=2).save_pretrained(tmp_path)

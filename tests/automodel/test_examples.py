@@ -56,6 +56,7 @@ def run_example(settings: str) -> str:
     return shown.getvalue()
 
 
+@pytest.mark.full(short=["megatron_fsdp"])
 @pytest.mark.parametrize("name", ["megatron_fsdp", "ddp"])  # tests/test_torchrun.py runs it as it is shipped
 def test_one_line_of_yaml_is_another_strategy(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     # In ranks that are joined already only the first would save the small model.

@@ -136,32 +136,29 @@ def assert_same_log(found: list[dict[str, float]], expected: list[dict[str, floa
             torch.testing.assert_close(own[key], value, rtol=1e-4, atol=1e-5, msg=f"{key}: {own} and {other}")
 
 
-def _train_resume_and_save(folder: str, names: Sequence[str]) -> None:
+def _train_resume_and_save(folder: str, name: str) -> None:
     from megatron_fsdp.automodel.trainer import ShardedTrainer
 
     ranks = dist.get_world_size()
     expected, expected_weights = one_process(folder)
-    for name in names:
-        forget_accelerate()
-        out = f"{folder}/{name}-{ranks}"
-        trainer = ShardedTrainer(
-            load(folder, name), arguments(out, ranks, save_strategy="steps", save_steps=2), **data()
-        )
-        trainer.train()
-        assert_same_log(logged(trainer), expected)
-        trained = weights(trainer.model_wrapped)
-        assert_close(trained, expected_weights, 2e-4, 2e-4, "weights")
-        trainer.save_model()
-        trainer.save_model()  # in place of the first
-        again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        assert_close(dict(again.named_parameters()), trained, 0, 0, "read by transformers")
+    forget_accelerate()
+    out = f"{folder}/{name}"
+    trainer = ShardedTrainer(load(folder, name), arguments(out, ranks, save_strategy="steps", save_steps=2), **data())
+    trainer.train()
+    assert_same_log(logged(trainer), expected)
+    trained = weights(trainer.model_wrapped)
+    assert_close(trained, expected_weights, 2e-4, 2e-4, "weights")
+    trainer.save_model()
+    trainer.save_model()  # in place of the first
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert_close(dict(again.named_parameters()), trained, 0, 0, "read by transformers")
 
-        forget_accelerate()
-        second = ShardedTrainer(load(folder, name), arguments(out, ranks), **data())
-        second.train(resume_from_checkpoint=f"{out}/checkpoint-2")
-        assert_same_log(logged(second), expected)
-        assert_close(weights(second.model_wrapped), trained, 0, 0, "gone on from step 2")
-        dist.barrier()
+    forget_accelerate()
+    second = ShardedTrainer(load(folder, name), arguments(out, ranks), **data())
+    second.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+    assert_same_log(logged(second), expected)
+    assert_close(weights(second.model_wrapped), trained, 0, 0, "gone on from step 2")
+    dist.barrier()
 
 
 def under_torchrun(worker: Callable[..., None], *args: Any) -> None:
@@ -170,13 +167,14 @@ def under_torchrun(worker: Callable[..., None], *args: Any) -> None:
         worker(*args)
 
 
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.full(short=["megatron_fsdp"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_training_is_that_of_one_process_and_goes_on_where_it_stopped(
-    run_ranks: RunRanks, tmp_path: Path, ranks: int
+    run_ranks: RunRanks, tmp_path: Path, name: str
 ) -> None:
     folder = tmp_path / "model"
     build("llama_tied").save_pretrained(folder)
-    run_ranks(ranks, under_torchrun, _train_resume_and_save, str(folder), STRATEGIES, timeout_s=300.0)
+    run_ranks(2, under_torchrun, _train_resume_and_save, str(folder), name, timeout_s=300.0)
 
 
 def _train_adapters_and_take_the_best(folder: str, names: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ def optimizer_of(model: nn.Module, learning_rate: float = 1e-2) -> torch.optim.O
 def train(
     model: nn.Module,
     *,
-    steps: int = 3,
+    steps: int = 2,
     rows: int = 4,
     data_rank: int | None = None,
     data_ranks: int | None = None,

@@ -56,7 +56,7 @@ def test_products_of_405b_by_hand() -> None:
     assert found.forward_flops == 2 * TOKENS * (projections + HIDDEN * VOCABULARY) + attention
 
 
-# ---- measured with torchtitan: H100 96 GB, Llama-3-8B under FSDP2, late 2024 ------------------------------------------
+# ---- measured with torchtitan: H100 96 GB, Llama-3-8B under FSDP2, late 2024 ----------------------------------------
 
 PUBLISHED_GIB = {8: 82.4, 128: 67.0}
 PUBLISHED_TOKENS_PER_S = {8: 5762, 128: 5605}

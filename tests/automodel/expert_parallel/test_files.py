@@ -43,7 +43,7 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.full(short=["qwen3_moe-whole experts", "mixtral-slices of experts"])
+@pytest.mark.full(short=["mixtral-slices of experts"])
 @pytest.mark.parametrize("cut", _CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_those_of_transformers(run_ranks: RunRanks, tmp_path: Path, kind: str, cut: str) -> None:

@@ -101,7 +101,7 @@ def whole(tensor: Tensor) -> Tensor:
     return found.full_tensor().clone() if isinstance(found, DTensor) else found.clone()
 
 
-def train(model: nn.Module, rows: Sequence[int], *, steps: int = 3) -> Trained:
+def train(model: nn.Module, rows: Sequence[int], *, steps: int = 2) -> Trained:
     """AdamW as in `small_models.reference`; this rank has its rows of each batch, one process all of them.
 
     Args:

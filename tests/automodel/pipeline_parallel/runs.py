@@ -30,7 +30,7 @@ class Case:
     schedule: str = "1f1b"
     microbatch_size: int = 1
     rows: int = 4
-    steps: int = 3
+    steps: int = 2
     changes: dict[str, Any] = field(default_factory=dict)
     layers_per_stage: int | None = None
     reshard: bool = False

@@ -50,28 +50,31 @@ def compare(results: list[list[StageRun]], cases: list[Case]) -> None:
 UNTIED = {"tie_word_embeddings": False}
 
 
-def test_two_stages_equal_one_process_for_every_family(run_ranks: RunRanks) -> None:
-    cases = [
-        Case("llama_gqa"),
-        Case("qwen3", microbatch_size=2),
-        Case("mistral"),
-        Case("gemma2", changes=UNTIED),
-        Case("gemma3", changes=UNTIED),
-        Case("llama_tied"),
-        Case("gemma3"),
-        Case("granite", changes={"embedding_multiplier": 3.0}),
-        Case("phi"),
-        Case("qwen3_moe"),
-        Case("gpt2", changes=UNTIED),
-        Case("deepseek_v3"),
-        Case("llama", "gpipe", microbatch_size=4),
-        Case("llama", "interleaved1f1b"),
-        Case("gemma3", "interleaved1f1b", changes=UNTIED),
-        Case("llama", "loopedbfs"),
-    ]
+SCHEDULES = [
+    Case("qwen3_moe", microbatch_size=2),
+    Case("gemma3"),  # tied
+    Case("llama", "gpipe", microbatch_size=4),
+    Case("gemma3", "interleaved1f1b", changes=UNTIED),
+    Case("llama", "loopedbfs"),
+]
+FAMILIES = [
+    Case("llama_gqa"),
+    Case("mistral"),
+    Case("gemma2", changes=UNTIED),
+    Case("granite", changes={"embedding_multiplier": 3.0}),
+    Case("phi"),
+    Case("gpt2", changes=UNTIED),
+    Case("deepseek_v3"),
+]
+
+
+@pytest.mark.full(short=["schedules"])
+@pytest.mark.parametrize("cases", [SCHEDULES, FAMILIES], ids=["schedules", "families"])
+def test_two_stages_equal_one_process(run_ranks: RunRanks, cases: list[Case]) -> None:
     compare(run_ranks(2, run_cases, cases), cases)
 
 
+@pytest.mark.full
 def test_four_stages_equal_one_process(run_ranks: RunRanks) -> None:
     cases = [Case("llama"), Case("gemma2"), Case("mixtral", "gpipe", microbatch_size=2)]
     compare(run_ranks(4, run_cases, cases), cases)

@@ -1,5 +1,7 @@
 """Tensor parallelism times data parallelism, 2 x 2: torch's FSDP2 and this library's sharding equal one process."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -38,29 +40,35 @@ def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
 
 
-def on_a_square(kind: str, changes: dict[str, int]) -> list[str]:
+BY_TORCH, BY_THIS_LIBRARY = (by_torch, adamw), (by_this_library, sharded_adamw)
+MIXED = [(BY_TORCH, False), (BY_THIS_LIBRARY, True)]
+"""How a model is sharded, and whether tensor-parallel ranks split tokens."""
+THE_REST = [(BY_TORCH, True), (BY_THIS_LIBRARY, False)]
+
+
+def on_a_square(kind: str, changes: dict[str, int], ways: list[Any]) -> list[str]:
     wrong = []
     mesh = mesh_of((2, 2), ("dp", "tp"))
     expected = train(build(kind, **SIZES, **changes))
-    for splits_tokens in (False, True):
-        for shard, optimizer_of in ((by_torch, adamw), (by_this_library, sharded_adamw)):
-            model = build(kind, **SIZES, **changes)
-            parallelize_tensors(model, mesh["tp"], sequence_parallel=splits_tokens)
-            found = train(shard(model, mesh), rank=mesh["dp"].get_local_rank(), ranks=2, optimizer_of=optimizer_of)
-            case = f"{shard.__name__}, sequence_parallel={splits_tokens}"
-            wrong += [f"{case}: {text}" for text in differences(found, expected, only_sums=True)]
+    for (shard, optimizer_of), splits_tokens in ways:
+        model = build(kind, **SIZES, **changes)
+        parallelize_tensors(model, mesh["tp"], sequence_parallel=splits_tokens)
+        found = train(shard(model, mesh), rank=mesh["dp"].get_local_rank(), ranks=2, optimizer_of=optimizer_of)
+        case = f"{shard.__name__}, sequence_parallel={splits_tokens}"
+        wrong += [f"{case}: {text}" for text in differences(found, expected, only_sums=True)]
     return wrong
 
 
-@pytest.mark.full(short=["llama_tied-changes0"])
+@pytest.mark.full(short=["mixed-llama_tied-changes0"])
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [("llama_tied", {"vocab_size": 97}), ("qwen3", {}), ("gemma3", {}), ("qwen3_moe", {})],
 )
+@pytest.mark.parametrize("ways", [MIXED, THE_REST], ids=["mixed", "the rest"])
 def test_sharded_tensor_parallel_models_equal_one_process(
-    run_ranks: RunRanks, kind: str, changes: dict[str, int]
+    run_ranks: RunRanks, kind: str, changes: dict[str, int], ways: list[Any]
 ) -> None:
-    assert run_ranks(4, on_a_square, kind, changes) == [[]] * 4
+    assert run_ranks(4, on_a_square, kind, changes, ways) == [[]] * 4
 
 
 def norm_of_all_gradients() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Train a small model for three steps, on one process or on tensor-parallel ranks, and list where two runs differ."""
+"""Train a small model for two steps, on one process or on tensor-parallel ranks, and list where two runs differ."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ RTOL, ATOL = 1e-4, 1e-6
 
 @dataclass(frozen=True)
 class Trace:
-    """What three steps left behind; index = step, whole tensors by name of the parameter."""
+    """What two steps left behind; index = step, whole tensors by name of the parameter."""
 
     logits: Tensor
     losses: list[float]
@@ -52,7 +52,7 @@ def train(
     rank: int = 0,
     ranks: int = 1,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    steps: int = 3,
+    steps: int = 2,
 ) -> Trace:
     """Train on this data-parallel rank's rows; the loss is scaled so that the average over ranks is the mean."""
     optimizer = optimizer_of(model)
