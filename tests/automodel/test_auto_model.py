@@ -102,6 +102,7 @@ def drawn_by_all(kind: str) -> list[dict[str, Tensor]]:
     return [parameters for parameters, _ in drawn(kind, STRATEGIES)]
 
 
+@pytest.mark.full
 def test_drawn_weights_depend_on_neither_strategy_nor_ranks(run_ranks: RunRanks) -> None:
     # The constructors of GPT-2 draw by themselves, so its weights are not those that transformers gives under the seed.
     (alone,) = run_ranks(1, drawn_by_all, "gpt2")

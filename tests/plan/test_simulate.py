@@ -112,7 +112,7 @@ _JOBS = {
 }
 
 
-@pytest.mark.full(short=["instances", "bf16", "HFSDP"])
+@pytest.mark.full(short=["instances", "HFSDP"])
 @pytest.mark.parametrize("job", _JOBS.values(), ids=_JOBS.keys())
 def test_simulated_rank_equals_a_real_one(job: Job, run_ranks: RunRanks) -> None:
     for rank, real in enumerate(run_ranks(job.num_ranks, _facts_of_real_rank, job)):

@@ -27,6 +27,7 @@ def test_four_ranks_that_share_sequences_equal_one_process(run_ranks: RunRanks) 
     check(run_ranks, 4, [Case("gemma2", cp_size=4, changes=SOFTCAP)])
 
 
+@pytest.mark.full
 def test_data_and_context_parallel_ranks_together_equal_one_process(run_ranks: RunRanks) -> None:
     check(run_ranks, 4, [Case("llama_gqa"), Case("llama_gqa", strategy=ENGINE)])
 

@@ -95,6 +95,7 @@ def test_uneven_and_empty_exchanges_and_recomputation_train_as_on_one_process(ru
     run_ranks(2, check_all, EDGE_CASES, wanted)
 
 
+@pytest.mark.full
 def test_slices_of_experts_train_as_on_one_process(run_ranks: RunRanks) -> None:
     changes = {**_TWO_LAYERS, "num_experts": 6}  # 3 experts on each of 2 ranks are not shared out whole to 2 ranks
     case = Case("qwen3_moe", 2, changes=changes)

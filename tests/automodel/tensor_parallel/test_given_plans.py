@@ -149,6 +149,7 @@ def other_families() -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_sinks_expert_biases_and_counted_heads_equal_one_process(run_ranks: RunRanks) -> None:
     assert run_ranks(2, other_families) == [[], []]
 
