@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
-from tests.runtime.test_parity import OPTIMIZERS, SCRIPTS
+from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.ddp_run import DdpSetting, check_ddp, ddp, run_ddp
 from tests.support.loops import three_microbatches

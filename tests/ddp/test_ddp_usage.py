@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import RunRanks
-from tests.runtime import test_parity_accumulation as accumulation
-from tests.runtime import test_parity_recomputation as recomputation
-from tests.runtime import test_parity_recovery as recovery
-from tests.runtime import test_parity_usage as usage
+from tests.engine import test_parity_accumulation as accumulation
+from tests.engine import test_parity_recomputation as recomputation
+from tests.engine import test_parity_recovery as recovery
+from tests.engine import test_parity_usage as usage
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.ddp_run import DdpSetting, check_ddp, ddp

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import Granularity, GranularityKind, Layout, plan_layout
-from tests.test_layout_properties import Problem, checked, inner_edges, problems
+from tests.sharding.test_layout_properties import Problem, checked, inner_edges, problems
 
 NCCL_MULTIPLE = 2**16
 LOOSE = st.sampled_from([Granularity.ROWS, Granularity.ELEMENTS])

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from tools.ddp_config_table import render, rules_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "ddp_config.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ddp_config.md"
 
 
 def test_the_published_page_is_what_the_tool_prints() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_fsdp.optim.grad_norm import _is_known_to_be_one
 from tests.conftest import RunRanks
-from tests.runtime.test_local_step import wrap
+from tests.optim.test_local_step import wrap
 from tests.support.api_net import backward, batches, build
 
 

@@ -16,7 +16,7 @@ from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.optim.local_step import Run, find_runs
 from tests.conftest import RunRanks
-from tests.runtime.test_local_step import VARIANTS, connect, odd, wrap
+from tests.optim.test_local_step import VARIANTS, connect, odd, wrap
 from tests.support.api_net import backward, batches, build, mesh
 from tests.support.parity import fixed_seed
 from tests.support.run_looks import counting_looks

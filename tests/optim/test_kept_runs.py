@@ -14,8 +14,8 @@ from torch import nn
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.optim import local_step as group_runs
 from tests.conftest import RunRanks
-from tests.runtime.test_flat_runs import difference_after, tight, two_groups
-from tests.runtime.test_local_step import VARIANTS, connect, wrap
+from tests.optim.test_flat_runs import difference_after, tight, two_groups
+from tests.optim.test_local_step import VARIANTS, connect, wrap
 from tests.support.api_net import backward, batches, build, mesh
 from tests.support.run_looks import counting_looks
 

@@ -19,7 +19,7 @@ from tools.precision_parity import (
     stage_table,
 )
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")

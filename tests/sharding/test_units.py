@@ -158,7 +158,7 @@ def test_a_container_that_is_never_called_cannot_be_a_unit() -> None:
         ("torch.nn:Linaer", "'torch.nn' has no 'Linaer'; the nearest name is 'Linear'."),
         ("torch.nnn.Linear", "'torch' has no 'nnn'; the nearest name is 'nn'."),
         ("tourch.nn.Linear", "there is no module 'tourch'; the nearest name is 'torch'."),
-        ("my.module.Block", "there is no module 'my'; did you mean 'tests.test_units.Block'?"),
+        ("my.module.Block", "there is no module 'my'; did you mean 'tests.sharding.test_units.Block'?"),
         ("my.module.Absent", "there is no module 'my'; give a path by which Python can import it."),
         ("torch.nn.Linear.Inner", "'torch.nn.Linear' has no 'Inner'; no name there is like it."),
         ("torch.nn.qqqqqqqq", "'torch.nn' has no 'qqqqqqqq'; no name there is like it."),
