@@ -53,7 +53,7 @@ run: $(READY)
 	$(PY) -m megatron_fsdp.train --preset cpu-small $(ARGS)
 
 # Two files at a time where there are two cores and pytest-xdist, each with ranks of its own; ARGS come last and win.
-SIDE_BY_SIDE = $$($(PY) -c 'import os, xdist; print("-n 2 --dist loadfile" * (os.cpu_count() > 1))' 2>/dev/null)
+SIDE_BY_SIDE = $$($(PY) -c 'import os, xdist; print("-n 2 --dist loadfile --no-loadscope-reorder" * (os.cpu_count() > 1))' 2>/dev/null)
 
 # Each fact once, in minutes; what it leaves to the full suite: tests/support/tiers.py.
 test: $(READY)

@@ -148,6 +148,7 @@ def test_exception_names_rank_and_text_and_replaces_the_workers(pool: WorkerPool
     assert set(pool.run(_worker_pid)).isdisjoint(before)
 
 
+@pytest.mark.full
 def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool) -> None:
     assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]  # so that neither rank is still starting
     with pytest.raises(WorkerError) as caught:

@@ -81,7 +81,7 @@ def accumulate_like_the_whole_batch(name: str, microbatches: int, **fields: Any)
         return seen
 
 
-@pytest.mark.full(short=["2-ddp", "3-megatron_fsdp", "2-fsdp2"])
+@pytest.mark.full(short=["2-ddp", "3-megatron_fsdp"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_microbatches_give_the_gradients_of_the_whole_batch_with_one_reduction(

@@ -147,13 +147,13 @@ FOUR_RANKS = [
 ]
 
 
-@pytest.mark.full(short=["llama-megatron_fsdp-cp2", "olmo2-megatron_fsdp-tp2", "llama-fsdp2-pp2", "mixtral-fsdp2-ep2"])
+@pytest.mark.full(short=["olmo2-megatron_fsdp-tp2", "mixtral-fsdp2-ep2"])
 @pytest.mark.parametrize("case", TWO_RANKS, ids=str)
 def test_one_size_on_two_ranks(run_ranks: RunRanks, tmp_path: Path, case: Case) -> None:
     run_ranks(2, check, case, save(case.kind, tmp_path), str(tmp_path / "out"))
 
 
-@pytest.mark.full(short=["llama_tied-fsdp2-pp2"])
+@pytest.mark.full
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
 def test_two_sizes_on_four_ranks(run_ranks: RunRanks, tmp_path: Path, case: Case) -> None:
     run_ranks(4, check, case, save(case.kind, tmp_path), str(tmp_path / "out"))

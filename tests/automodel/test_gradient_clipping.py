@@ -107,7 +107,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.full(short=["2", "4"])
+@pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("world_size", list(MAKERS))
 def test_gradients_of_every_strategy_are_clipped_as_on_one_process(run_ranks: RunRanks, world_size: int) -> None:
     run_ranks(world_size, check_strategies, MAKERS[world_size])

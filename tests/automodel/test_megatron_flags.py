@@ -284,6 +284,7 @@ def take_an_optimizer_along() -> None:
             manager_of().parallelize(build("llama"), other)
 
 
+@pytest.mark.full
 def test_optimizer_that_is_passed_along_is_sharded_with_the_model(run_ranks: RunRanks) -> None:
     run_ranks(2, take_an_optimizer_along)
 
@@ -300,6 +301,7 @@ def one_rank() -> tuple[torch.dtype, ...]:
         return param.dtype, param.grad.dtype, logits.dtype
 
 
+@pytest.mark.full
 def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
     assert run_ranks(1, one_rank) == [(BF16, BF16, BF16)]
     assert run_ranks(2, one_rank_of_two) == [(BF16, BF16, BF16)] * 2
@@ -318,5 +320,6 @@ def arguments_of_context_parallel_ranks() -> dict[str, Any]:
         return {"axis": arguments["dp_shard_dim"], "tp": arguments["tp_dim"]}
 
 
+@pytest.mark.full
 def test_engine_averages_over_context_parallel_ranks_too(run_ranks: RunRanks) -> None:
     assert run_ranks(2, arguments_of_context_parallel_ranks) == [{"axis": "dp_cp", "tp": "tp"}] * 2

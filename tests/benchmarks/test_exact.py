@@ -101,10 +101,10 @@ def test_activations_of_the_floor_are_what_its_forward_leaves(tiny_run: dict[str
     assert live["persistent"] == pytest.approx(3 * weights_bytes, rel=0.01)
 
 
-def test_losses_of_the_engine_are_those_of_one_process_and_of_the_floor_are_not(shared_run: dict[str, Any]) -> None:
-    losses = {line["name"]: line["losses"] for line in shared_run["contenders"]}
-    assert losses["ours-3"] == pytest.approx(shared_run["reference_losses"], rel=1e-6)
-    assert losses["floor"] != pytest.approx(shared_run["reference_losses"], rel=1e-5)
+def test_losses_of_the_engine_are_those_of_one_process_and_of_the_floor_are_not(tiny_run: dict[str, Any]) -> None:
+    losses = {line["name"]: line["losses"] for line in tiny_run["contenders"]}
+    assert losses["ours-3"] == pytest.approx(tiny_run["reference_losses"], rel=1e-6)
+    assert losses["floor"] != pytest.approx(tiny_run["reference_losses"], rel=1e-5)
 
 
 @pytest.mark.full

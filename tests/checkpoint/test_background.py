@@ -103,6 +103,7 @@ def test_what_cannot_be_copied_is_told_like_any_error() -> None:
     assert called == []
 
 
+@pytest.mark.full
 def test_python_ends_when_the_save_has_ended(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch\n"

@@ -138,7 +138,7 @@ def layers_by_rank(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["3"])
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_call_different_layers(run_ranks: RunRanks, num_ranks: int) -> None:
     asking = [replace(setting, options=(("find_unused_parameters", True),)) for setting in ALL]
@@ -178,7 +178,7 @@ class Fused(nn.Module):
 FUSED = vector_case(Fused)
 
 
-@pytest.mark.full(short=["encoder"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [ATTENTION, ENCODER, READING, FUSED], ids=["attention", "encoder", "reading", "fused in evaluation"]
 )
@@ -278,7 +278,7 @@ def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Set
 # ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["False-0"])
+@pytest.mark.full
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_everywhere(run_ranks: RunRanks, reentrant: bool, shift: int) -> None:

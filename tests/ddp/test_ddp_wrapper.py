@@ -181,7 +181,7 @@ def _present(run: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
 
 
-@pytest.mark.full(short=["model-setting1"])
+@pytest.mark.full
 @pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
 @pytest.mark.parametrize("how", ["layers", "model"])
 def test_compiled_modules_compute_the_same(run_ranks: RunRanks, how: str, setting: DdpSetting) -> None:

@@ -341,6 +341,7 @@ def test_weights_that_were_computed_get_their_gradient_at_once() -> None:
     assert torch.equal(source.grad, torch.full((5, 5), 6.0))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
 def test_a_compiled_model_stays_right() -> None:
     plain, delayed, queue = twins()

@@ -112,7 +112,7 @@ def test_two_ranks(name: ModelName | None, setting: Setting, run_ranks: RunRanks
     _assert_same(run_ranks(2, outcomes, name, setting, (1, 7) if name == "tied" else (1,)))
 
 
-@pytest.mark.full(short=["HFSDP"])
+@pytest.mark.full
 @pytest.mark.parametrize(("strategy", "outer_strategy"), [(3, 0), (3, 1)], ids=["HSDP", "HFSDP"])
 def test_four_ranks_in_two_dimensions(strategy: int, outer_strategy: int, run_ranks: RunRanks) -> None:
     _assert_same(run_ranks(4, hybrid_outcomes, strategy, outer_strategy, (5,)))

@@ -188,6 +188,7 @@ def start_slowly() -> float:
     return model(_x()).sum().item()
 
 
+@pytest.mark.full
 def test_a_slow_start_is_not_charged_to_the_time_limit(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, start_slowly, timeout_s=_TIMEOUT_S)
     assert first == second

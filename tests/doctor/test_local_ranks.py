@@ -76,6 +76,7 @@ def test_functions_of_a_module_travel_and_the_report_comes_back() -> None:
     assert report.runs[0].cells()[-1] == "ok"
 
 
+@pytest.mark.full
 def test_the_command_names_a_fault_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *MODEL, "--shard", "tests.doctor.faults:summed", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)

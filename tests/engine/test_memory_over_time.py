@@ -85,7 +85,7 @@ def _held(name: str) -> tuple[int, int, int]:
         gc.enable()
 
 
-@pytest.mark.full(short=["optim", "resize"])
+@pytest.mark.full(short=["resize"])
 @each_case
 def test_deleting_gives_every_byte_back_without_garbage_collection(run_ranks: RunRanks, name: str) -> None:
     for before, held, after in run_ranks(2, held_before_and_after, name):

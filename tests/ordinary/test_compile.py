@@ -137,7 +137,7 @@ def test_a_compiled_unit_is_one_graph_that_is_compiled_once(run_ranks: RunRanks,
         _check_values(found)
 
 
-@pytest.mark.full(short=["unit in place-3"])
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "strategy"), [("unit in place", 3), ("unit afterwards", 3), ("unit in place", 1)])
 def test_graphs_with_a_compiled_backward_are_right(run_ranks: RunRanks, how: How, strategy: int) -> None:
     for found in run_ranks(2, train, how, strategy, "aot_eager"):

@@ -112,7 +112,7 @@ _JOBS = {
 }
 
 
-@pytest.mark.full(short=["instances", "HFSDP"])
+@pytest.mark.full(short=["HFSDP"])
 @pytest.mark.parametrize("job", _JOBS.values(), ids=_JOBS.keys())
 def test_simulated_rank_equals_a_real_one(job: Job, run_ranks: RunRanks) -> None:
     for rank, real in enumerate(run_ranks(job.num_ranks, _facts_of_real_rank, job)):
@@ -141,6 +141,7 @@ def _step(simulated: SimulatedModel) -> None:
     simulated.optimizer.zero_grad()
 
 
+@pytest.mark.full
 def test_a_thousand_ranks_by_arithmetic() -> None:
     """Each layer has 4,096 fp32 elements: 4 on each of 1,024 ranks."""
     with simulated_model(_Tower, num_ranks=1024, rank=1023, build_optimizer=torch.optim.AdamW) as simulated:

@@ -164,6 +164,7 @@ def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks, num_ranks: 
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, case), SETTINGS)
 
 
+@pytest.mark.full
 def test_fine_grained_gathers_of_a_transformer_and_of_recomputed_units_equal_one_process(run_ranks: RunRanks) -> None:
     for case in (MODEL_CASES["transformer"], vector_case(recomputing)):
         check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SETTINGS[:2])

@@ -32,6 +32,7 @@ def test_data_and_context_parallel_ranks_together_equal_one_process(run_ranks: R
     check(run_ranks, 4, [Case("llama_gqa"), Case("llama_gqa", strategy=ENGINE)])
 
 
+@pytest.mark.full
 def test_activations_computed_again_are_those_of_the_whole_sequence(run_ranks: RunRanks) -> None:
     settings: list[dict[str, Any]] = [{"strategy": ENGINE}, {"load_balance": False}]
     check(run_ranks, 2, [Case("mistral", checkpointing=True, **setting) for setting in settings])

@@ -206,7 +206,7 @@ class AllBytes(LiveBytes):
         return result
 
 
-@pytest.mark.full(short=["written0"])
+@pytest.mark.full
 @pytest.mark.parametrize("written", [WriteOptions(one_chunk=True), WriteOptions(generation=1, tp=2)])
 def test_defect_13_less_than_three_tensors_are_held(tmp_path: Path, written: WriteOptions) -> None:
     spec = GptSpec(layers=4, hidden=512, ffn=64, vocabulary=64)

@@ -122,6 +122,7 @@ def three_layers(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
+@pytest.mark.full
 def test_what_does_not_fit_one_stage_is_refused_by_all(run_ranks: RunRanks, three_layers: str) -> None:
     (fewer, more), of_second = run_ranks(2, refusals, {**LLAMA, **STAGES}, three_layers)
     assert of_second == [fewer, more]
@@ -165,6 +166,7 @@ def streams_elsewhere(values: dict[str, Any], folder: str) -> tuple[list[float],
     return torch.rand(2).tolist(), report.notes[-1]
 
 
+@pytest.mark.full
 def test_every_stage_gets_its_own_random_stream_back(run_ranks: RunRanks, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     found = run_ranks(4, streams_after_loading, {**LLAMA, **STAGES}, folder)

@@ -88,6 +88,7 @@ def limited(argv: Sequence[str]) -> int:
     return trainer(argv)
 
 
+@pytest.mark.full
 def test_out_of_memory_names_rank_step_peak_and_ways_out(data: tuple[str, str], tmp_path: Path) -> None:
     huge = ("--micro-batch-size", "1024", "--global-batch-size", "2048", "--seq-length", "128")
     wide = ("--make-vocab-size-divisible-by", str(1 << 16), "--out", str(tmp_path))
