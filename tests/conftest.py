@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--short"):
         left_out = leave_out_full(items, whole_files=not any("::" in arg for arg in config.args))
         config.hook.pytest_deselected(items=left_out)
-    # Files are handed out in this order: what takes long must not be begun last, when one process works and others wait.
+    # Files are handed out in this order: what takes long must not be begun last, when one process works alone.
     items.sort(key=lambda item: not {"train", "automodel", "doctor", "test_torchrun.py"} & set(item.path.parts))
     if torch.cuda.is_available():
         return

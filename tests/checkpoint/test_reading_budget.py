@@ -137,7 +137,7 @@ def test_records_of_an_archive_do_not_stand_for_more_than_it_is_long() -> None:
         other = copy.copy(archive.getinfo("archive/data/0"))
         other.filename = "archive/data/1"
         archive.filelist.append(other)
-    refused(lambda: load_object_bytes(stream.getvalue(), "here"), "lie in one another")
+    refused(lambda: load_object_bytes(stream.getvalue(), "here"), "does not begin where it should")
 
 
 GOOD: dict[str, Any] = {

@@ -46,7 +46,7 @@ def _wait_skipped() -> Any:
 
 
 def _wait_that_does_not_wait() -> Any:
-    return mock.patch.object(Unit, "wait", return_value=None)
+    return mock.patch.object(Unit, "wait_for_unshard", return_value=None)
 
 
 def _released_too_early() -> Any:
