@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import domains as sharding_file
-from megatron_fsdp.engine.wrap import GroupPlans
+from megatron_fsdp.engine.wrap import GroupPlanner
 from tests.conftest import RunRanks
 
 COLLECTIVES = (
@@ -120,7 +120,7 @@ def other_kinds() -> tuple[bool, bool, bool, bool]:
     model = wrap(build(2))
     first, second = (model._engine.units[index].groups[0].plan.spec for index in (1, 2))
     originals = [nn.Parameter(torch.empty(info.shape)) for info in first.parameters]
-    plans = GroupPlans(model._engine._sharding)
+    plans = GroupPlanner(model._engine._sharding)
 
     def share(spec: Any, other: Any, others: list[nn.Parameter]) -> bool:
         (plan, frames), (other_plan, other_frames) = plans.plan(spec, originals), plans.plan(other, others)

@@ -20,6 +20,7 @@ class Import:
     line: int
 
 
+@cache
 def own_files() -> list[Path]:
     """Every file of the project, without caches and build products."""
     nested = (path for folder in _FOLDERS for path in (ROOT / folder).rglob("*"))

@@ -1,4 +1,4 @@
-"""Lanes: ordered places where communication runs. The only file, with the executor, that knows devices apart.
+"""Lanes: ordered places where communication runs. The only file that knows devices apart.
 
 A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as summing what came in)
 and returns a ticket. Waiting on the ticket makes the result visible to the code that follows:

@@ -1,7 +1,7 @@
 """A debug switch: every use of borrowed memory is checked, and released memory is poisoned.
 
 The checker watches what is done, not what the scheduler believes. Gathered weights, buckets and scratch go through the
-states of `lifetime_states`; what may not be done raises, naming unit, memory and state. Memory that is released, and
+states below; what may not be done raises, naming unit, memory and state. Memory that is released, and
 memory that is lent and not written yet, holds NaN, so that a read that comes too late or too early is seen in the loss
 and never yields values of another unit. Fills are queued where compute runs; the host waits for nothing more.
 """

@@ -157,7 +157,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=_name(group.weights.compute.local.dtype),
         compute=_name(group.full[0].dtype),
-        gather=_name(group.weights.compute.local.dtype) if group.is_gathered or group.plan.gathers_across else None,
+        gather=_name(group.weights.compute.local.dtype) if group.is_gathered or group.plan.gathers_outer else None,
         reduce=_name(plan.precision.grad_comm) if sends and gradients is not None else None,
         accumulate=None if gradients is None else _name(gradients.main.dtype),
         main=_name(group.weights.main.local.dtype),

@@ -1,4 +1,7 @@
-"""The engine: turns what hooks report into events for the scheduler, and hands its answer to the executor."""
+"""The engine: tells the scheduler what hooks report, and lets the executor carry out its answer.
+
+Behind it stands what that needs: gradient hooks, agreement on used parameters, checks of the model and of optimizers.
+"""
 
 from __future__ import annotations
 
@@ -36,44 +39,6 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError, warn_caller
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
 
-# The hook that brings a gradient from autograd into its bucket.
-#
-# It runs for every parameter in every backward, so it does the common case, a plain gradient that is the first for its
-# bucket, without calling anything of ours: that halves the host time of a gradient.
-
-Take = Callable[[torch.Tensor], None]
-"""Called with a full parameter when autograd has accumulated its gradient."""
-
-_STRIDED = torch.strided
-
-
-def direct_hook(
-    direct: list[torch.Tensor | None], filled: list[bool], arrived: list[bool], index: int, take: Take
-) -> Take:
-    """A hook for full parameter `index`.
-
-    Args:
-        direct: For each parameter, where its next gradient may be copied as it is; None: it may not.
-        filled: For each, whether its bucket holds a gradient; raised by a copy.
-        arrived: For each, whether a gradient has come since the last sync; raised by a copy.
-        index: Which parameter.
-        take: What every other gradient goes to, untouched.
-    """
-
-    def receive(param: torch.Tensor) -> None:
-        place, grad = direct[index], param.grad
-        if place is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
-            take(param)
-            return
-        direct[index] = param.grad = None
-        place.copy_(grad)
-        filled[index] = arrived[index] = True
-
-    return receive
-
-
-# What an engine is put together from.
-
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -92,385 +57,6 @@ class EngineParts:
     mode: SyncMode
     sharding: Sharding
     backward_finished: Callable[[], None]
-
-
-# Tensors that state dicts handed out: they share the memory of main weights, but not its version counters.
-
-
-class HandedOut:
-    """Tells whether what state dicts gave away was written to, as a bare `dcp.load` does."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
-
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
-        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
-
-    @property
-    def is_written(self) -> bool:
-        """Whether any was written to since `changed` was called last."""
-        return any(alias._version != version for _, alias, version in self._seen)
-
-    def changed(self) -> bool:
-        """Whether any was written to since the last call; those that have died are asked once more and forgotten."""
-        changed = self.is_written
-        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
-        return changed
-
-
-# After an exception ranks may have stopped at different points; what they hold for later has to be alike again.
-
-
-def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
-    """Let every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
-
-    Args:
-        groups: Trainable groups that share a domain, in an order that all ranks share.
-        domain: Their ranks.
-        device: Where the flags travel.
-    """
-    gradients = [group.gradients for group in groups if group.gradients is not None]
-    if domain.group is None or not gradients:
-        return
-    flags = torch.tensor(
-        [[each.has_deferred, each.has_pending] for each in gradients], dtype=torch.int32, device=device
-    )
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
-    for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
-        each.ensure_sums(bool(deferred), bool(pending))
-
-
-# Optimizers that all gradients pass by, so that their steps train nothing.
-
-
-class UnseenGradients:
-    """Warns once where a step updated nothing because all gradients wait for their reduction."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def look_at(self, optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[ParameterGroup, int]]) -> None:
-        """An optimizer that is not connected has stepped.
-
-        Args:
-            optimizer: The optimizer.
-            places: Group and index of each sharded parameter by id.
-        """
-        if self._warned:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [places[id(param)][0].gradients for param in params if id(param) in places]
-        waits = any(found is not None and (found.has_deferred or found.has_pending) for found in gradients)
-        if waits and all(param.grad is None for param in params):
-            self._warned = True
-            warn_caller(
-                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
-                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
-            )
-
-
-class ReplacedParameters:
-    """The parameters that sharding took out of a model; no gradient comes to them any more.
-
-    Args:
-        module: The model, before it is sharded.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._by_id = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
-        self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that holds such parameters; one that holds none is not searched again.
-
-        One that has a gradient is somebody's: of another module that shares it and was not sharded, say.
-
-        Raises:
-            ConfigurationError: It would train nothing.
-        """
-        if optimizer in self._right:
-            return
-        held = [(where, param) for where, param in held_parameters(optimizer) if self._name(param) is not None]
-        if not held:
-            self._right.add(optimizer)
-        for where, param in held:
-            if param.grad is None and param.requires_grad:
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds {self._name(param)} in {where} as it was before the model was "
-                    "sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
-                    "fully_shard together, or build the optimizer on model.parameters() after fully_shard_model"
-                )
-
-    def _name(self, param: torch.Tensor) -> str | None:
-        reference, name = self._by_id.get(id(param), (None, ""))
-        return name if reference is not None and reference() is param else None
-
-
-def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse to replace the parameters of an optimizer that keeps them where nobody else can replace them.
-
-    Args:
-        optimizer: To check.
-        known: Name of each parameter that is going to be replaced, by id.
-
-    Raises:
-        ConfigurationError: It does.
-    """
-    for where, param in held_parameters(optimizer):
-        if where != _IN_GROUPS and id(param) in known:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} keeps {known[id(param)]} in {where}, where sharding cannot replace it, so "
-                "its steps would train nothing; shard the model by fully_shard_model, build the optimizer on its "
-                "parameters, and hand it to fully_shard_optimizer"
-            )
-
-
-def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the parameter groups of an optimizer, and in lists and the like that it keeps besides, with where."""
-    lists = [group["params"] for group in optimizer.param_groups]
-    yield from ((_IN_GROUPS, param) for params in lists for param in params)
-    for name, value in vars(optimizer).items():
-        if name not in _GROUPS_AND_STATE and not any(value is params for params in lists):
-            yield from ((f"its attribute {name}", each) for each in _tensors_in(value))
-
-
-_IN_GROUPS = "its param_groups"
-_GROUPS_AND_STATE = ("param_groups", "state", "defaults")
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if not isinstance(value, list | tuple | set | dict):
-        return []
-    leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-# Which parameters got a gradient on any rank.
-#
-# A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
-# alone. No rank of several can know that by itself, so the ranks agree after the first backward. Where every
-# parameter was used, which is the rule, they never ask again (and a parameter that goes unused later has a zero
-# gradient); else they agree after every backward. `find_unused_parameters=True` makes them ask every time: one small
-# collective, and one wait for it.
-
-
-class UsageAgreement:
-    """Agrees over one group of ranks which parameters were used.
-
-    Args:
-        group: The ranks; None for a single one.
-        device: Where the flags travel.
-        always: Ask at every sync, also after all parameters were used once.
-        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: where any
-            of them shows a gradient all do, so that a norm that crosses them is met by all. They ask at every sync.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        always: bool = False,
-        foreign_groups: Sequence[dist.ProcessGroup] = (),
-    ) -> None:
-        self._group = group
-        self._always = always or bool(foreign_groups)
-        self._foreign_groups = tuple(foreign_groups)
-        self._device = device
-        self._all_used = False
-
-    def ask_again(self) -> None:
-        """Other parameters take gradients from now on."""
-        self._all_used = False
-
-    @real_values()
-    def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
-        """Whether any rank used each parameter.
-
-        Args:
-            used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
-            fingerprint: Of the communication so far; has to be the same on every rank. Below 2 ** 62.
-
-        Raises:
-            ScheduleError: On every rank, where ranks gathered or reduced different units.
-        """
-        if self._all_used:
-            return [True] * len(used_here)
-        if self._group is None:  # nothing has to travel, so that the host waits for no device
-            return self._show_one(list(used_here))
-        flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        *found, highest, minus_lowest = flags.tolist()
-        if highest != -minus_lowest:
-            raise ScheduleError(
-                "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
-                "every rank has to call the same units in the same order, and one that has nothing to compute with a "
-                "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
-                "difference (docs/ranks.md)"
-            )
-        used = [bool(flag) for flag in found]
-        self._all_used = all(used) and not self._always
-        return self._show_one(used)
-
-    def _show_one(self, used: list[bool]) -> list[bool]:
-        """Count the first parameter as used (its gradient is zero) where none is, and some foreign rank has one."""
-        if not self._foreign_groups:
-            return used
-        anything = torch.tensor([any(used)], dtype=torch.int32, device=self._device)
-        for group in self._foreign_groups:
-            dist.all_reduce(anything, op=dist.ReduceOp.MAX, group=group)
-        return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
-
-
-# Hooks that the user registered on sharded parameters, run once their gradient is reduced.
-#
-# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was
-# registered on these is called here, at each gradient sync, when all gradients are in their places:
-#
-# - `register_hook` first: called with the gradient; what it returns replaces it;
-# - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
-#   gradient.
-#
-# Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones
-# included. They run in the order of units, on every rank for the same parameters, and for those only that got a
-# gradient. A gradient that autograd brings to a sharded parameter by itself (a penalty on `model.parameters()`) calls
-# the hooks right there, as for any tensor, and its share is part of what they see at the sync.
-
-_BACKWARD_HOOKS = attrgetter("_backward_hooks")
-_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-
-
-def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]]) -> None:
-    """Call the hooks of every parameter with a new gradient.
-
-    Args:
-        renewed: The groups whose gradients were reduced since the last sync, each with a flag per parameter: whether
-            any rank had a gradient for it.
-
-    Raises:
-        ConfigurationError: What a hook returned cannot take the place of the gradient, or nobody takes it.
-    """
-    for group, used in renewed:
-        if not _any_has_hooks(group):
-            continue
-        for index, param in enumerate(group.sharded):
-            if _has_hooks(param, group.own_hooks) and used[index] and get_grad(param, group.grad_attribute) is not None:
-                _run(group, index, param)
-
-
-def _any_has_hooks(group: ParameterGroup) -> bool:
-    with plain_attributes():
-        keys = chain.from_iterable(filter(None, map(_BACKWARD_HOOKS, group.sharded)))
-        return not group.own_hooks.issuperset(keys) or any(map(_ACCUMULATE_HOOKS, group.sharded))
-
-
-def _has_hooks(param: nn.Parameter, own_hooks: set[int]) -> bool:
-    return bool(param._post_accumulate_grad_hooks) or not own_hooks.issuperset(param._backward_hooks or ())
-
-
-def _run(group: ParameterGroup, index: int, param: nn.Parameter) -> None:
-    attribute = group.grad_attribute
-    with torch.no_grad():
-        for key, hook in list((param._backward_hooks or {}).items()):
-            if key in group.own_hooks:
-                continue
-            grad = get_grad(param, attribute)
-            answer = None if grad is None else hook(grad)
-            if answer is not None:
-                _replace(param, attribute, answer, group.names[index])
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            answer = hook(param)
-            if answer is not None:
-                raise ConfigurationError(
-                    f"a post-accumulate-grad hook of {group.names[index]} returned a {type(answer).__name__}, which "
-                    "would be lost; change the gradient in place and return None"
-                )
-
-
-def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name: str) -> None:
-    grad = get_grad(param, attribute)
-    assert isinstance(grad, DTensor)
-    fits = isinstance(answer, DTensor) and (answer.shape, answer.dtype) == (grad.shape, grad.dtype)
-    if not (fits and isinstance(answer, DTensor) and answer.to_local().shape == grad.to_local().shape):
-        found = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else "no tensor"
-        raise ConfigurationError(
-            f"a gradient hook of {name} returned a {type(answer).__name__} ({found}) where the gradient is a DTensor "
-            f"({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same shape, dtype and sharding"
-        )
-    set_grad(param, attribute, answer)
-
-
-# What hangs in the module tree that was not there when the model was sharded.
-
-_CHILDREN = itemgetter("_modules")
-_PARAMETERS = itemgetter("_parameters")
-
-
-class StructureCheck:
-    """Finds trainable parameters that joined the model after sharding: each rank would train its own, unseen.
-
-    Modules around known ones (wrappers) and modules without trainable parameters may come and go.
-
-    Args:
-        module: The sharded model, with its hooks.
-        units: Its units.
-    """
-
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units if unit.is_module}
-        self._compiled = [
-            (label, unit_module, unit_module._compiled_call_impl)
-            for label, unit_module in unit_modules.items()
-            if unit_module._compiled_call_impl is not None
-        ]
-        self._modules = tuple(module.named_modules())
-        self._namespaces = tuple(part.__dict__ for _, part in self._modules)
-        self._known_modules = {id(part) for _, part in self._modules}
-        self._known_params = {
-            id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
-        }
-        self._known_modules.add(id(None))  # places without a child or parameter
-        self._known_params.add(id(None))
-
-    def check(self) -> None:
-        """Look at every module once.
-
-        Raises:
-            ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
-        """
-        for label, unit_module, call in self._compiled:
-            if unit_module._compiled_call_impl is not call:
-                raise ConfigurationError(
-                    f"unit {label} was compiled before and after the model was sharded; compile it once, before"
-                )
-        if self._all_known(_CHILDREN, self._known_modules) and self._all_known(_PARAMETERS, self._known_params):
-            return
-        known_modules, known_params = self._known_modules, self._known_params
-        for name, module in self._modules:
-            for attribute, child in module._modules.items():
-                if child is not None and id(child) not in known_modules:
-                    self._check_new(f"{name}.{attribute}".lstrip("."), child)
-            for attribute, param in module._parameters.items():
-                if param is not None and id(param) not in known_params and param.requires_grad:
-                    raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
-
-    def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
-        """Whether all children, or parameters, of all modules are known; in one pass that runs no code of Python."""
-        held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
-        return known.issuperset(map(id, held))
-
-    def _check_new(self, name: str, module: nn.Module) -> None:
-        for param in module.parameters():
-            if param.requires_grad and id(param) not in self._known_params:
-                raise _refusal(name, f"a {type(module).__name__} with trainable parameters")
-
-
-def _refusal(name: str, what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{name} is {what} that was put there after the model was sharded, so every rank would train its own copy; "
-        "change the model before fully_shard, or freeze what is added"
-    )
 
 
 _NEVER = -1  # the epoch of a forward that used no weights
@@ -905,7 +491,7 @@ class Engine:
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
-                self.executor.reduce_across(unit)
+                self.executor.reduce_outer(unit)
         self.executor.retire_all()
         if check is not None and concludes:
             with self.observers.during(Phase.AGREE, ROOT):
@@ -1119,3 +705,418 @@ class Engine:
                     with self.observers.during(Phase.WHOLE, ROOT):
                         dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
         self.install_main_weights()
+
+
+# The hook that brings a gradient from autograd into its bucket.
+#
+# It runs for every parameter in every backward, so it does the common case, a plain gradient that is the first for its
+# bucket, without calling anything of ours: that halves the host time of a gradient.
+
+Take = Callable[[torch.Tensor], None]
+"""Called with a full parameter when autograd has accumulated its gradient."""
+
+_STRIDED = torch.strided
+
+
+def direct_hook(
+    direct: list[torch.Tensor | None], filled: list[bool], arrived: list[bool], index: int, take: Take
+) -> Take:
+    """A hook for full parameter `index`.
+
+    Args:
+        direct: For each parameter, where its next gradient may be copied as it is; None: it may not.
+        filled: For each, whether its bucket holds a gradient; raised by a copy.
+        arrived: For each, whether a gradient has come since the last sync; raised by a copy.
+        index: Which parameter.
+        take: What every other gradient goes to, untouched.
+    """
+
+    def receive(param: torch.Tensor) -> None:
+        place, grad = direct[index], param.grad
+        if place is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
+            take(param)
+            return
+        direct[index] = param.grad = None
+        place.copy_(grad)
+        filled[index] = arrived[index] = True
+
+    return receive
+
+
+# Tensors that state dicts handed out: they share the memory of main weights, but not its version counters.
+
+
+class HandedOut:
+    """Tells whether what state dicts gave away was written to, as a bare `dcp.load` does."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
+        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any was written to since `changed` was called last."""
+        return any(alias._version != version for _, alias, version in self._seen)
+
+    def changed(self) -> bool:
+        """Whether any was written to since the last call; those that have died are asked once more and forgotten."""
+        changed = self.is_written
+        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
+        return changed
+
+
+# After an exception ranks may have stopped at different points; what they hold for later has to be alike again.
+
+
+def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
+    """Let every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
+
+    Args:
+        groups: Trainable groups that share a domain, in an order that all ranks share.
+        domain: Their ranks.
+        device: Where the flags travel.
+    """
+    gradients = [group.gradients for group in groups if group.gradients is not None]
+    if domain.group is None or not gradients:
+        return
+    flags = torch.tensor(
+        [[each.has_deferred, each.has_pending] for each in gradients], dtype=torch.int32, device=device
+    )
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
+    for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
+        each.ensure_sums(bool(deferred), bool(pending))
+
+
+# Optimizers that all gradients pass by, so that their steps train nothing.
+
+
+class UnseenGradients:
+    """Warns once where a step updated nothing because all gradients wait for their reduction."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def look_at(self, optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[ParameterGroup, int]]) -> None:
+        """An optimizer that is not connected has stepped.
+
+        Args:
+            optimizer: The optimizer.
+            places: Group and index of each sharded parameter by id.
+        """
+        if self._warned:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients = [places[id(param)][0].gradients for param in params if id(param) in places]
+        waits = any(found is not None and (found.has_deferred or found.has_pending) for found in gradients)
+        if waits and all(param.grad is None for param in params):
+            self._warned = True
+            warn_caller(
+                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
+                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
+                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
+            )
+
+
+class ReplacedParameters:
+    """The parameters that sharding took out of a model; no gradient comes to them any more.
+
+    Args:
+        module: The model, before it is sharded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._by_id = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
+        self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that holds such parameters; one that holds none is not searched again.
+
+        One that has a gradient is somebody's: of another module that shares it and was not sharded, say.
+
+        Raises:
+            ConfigurationError: It would train nothing.
+        """
+        if optimizer in self._right:
+            return
+        held = [(where, param) for where, param in held_parameters(optimizer) if self._name(param) is not None]
+        if not held:
+            self._right.add(optimizer)
+        for where, param in held:
+            if param.grad is None and param.requires_grad:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds {self._name(param)} in {where} as it was before the model was "
+                    "sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
+                    "fully_shard together, or build the optimizer on model.parameters() after fully_shard_model"
+                )
+
+    def _name(self, param: torch.Tensor) -> str | None:
+        reference, name = self._by_id.get(id(param), (None, ""))
+        return name if reference is not None and reference() is param else None
+
+
+def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+    """Refuse to replace the parameters of an optimizer that keeps them where nobody else can replace them.
+
+    Args:
+        optimizer: To check.
+        known: Name of each parameter that is going to be replaced, by id.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    for where, param in held_parameters(optimizer):
+        if where != _IN_GROUPS and id(param) in known:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} keeps {known[id(param)]} in {where}, where sharding cannot replace it, so "
+                "its steps would train nothing; shard the model by fully_shard_model, build the optimizer on its "
+                "parameters, and hand it to fully_shard_optimizer"
+            )
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the parameter groups of an optimizer, and in lists and the like that it keeps besides, with where."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    yield from ((_IN_GROUPS, param) for params in lists for param in params)
+    for name, value in vars(optimizer).items():
+        if name not in _GROUPS_AND_STATE and not any(value is params for params in lists):
+            yield from ((f"its attribute {name}", each) for each in _tensors_in(value))
+
+
+_IN_GROUPS = "its param_groups"
+_GROUPS_AND_STATE = ("param_groups", "state", "defaults")
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if not isinstance(value, list | tuple | set | dict):
+        return []
+    leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+# Which parameters got a gradient on any rank.
+#
+# A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
+# alone. No rank of several can know that by itself, so the ranks agree after the first backward. Where every
+# parameter was used, which is the rule, they never ask again (and a parameter that goes unused later has a zero
+# gradient); else they agree after every backward. `find_unused_parameters=True` makes them ask every time: one small
+# collective, and one wait for it.
+
+
+class UsageAgreement:
+    """Agrees over one group of ranks which parameters were used.
+
+    Args:
+        group: The ranks; None for a single one.
+        device: Where the flags travel.
+        always: Ask at every sync, also after all parameters were used once.
+        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: where any
+            of them shows a gradient all do, so that a norm that crosses them is met by all. They ask at every sync.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        always: bool = False,
+        foreign_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self._group = group
+        self._always = always or bool(foreign_groups)
+        self._foreign_groups = tuple(foreign_groups)
+        self._device = device
+        self._all_used = False
+
+    def ask_again(self) -> None:
+        """Other parameters take gradients from now on."""
+        self._all_used = False
+
+    @real_values()
+    def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
+        """Whether any rank used each parameter.
+
+        Args:
+            used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
+            fingerprint: Of the communication so far; has to be the same on every rank. Below 2 ** 62.
+
+        Raises:
+            ScheduleError: On every rank, where ranks gathered or reduced different units.
+        """
+        if self._all_used:
+            return [True] * len(used_here)
+        if self._group is None:  # nothing has to travel, so that the host waits for no device
+            return self._show_one(list(used_here))
+        flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        *found, highest, minus_lowest = flags.tolist()
+        if highest != -minus_lowest:
+            raise ScheduleError(
+                "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
+                "every rank has to call the same units in the same order, and one that has nothing to compute with a "
+                "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
+                "difference (docs/ranks.md)"
+            )
+        used = [bool(flag) for flag in found]
+        self._all_used = all(used) and not self._always
+        return self._show_one(used)
+
+    def _show_one(self, used: list[bool]) -> list[bool]:
+        """Count the first parameter as used (its gradient is zero) where none is, and some foreign rank has one."""
+        if not self._foreign_groups:
+            return used
+        anything = torch.tensor([any(used)], dtype=torch.int32, device=self._device)
+        for group in self._foreign_groups:
+            dist.all_reduce(anything, op=dist.ReduceOp.MAX, group=group)
+        return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
+
+
+# Hooks that the user registered on sharded parameters, run once their gradient is reduced.
+#
+# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was
+# registered on these is called here, at each gradient sync, when all gradients are in their places:
+#
+# - `register_hook` first: called with the gradient; what it returns replaces it;
+# - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
+#   gradient.
+#
+# Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones
+# included. They run in the order of units, on every rank for the same parameters, and for those only that got a
+# gradient. A gradient that autograd brings to a sharded parameter by itself (a penalty on `model.parameters()`) calls
+# the hooks right there, as for any tensor, and its share is part of what they see at the sync.
+
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
+_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]]) -> None:
+    """Call the hooks of every parameter with a new gradient.
+
+    Args:
+        renewed: The groups whose gradients were reduced since the last sync, each with a flag per parameter: whether
+            any rank had a gradient for it.
+
+    Raises:
+        ConfigurationError: What a hook returned cannot take the place of the gradient, or nobody takes it.
+    """
+    for group, used in renewed:
+        if not _any_has_hooks(group):
+            continue
+        for index, param in enumerate(group.sharded):
+            if _has_hooks(param, group.own_hooks) and used[index] and get_grad(param, group.grad_attribute) is not None:
+                _run(group, index, param)
+
+
+def _any_has_hooks(group: ParameterGroup) -> bool:
+    with plain_attributes():
+        keys = chain.from_iterable(filter(None, map(_BACKWARD_HOOKS, group.sharded)))
+        return not group.own_hooks.issuperset(keys) or any(map(_ACCUMULATE_HOOKS, group.sharded))
+
+
+def _has_hooks(param: nn.Parameter, own_hooks: set[int]) -> bool:
+    return bool(param._post_accumulate_grad_hooks) or not own_hooks.issuperset(param._backward_hooks or ())
+
+
+def _run(group: ParameterGroup, index: int, param: nn.Parameter) -> None:
+    attribute = group.grad_attribute
+    with torch.no_grad():
+        for key, hook in list((param._backward_hooks or {}).items()):
+            if key in group.own_hooks:
+                continue
+            grad = get_grad(param, attribute)
+            answer = None if grad is None else hook(grad)
+            if answer is not None:
+                _replace(param, attribute, answer, group.names[index])
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            answer = hook(param)
+            if answer is not None:
+                raise ConfigurationError(
+                    f"a post-accumulate-grad hook of {group.names[index]} returned a {type(answer).__name__}, which "
+                    "would be lost; change the gradient in place and return None"
+                )
+
+
+def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name: str) -> None:
+    grad = get_grad(param, attribute)
+    assert isinstance(grad, DTensor)
+    fits = isinstance(answer, DTensor) and (answer.shape, answer.dtype) == (grad.shape, grad.dtype)
+    if not (fits and isinstance(answer, DTensor) and answer.to_local().shape == grad.to_local().shape):
+        found = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else "no tensor"
+        raise ConfigurationError(
+            f"a gradient hook of {name} returned a {type(answer).__name__} ({found}) where the gradient is a DTensor "
+            f"({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same shape, dtype and sharding"
+        )
+    set_grad(param, attribute, answer)
+
+
+# What hangs in the module tree that was not there when the model was sharded.
+
+_CHILDREN = itemgetter("_modules")
+_PARAMETERS = itemgetter("_parameters")
+
+
+class StructureCheck:
+    """Finds trainable parameters that joined the model after sharding: each rank would train its own, unseen.
+
+    Modules around known ones (wrappers) and modules without trainable parameters may come and go.
+
+    Args:
+        module: The sharded model, with its hooks.
+        units: Its units.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units if unit.is_module}
+        self._compiled = [
+            (label, unit_module, unit_module._compiled_call_impl)
+            for label, unit_module in unit_modules.items()
+            if unit_module._compiled_call_impl is not None
+        ]
+        self._modules = tuple(module.named_modules())
+        self._namespaces = tuple(part.__dict__ for _, part in self._modules)
+        self._known_modules = {id(part) for _, part in self._modules}
+        self._known_params = {
+            id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
+        }
+        self._known_modules.add(id(None))  # places without a child or parameter
+        self._known_params.add(id(None))
+
+    def check(self) -> None:
+        """Look at every module once.
+
+        Raises:
+            ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
+        """
+        for label, unit_module, call in self._compiled:
+            if unit_module._compiled_call_impl is not call:
+                raise ConfigurationError(
+                    f"unit {label} was compiled before and after the model was sharded; compile it once, before"
+                )
+        if self._all_known(_CHILDREN, self._known_modules) and self._all_known(_PARAMETERS, self._known_params):
+            return
+        known_modules, known_params = self._known_modules, self._known_params
+        for name, module in self._modules:
+            for attribute, child in module._modules.items():
+                if child is not None and id(child) not in known_modules:
+                    self._check_new(f"{name}.{attribute}".lstrip("."), child)
+            for attribute, param in module._parameters.items():
+                if param is not None and id(param) not in known_params and param.requires_grad:
+                    raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
+
+    def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
+        """Whether all children, or parameters, of all modules are known; in one pass that runs no code of Python."""
+        held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
+        return known.issuperset(map(id, held))
+
+    def _check_new(self, name: str, module: nn.Module) -> None:
+        for param in module.parameters():
+            if param.requires_grad and id(param) not in self._known_params:
+                raise _refusal(name, f"a {type(module).__name__} with trainable parameters")
+
+
+def _refusal(name: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} is {what} that was put there after the model was sharded, so every rank would train its own copy; "
+        "change the model before fully_shard, or freeze what is added"
+    )

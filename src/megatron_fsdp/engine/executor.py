@@ -1,4 +1,8 @@
-"""The executor: carries out what the scheduler decided, on lanes, slots and buckets. It decides nothing itself."""
+"""The executor: carries out what the scheduler decided, on lanes, slots and buckets.
+
+It never chooses what is gathered or reduced. It chooses when a bucket is waited for, and starts the outer reduction
+then.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ def explained(where: str, observers: Observers) -> Iterator[None]:
 # How many bytes a phase of a unit communicates, as ranks compare them.
 
 
-def gathered_bytes(unit: Unit) -> int:
+def all_gather_bytes(unit: Unit) -> int:
     """Of the full weights that are gathered; 0 where they are whole everywhere."""
     plans = [group.plan for group in unit.groups if group.plan.is_gathered]
     return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
@@ -69,7 +73,7 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
         unit: Of which unit.
     """
     if phase is Phase.GATHER:
-        return gathered_bytes(unit)
+        return all_gather_bytes(unit)
     if phase is Phase.REDUCE:
         return unit.bucket_bytes
     if phase in (Phase.GATHER_ACROSS, Phase.REDUCE_ACROSS):
@@ -208,7 +212,7 @@ class Executor:
     def _verify(self, verifier: Verifier, action: Action, unit: Unit, reach: Reach) -> None:
         """Compare with the other ranks before anything is sent; what stays local is not compared."""
         if action is Action.GATHER:
-            num_bytes = gathered_bytes(unit)
+            num_bytes = all_gather_bytes(unit)
             if num_bytes:
                 verifier.gather(unit.index, num_bytes)
         elif action is Action.REDUCE and reach is not Reach.NOWHERE:
@@ -240,7 +244,7 @@ class Executor:
     def all_gather_outer(self) -> None:
         """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
         for unit in self._units:
-            if unit.has_to_cross:
+            if unit.needs_outer_all_gather:
                 with self.observers.during(Phase.GATHER_ACROSS, unit.index):
                     unit.all_gather_outer(self._outer_lane)
 
@@ -283,9 +287,9 @@ class Executor:
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
 
-    def reduce_across(self, unit: Unit) -> None:
+    def reduce_outer(self, unit: Unit) -> None:
         """Start reducing over the outer ranks what the inner ones have summed."""
-        if not unit.reduces_across:
+        if not unit.reduces_outer:
             return
         if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
             return
@@ -294,7 +298,7 @@ class Executor:
         with self.observers.during(Phase.REDUCE_ACROSS, unit.index):
             self._crossing.append(
                 [
-                    group.gradients.reduce_across(self._outer_lane, group.sharded)
+                    group.gradients.reduce_outer(self._outer_lane, group.sharded)
                     for group in unit.groups
                     if group.gradients is not None and group.gradients.has_pending
                 ]
@@ -347,7 +351,7 @@ class Executor:
             self.observers.takes_back(Memory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)
         if reduction.reach is Reach.EVERYWHERE:
-            self.reduce_across(reduction.unit)
+            self.reduce_outer(reduction.unit)
         return True
 
     def retire_all(self) -> None:

@@ -1,7 +1,8 @@
-"""Find NaN and infinity in gradients before they are reduced, and say on every rank whose they are.
+"""Checks of gradients before they are reduced: NaN and infinity, and values far larger than ever before.
 
-Gradients are looked at twice: as they arrive, and as they are about to travel. A sum of deferred microbatches, or the
-cast to the dtype of the main gradients or of the wire, can make infinity of values that were finite.
+Every rank says whose they are. For NaN and infinity gradients are looked at twice: as they arrive, and as they are
+about to travel. A sum of deferred microbatches, or the cast to the dtype of the main gradients or of the wire, can make
+infinity of values that were finite.
 """
 
 from __future__ import annotations

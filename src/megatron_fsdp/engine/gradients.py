@@ -422,7 +422,7 @@ class GradientBuffers:
         pending = self._pending
         return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
-    def reduce_across(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
+    def reduce_outer(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start reducing what is pending over the outer ranks.
 
         Returns:

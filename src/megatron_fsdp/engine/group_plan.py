@@ -98,7 +98,7 @@ class GroupPlan:
         return self.inner_region.numel < self.layout.numel
 
     @cached_property
-    def gathers_across(self) -> bool:
+    def gathers_outer(self) -> bool:
         """Whether an inner rank's part is put together from the parts of the outer ranks, after an update."""
         return self.main_region.numel < self.inner_region.numel
 

@@ -1,4 +1,4 @@
-"""The memory that weights are gathered into: slots, kept buffers and storages that come and go, as a plan says."""
+"""Memory that is lent: slots for gathered weights, buckets and scratch for gradients; the plan that sizes it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from megatron_fsdp.sharding.memory_plan import (
     plan_weights,
     prefetch_depth,
 )
-
-# Memory that is taken once and lent again and again: gathered weights and communication buckets live here.
 
 _ALIGNMENT_BYTES = 128
 _POISON = 0xFF
@@ -210,7 +208,7 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     return call
 
 
-# From the caller's options and the groups of all units to what scheduler and executor are told. Pure.
+# The plan: from the caller's options and all groups to what scheduler and executor are told; it takes no memory.
 
 GroupPlans = Sequence[GroupPlan]
 """The groups of one unit."""
@@ -258,7 +256,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
     resized = frozenset(weights.units_in(Place.RESIZED))
     schedule = ScheduleConfig(
         trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
-        gathers=any(group.is_gathered or group.gathers_across for group in groups),
+        gathers=any(group.is_gathered or group.gathers_outer for group in groups),
         shares_slots=any(group.gathered_bytes for group in groups),
         slots=slots,
         prefetch_forward=forward,

@@ -1,4 +1,4 @@
-"""A parameter group: the parameters of one unit that share dtype, requires_grad and mesh, and their buffers."""
+"""A parameter group: the parameters of one unit that share a `GroupKey`, and their buffers."""
 
 from __future__ import annotations
 

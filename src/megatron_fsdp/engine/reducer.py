@@ -73,7 +73,7 @@ class GradientReducer:
         return self.inner_region.numel < self._numel
 
     @property
-    def scatters_across(self) -> bool:
+    def scatters_outer(self) -> bool:
         """Whether the second stage leaves each outer rank a part of its own."""
         return self.main_region.numel < self.inner_region.numel
 
@@ -83,8 +83,8 @@ class GradientReducer:
         return self.scatters_inside and self._inner.exchanges_pairwise
 
     @property
-    def _exchanges_across(self) -> bool:
-        return self.scatters_across and self._outer is not None and self._outer.exchanges_pairwise
+    def _exchanges_outer(self) -> bool:
+        return self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise
 
     @property
     def factor(self) -> float:
@@ -92,7 +92,7 @@ class GradientReducer:
         factor = self.reduction.post_factor
         if self._averages:  # a local sum averages nothing
             factor /= self._inner.num_ranks if self.exchanges_inside else 1
-            factor /= self._outer.num_ranks if self._outer is not None and self._exchanges_across else 1
+            factor /= self._outer.num_ranks if self._outer is not None and self._exchanges_outer else 1
         return factor
 
     @property
@@ -127,7 +127,7 @@ class GradientReducer:
         """
         axis, average = self._outer, self._averages
         assert axis is not None
-        if not self.scatters_across:
+        if not self.scatters_outer:
             return Stage(lambda: axis.all_reduce(wire, average), lambda: wire, (wire,))
         if axis.exchanges_pairwise:
             received = torch.empty_like(wire)

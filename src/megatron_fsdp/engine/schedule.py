@@ -1,8 +1,9 @@
 """The scheduler: what happened goes in, what to do comes out. Pure; it never touches a tensor, a stream or a rank.
 
-Events are methods: a unit's forward begins or ends, its backward begins, all its gradients are ready, the backward is
+Events are methods: a unit's forward begins or ends, its backward begins, its first gradient arrives, the backward is
 over, the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward
-surrounds those of the others, so it stays gathered from the beginning of the forward until the weights change.
+surrounds those of the others, so it stays gathered until the weights change, or
+until the backward ends where its memory is given back.
 
 Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its
 first gather as its *home*, because autograd saves views of the gathered weights and the backward must find the same
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from megatron_fsdp.errors import ScheduleError
 
-# What the scheduler is told when it is made. Pure.
+# What the scheduler is told when it is made.
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ScheduleConfig:
         slots: Units other than the root that can be gathered at a time, at least 1.
         prefetch_forward: How many units to gather ahead in forward.
         prefetch_backward: How many units to gather ahead in backward.
-        reduces_early: Whether a unit is reduced as soon as its gradients are there; else when the backward is over.
+        reduces_early: Whether a unit is reduced when the backward of the next one begins; else when all are over.
         homeless: Units with memory of their own: a slot only counts how many are gathered, and any will do.
         private: Units with memory of their own that is kept: they take no slot and give way to nobody.
         returned: Units, or the root, that are released when a backward is over, because their memory is given back.
@@ -59,7 +60,7 @@ class ScheduleConfig:
     returned_before_step: frozenset[int] = frozenset()
 
 
-# Remember what happened in one pass, or step, and foretell what comes next in the following one. Pure.
+# Order of units and number of backwards per step: recorded in one step, predicted for the next.
 
 
 class RecordedOrder:

@@ -83,7 +83,7 @@ class Unit:
         return any(group.exchanges_inside for group in self.groups)
 
     @property
-    def reduces_across(self) -> bool:
+    def reduces_outer(self) -> bool:
         """Whether gradients of any group are reduced over outer ranks."""
         return any(group.gradients is not None and group.gradients.reducer.crosses for group in self.groups)
 
@@ -106,9 +106,9 @@ class Unit:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @property
-    def has_to_cross(self) -> bool:
+    def needs_outer_all_gather(self) -> bool:
         """Whether outer ranks have a part of the last update that is missing here."""
-        return self._is_behind and any(group.plan.gathers_across for group in self.groups)
+        return self._is_behind and any(group.plan.gathers_outer for group in self.groups)
 
     def all_gather_outer(self, lane: Lane) -> None:
         """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
@@ -118,7 +118,7 @@ class Unit:
         if self._is_behind:
             self._is_behind = False
             self._outer_tickets += [
-                lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_across
+                lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
             ]
 
     def wait_for_outer(self) -> None:

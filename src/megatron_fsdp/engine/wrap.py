@@ -57,322 +57,6 @@ from megatron_fsdp.sharding.units import (
     refine_units,
 )
 
-# The plans of a model's parameter groups; groups of equal shapes, as equal blocks have, share what they can.
-
-Frames = tuple[ShardFrame, ...]
-
-
-class GroupPlans:
-    """Plans groups, those that are alike once.
-
-    Args:
-        sharding: How to shard.
-    """
-
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
-        self._known: dict[object, tuple[GroupPlan, Frames]] = {}
-
-    def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
-        """Everything about one group, and for each parameter who holds which of its elements.
-
-        Args:
-            spec: The group.
-            originals: Its parameters as the modules hold them; only their description is read.
-        """
-        parts = self._sharding.parts_of(spec, originals)
-        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
-        known = self._known.get(alike)
-        if known is None:
-            plan = self._sharding.plan_group(spec, originals)
-            known = self._known[alike] = plan, tuple(plan.frame(index) for index in range(len(originals)))
-            return known
-        plan, frames = known
-        return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
-
-
-# From a model and its unit plan to units: groups, buffers, and the sharded parameters in their places.
-
-
-def build_units(
-    module: nn.Module,
-    plan: UnitPlan,
-    sharding: Sharding,
-    bucket_numel: int | None = None,
-    *,
-    leaves_empty: bool = False,
-) -> tuple[Unit, ...]:
-    """Shard a model in place, unit by unit, so that at most one unit exists twice.
-
-    Args:
-        module: The model; afterwards its parameters are the sharded ones.
-        plan: Its units.
-        sharding: How to shard.
-        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
-        leaves_empty: Give parameters on the meta device memory and no values, and leave buffers there.
-
-    Returns:
-        The units, root first.
-
-    Raises:
-        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
-    """
-    blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
-    originals = dict(module.named_parameters())
-    sites = parameter_sites(module)
-    plans = GroupPlans(sharding)
-    units = []
-    for index, spec in enumerate(plan.units):
-        infos = [parameter_info(name, originals[name], sharding) for name in spec.parameters]
-        groups = []
-        group_sites = []
-        specs = group_parameters(infos)
-        for group_spec in specs if index else cut_groups(specs, bucket_numel):
-            params = [originals.pop(info.name) for info in group_spec.parameters]
-            group_sites.append([sites.pop(id(param)) for param in params])
-            group_plan, frames = plans.plan(group_spec, params)
-            groups.append(ParameterGroup(group_plan, params, frames))
-            del params
-        unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
-        unit.show_sharded()
-        if index:  # the root is whole wherever a forward can read its weights
-            unit.say_who_owns(plan.remedy(spec))
-        units.append(unit)
-    if blueprint is not None:
-        _initialise(module, blueprint, units, sharding)
-    return tuple(units)
-
-
-def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
-    inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
-    groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
-    problem = None
-    try:
-        with same_random_numbers(groups, sharding.device):
-            materialise(module, blueprint, units, sharding.device)
-    except ConfigurationError as error:
-        problem = error
-    agree_over(sharding.reaching_all, problem)
-
-
-def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
-    """Where each parameter hangs: for its id, the modules and attribute names; several for a tied one."""
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for attribute, param in owner._parameters.items():
-            if param is not None:
-                sites.setdefault(id(param), []).append((owner, attribute))
-    return {key: tuple(places) for key, places in sites.items()}
-
-
-def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
-    """What grouping needs to know of a parameter; only its description is read."""
-    return ParameterInfo(
-        name,
-        tuple(local_part(param).shape),
-        param.dtype,
-        param.requires_grad,
-        is_expert=sharding.is_expert(name, param),
-        sums_in_fp32=sharding.sums_in_fp32(name),
-    )
-
-
-# What keeps a model from being sharded, told before anything is touched.
-
-EMPTY = "empty"
-"""Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
-
-
-def check_not_wrapped(module: object) -> None:
-    """Refuse what is no model, and models that another wrapper takes care of already; no communication.
-
-    Raises:
-        ConfigurationError: The model, or a module in it, is sharded or replicated by torch or by this package.
-        TypeError: It is no model.
-    """
-    if not isinstance(module, nn.Module):
-        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
-        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
-    for name, part in module.named_modules():
-        at = f" at {name}" if name else ""
-        if isinstance(part, DistributedDataParallel):
-            raise ConfigurationError(
-                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
-                "give the module inside it (.module)"
-            )
-        if isinstance(part, FSDPModule | FullyShardedDataParallel):
-            by = "FSDP2 (torch's fully_shard)" if isinstance(part, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
-            raise ConfigurationError(
-                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
-            )
-
-
-def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
-    """Refuse models that cannot be sharded; no communication.
-
-    Args:
-        module: The model.
-        init_meta: As in `Switches`.
-
-    Raises:
-        ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
-    """
-    check_not_wrapped(module)
-    params = dict(module.named_parameters())
-    if not params:
-        raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
-    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
-    if sharded:
-        raise ConfigurationError(
-            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
-            "model once"
-        )
-    lazy = [name for name, param in params.items() if isinstance(param, UninitializedParameter)]
-    if lazy:
-        raise ConfigurationError(
-            f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
-            "that lazy modules know their shapes"
-        )
-    _check_meta(module, params, init_meta)
-    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
-    if len(devices) > 1:
-        examples = ", ".join(
-            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
-            for device in devices
-        )
-        raise ConfigurationError(
-            f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
-        )
-
-
-def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
-    if init_meta not in (True, False, EMPTY):
-        raise ConfigurationError(
-            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
-            "afterwards"
-        )
-    if init_meta == EMPTY:
-        return
-    if init_meta:
-        check_can_initialise(module)
-        return
-    for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
-        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-        if meta:
-            raise ConfigurationError(
-                f"{len(meta)} of {len(tensors)} {kind} are on the meta device (such as {meta[0]}) and "
-                "init_model_with_meta_device is False; set it to let modules initialise themselves, or materialise "
-                "the model first"
-            )
-
-
-# Ranks that were seeded differently start from the weights of the first one.
-
-
-def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """Give every data-parallel rank the weights of the first one, and report what had to be sent.
-
-    Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
-    initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
-    Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
-
-    Args:
-        module: The model with its full parameters and buffers; those without values are left out.
-        sharding: Says which ranks share which parameters.
-
-    Returns:
-        Names of parameters and buffers that differed, in model order.
-    """
-    held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
-    dense = {name: tensor for name, tensor in held.items() if name not in experts}
-    differing: set[str] = set()
-    for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
-        # Over the inner ranks first: then the first of each inner group stands for its group.
-        for axis in reversed(domain.axes if domain is not None else ()):
-            if axis.group is not None:
-                differing.update(_match(_plain(tensors), axis.group, sharding.device))
-    return tuple(name for name in held if name in differing)
-
-
-def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """Names of parameters that tensor-parallel ranks hold whole, and hold different values of. Nothing is changed."""
-    group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
-    if group is None:
-        return ()
-    parts = {name: part_of(name, param, mesh) for name, param in module.named_parameters()}
-    whole = {
-        name: param
-        for name, param in module.named_parameters()
-        if (part := parts[name]) is not None and not part.is_cut and not sharding.is_expert(name, param)
-    }
-    return differing_tensors(_plain(whole), group, sharding.device)
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in local.items() if tensor.numel() and has_values(tensor)}
-
-
-def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:
-    differing = differing_tensors(tensors, group, device)
-    for name in differing:
-        value = tensors[name].to(device).contiguous()
-        dist.broadcast(value, group_src=0, group=group)
-        with torch.inference_mode(tensors[name].is_inference()):  # the only place where such a tensor may be written
-            tensors[name].copy_(value)
-    return differing
-
-
-def differing_tensors(
-    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
-) -> tuple[str, ...]:
-    """Names of the tensors that are not the same bits on every rank; sends two numbers per tensor.
-
-    Args:
-        tensors: The same names in the same order on every rank, none of them empty.
-        group: The ranks.
-        device: Where the hashes travel.
-    """
-    if not tensors:
-        return ()
-    hashes = fingerprints(list(tensors.values())).to(device)
-    lowest, highest = lowest_and_highest(hashes, group)
-    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
-
-
-# The switch `reduce_scatter_with_fp32_accumulation`: where it can take effect, and what is said where it cannot.
-
-NAME = "reduce_scatter_with_fp32_accumulation"
-
-
-def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
-    """Refuse the switch where gradients are reduced by an all-reduce, which adds in the dtype that travels.
-
-    Raises:
-        ConfigurationError: The strategy is `no_shard`.
-    """
-    if strategy == ShardingStrategy.no_shard:
-        raise ConfigurationError(
-            f"{NAME}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
-            "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
-        )
-
-
-def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
-    """Say so where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
-
-    Args:
-        trainable: The dtypes of every trainable parameter group.
-    """
-    travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
-    if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
-        warn_caller(
-            f"{NAME}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added in it; "
-            "set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
-        )
-
-
 # What becomes a unit of the engine, and who tells it when: by module here, and by other rules elsewhere.
 
 
@@ -703,3 +387,319 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.device != device or buffer.is_inference():
                 owner._buffers[name] = buffer.to(device, copy=True)
+
+
+# The plans of a model's parameter groups; groups of equal shapes, as equal blocks have, share what they can.
+
+Frames = tuple[ShardFrame, ...]
+
+
+class GroupPlanner:
+    """Plans groups, those that are alike once.
+
+    Args:
+        sharding: How to shard.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._known: dict[object, tuple[GroupPlan, Frames]] = {}
+
+    def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
+        """Everything about one group, and for each parameter who holds which of its elements.
+
+        Args:
+            spec: The group.
+            originals: Its parameters as the modules hold them; only their description is read.
+        """
+        parts = self._sharding.parts_of(spec, originals)
+        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
+        known = self._known.get(alike)
+        if known is None:
+            plan = self._sharding.plan_group(spec, originals)
+            known = self._known[alike] = plan, tuple(plan.frame(index) for index in range(len(originals)))
+            return known
+        plan, frames = known
+        return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
+
+
+# From a model and its unit plan to units: groups, buffers, and the sharded parameters in their places.
+
+
+def build_units(
+    module: nn.Module,
+    plan: UnitPlan,
+    sharding: Sharding,
+    bucket_numel: int | None = None,
+    *,
+    leaves_empty: bool = False,
+) -> tuple[Unit, ...]:
+    """Shard a model in place, unit by unit, so that at most one unit exists twice.
+
+    Args:
+        module: The model; afterwards its parameters are the sharded ones.
+        plan: Its units.
+        sharding: How to shard.
+        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
+        leaves_empty: Give parameters on the meta device memory and no values, and leave buffers there.
+
+    Returns:
+        The units, root first.
+
+    Raises:
+        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
+    """
+    blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
+    originals = dict(module.named_parameters())
+    sites = parameter_sites(module)
+    plans = GroupPlanner(sharding)
+    units = []
+    for index, spec in enumerate(plan.units):
+        infos = [parameter_info(name, originals[name], sharding) for name in spec.parameters]
+        groups = []
+        group_sites = []
+        specs = group_parameters(infos)
+        for group_spec in specs if index else cut_groups(specs, bucket_numel):
+            params = [originals.pop(info.name) for info in group_spec.parameters]
+            group_sites.append([sites.pop(id(param)) for param in params])
+            group_plan, frames = plans.plan(group_spec, params)
+            groups.append(ParameterGroup(group_plan, params, frames))
+            del params
+        unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
+        unit.show_sharded()
+        if index:  # the root is whole wherever a forward can read its weights
+            unit.say_who_owns(plan.remedy(spec))
+        units.append(unit)
+    if blueprint is not None:
+        _initialise(module, blueprint, units, sharding)
+    return tuple(units)
+
+
+def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
+    inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
+    groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
+    problem = None
+    try:
+        with same_random_numbers(groups, sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    except ConfigurationError as error:
+        problem = error
+    agree_over(sharding.reaching_all, problem)
+
+
+def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
+    """Where each parameter hangs: for its id, the modules and attribute names; several for a tied one."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for attribute, param in owner._parameters.items():
+            if param is not None:
+                sites.setdefault(id(param), []).append((owner, attribute))
+    return {key: tuple(places) for key, places in sites.items()}
+
+
+def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
+    """What grouping needs to know of a parameter; only its description is read."""
+    return ParameterInfo(
+        name,
+        tuple(local_part(param).shape),
+        param.dtype,
+        param.requires_grad,
+        is_expert=sharding.is_expert(name, param),
+        sums_in_fp32=sharding.sums_in_fp32(name),
+    )
+
+
+# What keeps a model from being sharded, told before anything is touched.
+
+EMPTY = "empty"
+"""Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
+
+
+def check_not_wrapped(module: object) -> None:
+    """Refuse what is no model, and models that another wrapper takes care of already; no communication.
+
+    Raises:
+        ConfigurationError: The model, or a module in it, is sharded or replicated by torch or by this package.
+        TypeError: It is no model.
+    """
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
+    for name, part in module.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(part, DistributedDataParallel):
+            raise ConfigurationError(
+                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
+                "give the module inside it (.module)"
+            )
+        if isinstance(part, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(part, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+            raise ConfigurationError(
+                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
+            )
+
+
+def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
+    """Refuse models that cannot be sharded; no communication.
+
+    Args:
+        module: The model.
+        init_meta: As in `Switches`.
+
+    Raises:
+        ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
+    """
+    check_not_wrapped(module)
+    params = dict(module.named_parameters())
+    if not params:
+        raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
+    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
+    if sharded:
+        raise ConfigurationError(
+            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
+            "model once"
+        )
+    lazy = [name for name, param in params.items() if isinstance(param, UninitializedParameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
+            "that lazy modules know their shapes"
+        )
+    _check_meta(module, params, init_meta)
+    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
+    if len(devices) > 1:
+        examples = ", ".join(
+            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
+            for device in devices
+        )
+        raise ConfigurationError(
+            f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
+        )
+
+
+def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
+    if init_meta not in (True, False, EMPTY):
+        raise ConfigurationError(
+            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
+            "afterwards"
+        )
+    if init_meta == EMPTY:
+        return
+    if init_meta:
+        check_can_initialise(module)
+        return
+    for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
+        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if meta:
+            raise ConfigurationError(
+                f"{len(meta)} of {len(tensors)} {kind} are on the meta device (such as {meta[0]}) and "
+                "init_model_with_meta_device is False; set it to let modules initialise themselves, or materialise "
+                "the model first"
+            )
+
+
+# Ranks that were seeded differently start from the weights of the first one.
+
+
+def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Give every data-parallel rank the weights of the first one, and report what had to be sent.
+
+    Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
+    initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
+    Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
+
+    Args:
+        module: The model with its full parameters and buffers; those without values are left out.
+        sharding: Says which ranks share which parameters.
+
+    Returns:
+        Names of parameters and buffers that differed, in model order.
+    """
+    held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
+    dense = {name: tensor for name, tensor in held.items() if name not in experts}
+    differing: set[str] = set()
+    for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
+        # Over the inner ranks first: then the first of each inner group stands for its group.
+        for axis in reversed(domain.axes if domain is not None else ()):
+            if axis.group is not None:
+                differing.update(_match(_plain(tensors), axis.group, sharding.device))
+    return tuple(name for name in held if name in differing)
+
+
+def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Names of parameters that tensor-parallel ranks hold whole, and hold different values of. Nothing is changed."""
+    group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
+    if group is None:
+        return ()
+    parts = {name: part_of(name, param, mesh) for name, param in module.named_parameters()}
+    whole = {
+        name: param
+        for name, param in module.named_parameters()
+        if (part := parts[name]) is not None and not part.is_cut and not sharding.is_expert(name, param)
+    }
+    return differing_tensors(_plain(whole), group, sharding.device)
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in local.items() if tensor.numel() and has_values(tensor)}
+
+
+def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[str, ...]:
+    differing = differing_tensors(tensors, group, device)
+    for name in differing:
+        value = tensors[name].to(device).contiguous()
+        dist.broadcast(value, group_src=0, group=group)
+        with torch.inference_mode(tensors[name].is_inference()):  # the only place where such a tensor may be written
+            tensors[name].copy_(value)
+    return differing
+
+
+def differing_tensors(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, ...]:
+    """Names of the tensors that are not the same bits on every rank; sends two numbers per tensor.
+
+    Args:
+        tensors: The same names in the same order on every rank, none of them empty.
+        group: The ranks.
+        device: Where the hashes travel.
+    """
+    if not tensors:
+        return ()
+    hashes = fingerprints(list(tensors.values())).to(device)
+    lowest, highest = lowest_and_highest(hashes, group)
+    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
+
+
+# The switch `reduce_scatter_with_fp32_accumulation`: where it can take effect, and what is said where it cannot.
+
+NAME = "reduce_scatter_with_fp32_accumulation"
+
+
+def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
+    """Refuse the switch where gradients are reduced by an all-reduce, which adds in the dtype that travels.
+
+    Raises:
+        ConfigurationError: The strategy is `no_shard`.
+    """
+    if strategy == ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            f"{NAME}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
+            "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
+        )
+
+
+def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
+    """Say so where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
+
+    Args:
+        trainable: The dtypes of every trainable parameter group.
+    """
+    travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
+    if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
+        warn_caller(
+            f"{NAME}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added in it; "
+            "set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
+        )

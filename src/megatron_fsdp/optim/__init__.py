@@ -1,1 +1,1 @@
-"""Optimizer integration: the step, the gradient norm, checks of gradients."""
+"""Optimizer integration: the step on local tensors, the gradient norm, statistics."""

@@ -1,7 +1,7 @@
 """Let torch's elementwise optimizers step on flat local tensors, without a detour through DTensor for each operation.
 
 During `step` the code of the optimizer's class works on a stand-in: an object of the same kind that shares every
-attribute with the optimizer but shows this rank's shards as parameters, joined to runs (`flat_runs`), with their
+attribute with the optimizer but shows this rank's shards as parameters, joined to runs (below), with their
 gradients and their state. The optimizer itself, which hooks, closures, schedulers and checkpoints hold, has its
 DTensors throughout, so there is nothing to restore, whatever happens inside. (Hooks get the stand-in as `args[0]`; one
 that returns the optimizer there instead has that step run on DTensors.)

@@ -266,6 +266,6 @@ class _Replay:
             if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
                 self._executor.run((Operation(Action.REDUCE, unit.index),))
             else:
-                self._executor.reduce_across(cast(Any, unit))
+                self._executor.reduce_outer(cast(Any, unit))
         self._executor.retire_all()
         self._cast_bytes = self._costs.cast_gradient_bytes

@@ -147,7 +147,7 @@ class PlannedGradients:
 
         return PlannedTicket(wait, finish)
 
-    def reduce_across(self, _lane: object, _params: object) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    def reduce_outer(self, _lane: object, _params: object) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Send over the outer axis."""
         self.has_pending, self.has_main = False, True
         outer = self.plan.axes[0]
@@ -225,7 +225,7 @@ class PlannedUnitDriver:
         )
         self.lives_in_slots = any(plan.weights_in_slots for plan in plans)
         self.exchanges_inside = any(group.exchanges_inside for group in self.groups)
-        self.reduces_across = any(group.gradients is not None and group.gradients.crosses for group in self.groups)
+        self.reduces_outer = any(group.gradients is not None and group.gradients.crosses for group in self.groups)
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in plans])[1]
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in plans])[1]
         self._plans = tuple(plans)
@@ -235,9 +235,9 @@ class PlannedUnitDriver:
         self.is_behind = False
 
     @property
-    def has_to_cross(self) -> bool:
+    def needs_outer_all_gather(self) -> bool:
         """As the engine's."""
-        return self.is_behind and any(plan.gathers_across for plan in self._plans)
+        return self.is_behind and any(plan.gathers_outer for plan in self._plans)
 
     def all_gather_outer(self, _lane: object) -> None:
         """Send over the outer axis what the last step changed."""
@@ -245,7 +245,7 @@ class PlannedUnitDriver:
             return
         self.is_behind = False
         for plan in self._plans:
-            if plan.gathers_across:
+            if plan.gathers_outer:
                 part = plan.inner_region.numel * plan.precision.compute.itemsize
                 sent = part - part // plan.axes[0].num_ranks
                 wait = self._wires.send(Wire.OUTER, "gather across", self.index, sent, plan.spec.key.is_expert)

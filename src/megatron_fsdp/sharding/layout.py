@@ -16,7 +16,7 @@ from typing import ClassVar
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
 
-# The search for the smallest shard (pure integers); `megatron_fsdp.sharding.layout.plan_layout` is its front door.
+# The search for the smallest shard, in integers; `plan_layout` below is what others call.
 #
 # Tensors lie one behind the other in a buffer of N shards of S elements. A shard edge may fall between two tensors,
 # into padding, or between two granules (say rows) of a tensor:
@@ -39,7 +39,7 @@ from megatron_fsdp.sharding.placement import Region
 # allowed, some tensors give up their rows: the search begins with all rows given up, which has no padding but for
 # alignment, and takes rows back, group by group, small rows first, as long as the result stays within the limit.
 #
-# Lengths in here are counted in alignment units, so that alignment needs no further thought: with a granule of g
+# Lengths in this search are counted in alignment units, so that alignment needs no further thought: with a granule of g
 # elements and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of
 # units. Where the whole buffer must be a multiple of M elements, N S is one if and only if M / gcd(N, M) divides S,
 # so that S goes up through the multiples of that only.

@@ -13,7 +13,7 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 
-# Where gathered weights live: the choice of an allocator turned into a place for every unit. Pure.
+# Where gathered weights live: the choice of an allocator turned into a place for every unit.
 
 
 class WeightAllocator(Enum):

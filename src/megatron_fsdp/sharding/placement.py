@@ -99,7 +99,7 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
     return Placements(compute_weight=(_R,), pending_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))
 
 
-# Which stretch of a flat buffer a rank holds, from the placement on each mesh axis. Pure.
+# Which stretch of a flat buffer a rank holds, from the placement on each mesh axis.
 #
 # A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one
 # out, so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner

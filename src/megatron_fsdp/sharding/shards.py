@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron_fsdp.errors import ConfigurationError
 
-# A stretch of a tensor's flattened elements as axis-aligned boxes of the tensor. Pure.
+# A stretch of a tensor's flattened elements as axis-aligned boxes of the tensor.
 #
 #     shape (4, 3), elements 2..9      . . x        head: the rest of a row
 #                                      x x x        body: whole rows
@@ -414,7 +414,7 @@ def described_as_whole(shape: tuple[int, ...], sizes: tuple[int, ...], coordinat
     return ShardDescription(shape, MeshUse(sizes), coordinate, ListedCut((0, math.prod(shape))))
 
 
-# What becomes of a description when its global tensor is split along a dimension. Pure.
+# What becomes of a description when its global tensor is split along a dimension.
 #
 # Splitting keeps the order of the elements that stay, so a range of the flattened tensor becomes a range of the
 # flattened piece: [start, stop) turns into [rank(start), rank(stop)), where rank(x) counts the elements before x that

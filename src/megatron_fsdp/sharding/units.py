@@ -21,7 +21,7 @@ from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import Granularity
 
-# Large ends of a model: embeddings and output heads beside the blocks that are worth units of their own. Pure.
+# Large ends of a model: embeddings and output heads beside the blocks that are worth units of their own.
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Classes of torch that read parameters of the modules inside them without calling those."""
@@ -372,8 +372,6 @@ def has_forward(module: nn.Module) -> bool:
 
 
 # Smaller units for fine-grained gathers: the modules inside units that own parameters themselves.
-#
-# Nothing here changes the model.
 
 
 def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.Module], ...] = ()) -> UnitPlan:
