@@ -80,6 +80,7 @@ def train_without_overlap(strategy: int, overlap_grad_reduce: bool) -> float:
     return largest_difference(weights(model), trained_alone(4))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("overlap_grad_reduce", [False, True])
 def test_without_overlap_every_rank_computes_with_the_weights_of_the_last_step(
@@ -168,6 +169,7 @@ def train_in_microbatches(strategy: int, auto_sync: bool, count: int) -> tuple[f
     return largest_difference(weights(model), weights(alone)), (mine - first).abs().max().item()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("auto_sync", "count"), [(True, 3), (False, 1)])
 def test_gradients_are_reduced_exactly_once_with_nothing_said(

@@ -90,6 +90,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return compare(tmp_path_factory.mktemp("results"), arguments)
 
 
+@pytest.mark.full
 def test_activations_of_the_floor_are_what_its_forward_leaves(tiny_run: dict[str, Any]) -> None:
     """At least the logits, their float32 log-probabilities and every block's wide activations; not the gradients."""
     (live,) = (line["live"] for line in tiny_run["contenders"] if line["name"] == "floor")
@@ -101,6 +102,7 @@ def test_activations_of_the_floor_are_what_its_forward_leaves(tiny_run: dict[str
     assert live["persistent"] == pytest.approx(3 * weights_bytes, rel=0.01)
 
 
+@pytest.mark.full
 def test_losses_of_the_engine_are_those_of_one_process_and_of_the_floor_are_not(tiny_run: dict[str, Any]) -> None:
     losses = {line["name"]: line["losses"] for line in tiny_run["contenders"]}
     assert losses["ours-3"] == pytest.approx(tiny_run["reference_losses"], rel=1e-6)

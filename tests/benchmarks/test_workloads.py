@@ -34,7 +34,7 @@ def train(arguments: Sequence[str]) -> tuple[Losses, tuple[float, ...]]:
         return losses, reference_losses(request, setting)
 
 
-@pytest.mark.full(short=["tiny-moe-float32-1e-06"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "comm_dtype", "tolerance"),
     [("tiny-llama", "bfloat16", 1e-4), ("tiny-moe", "float32", 1e-6), ("trivial", "float32", 1e-6)],

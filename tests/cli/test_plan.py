@@ -131,6 +131,7 @@ def test_the_trainers_models_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["workload"]["tokens_per_rank_and_microbatch"] == 30
 
 
+@pytest.mark.full(short=["sgd"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 def test_other_optimizers_are_checked_too(capsys: pytest.CaptureFixture[str], tmp_path: Path, optimizer: str) -> None:
     args = ["plan", small_config(tmp_path), "--ranks", "4", "--strategy", "3", "--sequence-length", "16", "--check"]

@@ -45,6 +45,7 @@ def reduce(dtype: torch.dtype, out_dtype: torch.dtype, how: str) -> tuple[Tensor
     return output.reshape(-1), returned, (sent.reductions, sent.reduce_bytes, sent.others)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(
     ("dtype", "out_dtype", "how"),
     [

@@ -190,7 +190,7 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
     return list(model.footprints()), counts.collectives, model.traffic().since(before), buckets
 
 
-@pytest.mark.full(short=["3-transformer-2", "1-scalars-2", "1-partly_frozen-3"])
+@pytest.mark.full(short=["1-scalars-2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", ["transformer", "scalars", "partly_frozen"])
 @pytest.mark.parametrize("microbatches", [1, 3])

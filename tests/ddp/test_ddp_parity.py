@@ -177,7 +177,7 @@ def test_delayed_units_are_reduced_once_each_out_of_two_buckets(run_ranks: RunRa
     assert not any(delayed[3])
 
 
-@pytest.mark.full(short=["4-2"])
+@pytest.mark.full
 @pytest.mark.parametrize(("num_ranks", "instances"), [(4, 2), (2, 2), (4, 4)])
 def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int, instances: int) -> None:
     several: dict[str, Any] = {"num_distributed_optimizer_instances": instances}

@@ -206,7 +206,7 @@ def _assert_close(found: Any, expected: dict[str, Tensor | None]) -> None:
     assert_equal_tensors(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full(short=["tied-2"])
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["tied", "partly_frozen", "scalars", "unused"])
 def test_torchs_ddp_computes_the_same(run_ranks: RunRanks, name: str, num_ranks: int) -> None:

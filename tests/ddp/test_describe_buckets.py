@@ -46,6 +46,7 @@ _DDP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(short=["bucket_size", "use_distributed_optimizer", "use_megatron_fsdp"])
 @pytest.mark.parametrize("name", _DDP)
 def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
     fields = _DDP[name]

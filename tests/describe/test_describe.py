@@ -277,6 +277,7 @@ def _deep() -> nn.Module:
     return Tower((32,) * 32)
 
 
+@pytest.mark.full
 def test_thirty_two_layers_are_good_to_read() -> None:
     described = told(64, build=_deep, steps=1)
     assert len(str(described).splitlines()) <= 60

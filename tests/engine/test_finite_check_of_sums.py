@@ -66,6 +66,7 @@ def overflow(case: Any, distributed: bool, by_hand: bool) -> tuple[str, str, str
     return good, bad, again, first.item(), second.item()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("case", [HALF_SUM, HALF_WIRE, HALF_MAIN], ids=["sum", "wire", "main gradients"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed optimizer"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["auto sync", "finish_grad_sync"])

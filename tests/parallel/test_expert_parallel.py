@@ -113,6 +113,7 @@ LEFT_OUT = (
 )
 
 
+@pytest.mark.full(short=["as printed"])
 @pytest.mark.parametrize("arrangement", LEFT_OUT, ids=[found.name for found in LEFT_OUT])
 def test_what_the_expert_mesh_leaves_out_is_completed(run_ranks: RunRanks, arrangement: Arrangement) -> None:
     check_strategies(run_ranks, 4, Scenario(two_steps, TOP2), [Setting(3, outer_strategy=1, arrangement=arrangement)])

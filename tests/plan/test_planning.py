@@ -125,6 +125,7 @@ def _planned(tokens: int, machine: Machine | str = "h100", ranks: int = 8) -> Pl
     return plan("llama-3.2-1b", ranks, 3, sequence_length=tokens, machine=machine)
 
 
+@pytest.mark.full
 def test_communication_is_exposed_below_that_number_of_tokens_and_hidden_above() -> None:
     slow = find_machine("h100").but({"link_bytes_per_s": 20e9, "operator_s": 0.0})
     needed = _planned(1024, slow).hidden_from_tokens

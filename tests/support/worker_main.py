@@ -129,6 +129,7 @@ def _restore_process(spec: WorkerSpec, environment: dict[str, str]) -> None:
     torch.set_grad_enabled(True)
     apply_warning_filters(spec.warning_filters)
     gc.collect()
+    gc.freeze()  # modules and caches of this call stay: collecting, and counting what lives, need not look at them
 
 
 def _short_traceback(raised: BaseException) -> str:

@@ -61,6 +61,7 @@ def test_a_hang_is_ended_and_found(tmp_path: Path) -> None:
     assert failing_test(tmp_path, ["."], 1.0) == "a hang of ."
 
 
+@pytest.mark.full
 def test_a_run_without_tests_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with status 5"):
         failing_test(tmp_path, ["."], 600.0)

@@ -49,6 +49,7 @@ def several_models() -> None:
     assert "context_parallel" not in json.dumps(balanced.config.to_dict(), default=str)
 
 
+@pytest.mark.full
 def test_models_on_different_meshes_work_side_by_side(run_ranks: RunRanks) -> None:
     run_ranks(4, several_models)
 
