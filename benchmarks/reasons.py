@@ -39,6 +39,30 @@ REASONS: tuple[tuple[str, str], ...] = (
         "single runs read 0.13 to 0.24; what is left is mostly reading and scaling the gradients themselves",
     ),
     (
+        "*, 2 ranks: CPU time of a step over fsdp2's",
+        "set when ranks of one machine shared memory; over gloo half of a step's CPU time goes to sockets, for all",
+    ),
+    (
+        "*, 2 ranks: wall time of a step over fsdp2's",
+        "set when ranks of one machine shared memory; over gloo waiting for its sockets takes half of a step",
+    ),
+    (
+        "*, 2 ranks: wall time of a step over the floor's",
+        "set when ranks of one machine shared memory; two cores that compute have none left to communicate on",
+    ),
+    (
+        "*, 2 ranks: the slowest of strategies 0 to 2 over ddp, wall time",
+        "an exchange and a local sum in rank order, which repeats bit for bit, take longer than gloo's own all-reduce",
+    ),
+    (
+        "*, 2 ranks: mddp*, wall time",
+        "an exchange and a local sum in rank order, which repeats bit for bit, take longer than gloo's own all-reduce",
+    ),
+    (
+        "*, 2 ranks: peak of live bytes over fsdp2's",
+        "gloo's reduce-scatter moves twice the bytes; the exchange in its place takes scratch of a bucket's size",
+    ),
+    (
         "host time per unit of *",
         "hooks, the scheduler and views of parameters are Python, as are fsdp2's, which take about three times as long",
     ),
