@@ -2,33 +2,33 @@
 
 Silent wrong results:
 
-    1  Adam state made by a fake step       runtime/test_optimizer.py  test_sharding_makes_no_fake_step
+    1  Adam state made by a fake step       optim/test_optimizer.py  test_sharding_makes_no_fake_step
     2  stale weights without overlap        below
     3  mapping outputs, unused last module  below
-    4  optimizer built after a forward      runtime/test_optimizer.py  test_an_optimizer_may_be_built_after_a_forward
-    5  parameter groups collapsed           runtime/test_optimizer.py  test_groups_keep_order_and_options_...
-    6  auto sync and accumulation           below, and runtime/test_accumulation_modes.py
-    7  never reduced, if nobody says "last" below, and runtime/test_accumulation_modes.py
-    8  ranks with different weights         test_rank_disagreement.py  test_all_ranks_get_the_weights_of_rank_zero_...
-    9  step(closure) returns None           runtime/test_optimizer_step.py  test_step_runs_a_closure_and_...
+    4  optimizer built after a forward      optim/test_optimizer.py  test_an_optimizer_may_be_built_after_a_forward
+    5  parameter groups collapsed           optim/test_optimizer.py  test_groups_keep_order_and_options_...
+    6  auto sync and accumulation           below, and engine/test_accumulation_modes.py
+    7  never reduced, if nobody says "last" below, and engine/test_accumulation_modes.py
+    8  ranks with different weights         engine/test_rank_disagreement.py  test_all_ranks_get_the_weights_of_rank_...
+    9  step(closure) returns None           optim/test_optimizer_step.py  test_step_runs_a_closure_and_...
     10 contexts do not restore              test_wrapper.py  test_sync_and_no_sync_restore_what_was_there_before
     11 arguments dropped by fully_shard     below
-    12 communication dtype never changes    runtime/test_communication_precision.py
+    12 communication dtype never changes    engine/test_communication_precision.py
     14 loaded weights not used in compute   below
 
 Loud ones:
 
-    average_in_collective                   runtime/test_parity.py  test_averaging_in_the_collective_gives_the_same_mean
+    average_in_collective                   engine/test_parity.py  test_averaging_in_the_collective_gives_the_same_mean
     strategy 3 without units                below
     a mesh without tp_dim                   every test that uses support/api_net.py
-    clip_grad_norm_ on uneven shards        runtime/test_parity_clipping.py
-    shapes that cannot be wrapped           below; padding: test_padding_table.py
-    main_grads_dtype=float64                runtime/test_precision_emulation.py
+    clip_grad_norm_ on uneven shards        optim/test_parity_clipping.py
+    shapes that cannot be wrapped           below; padding: tools/test_padding_table.py
+    main_grads_dtype=float64                engine/test_precision_emulation.py
     a class that matches no module          test_bad_input.py  class_that_matches_nothing
     the caller's config is changed          test_wrapper.py  test_the_class_syncs_only_when_told_and_...
-    requires_grad changed later             runtime/test_requires_grad.py
-    memory held by reference cycles         test_lifetime.py
-    unused parameters get zeros             runtime/test_parity.py, model "unused"
+    requires_grad changed later             engine/test_requires_grad.py
+    memory held by reference cycles         engine/test_model_lifetime.py
+    unused parameters get zeros             engine/test_parity.py, model "unused"
 """
 
 import inspect

@@ -215,6 +215,7 @@ class MegatronFSDP(nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
+        # Whether `start_param_sync` waits for what it starts.
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
@@ -455,8 +456,6 @@ class MegatronFSDP(nn.Module):
         return self
 
     # ---- start, wait for and defer communication. Plain loops need none of this --------------------------------------
-
-    _gathers_at_once = False  # `start_param_sync` waits for what it starts
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:

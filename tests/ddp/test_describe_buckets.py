@@ -54,6 +54,10 @@ def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
     assert name in bucketed(DistributedDataParallelConfig(**fields), **arguments).options
 
 
+def test_fields_at_their_defaults_are_not_told() -> None:
+    assert bucketed(DistributedDataParallelConfig()).options == {}
+
+
 def test_a_bucketed_model_is_described() -> None:
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=2000)
     described = bucketed(config, steps=1)

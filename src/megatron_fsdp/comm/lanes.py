@@ -65,10 +65,6 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Make the result visible to what the caller runs next."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `wait` would not make the host wait for other ranks."""
-
 
 class Lane(Protocol):
     """An ordered place where submissions run one after another."""
@@ -106,11 +102,6 @@ class HostTicket:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-
-    @property
-    def is_ready(self) -> bool:
-        """As above."""
-        return self._work is None or self._work.is_completed()
 
     def _arrived(self) -> None:
         """The collective is done."""
@@ -177,11 +168,6 @@ class StreamTicket:
         self._current_stream().wait_event(self._event)
         if tell is not None:
             tell(Moment.WAITED)
-
-    @property
-    def is_ready(self) -> bool:
-        """The host never waits."""
-        return True
 
 
 class StreamLane:

@@ -18,7 +18,7 @@ def watch(engine: Engine, verify_ranks_s: float) -> None:
     """
     if verify_ranks_s and engine.dense.group is not None:
         labels = [unit.label for unit in engine.units]
-        engine.executor.verify_with(RankVerifier(engine.dense.group, labels, verify_ranks_s))
+        engine.executor.verifier = RankVerifier(engine.dense.group, labels, verify_ranks_s)
     if resolve_check_lifetimes():
         check_lifetimes(engine)
     delays = resolve_delays()

@@ -285,37 +285,28 @@ def describe_model(subject: Subject) -> Description:
     )
 
 
-_ARGUMENTS = {
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "average_in_collective": "average_in_collective",
-    "calculate_per_token_loss": "calculate_per_token_loss",
-    "check_finite": "report_nan_in_param_grad",
-    "init_meta": "init_model_with_meta_device",
-    "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
-    "verify_ranks_s": "verify_ranks",
-    "find_unused_parameters": "find_unused_parameters",
-    "fuses_weight_gradients": "gradient_accumulation_fusion",
-    "delays_weight_gradients": "delay_wgrad_compute",
+_TOLD: dict[str, tuple[str, object]] = {
+    "overlap_grad_reduce": ("overlap_grad_reduce", True),
+    "overlap_param_gather": ("overlap_param_gather", True),
+    "average_in_collective": ("average_in_collective", False),
+    "calculate_per_token_loss": ("calculate_per_token_loss", False),
+    "check_finite": ("report_nan_in_param_grad", False),
+    "init_meta": ("init_model_with_meta_device", False),
+    "reduce_scatter_with_fp32_accumulation": ("reduce_scatter_with_fp32_accumulation", False),
+    "verify_ranks_s": ("verify_ranks", 0.0),
+    "find_unused_parameters": ("find_unused_parameters", False),
+    "fuses_weight_gradients": ("gradient_accumulation_fusion", False),
+    "delays_weight_gradients": ("delay_wgrad_compute", False),
 }
-"""Field of `Switches` -> the argument that sets it, where nothing else in a description shows it."""
+"""Field of `Switches` -> the argument that sets it and its default, where nothing else in a description shows it."""
 
 
 def _options(switches: Switches, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
     """Collect what was chosen and is not the default, by the name of the argument or field that says it."""
-    usual = {field.name: field.default for field in fields(Switches)} | {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "average_in_collective": False,
-        "calculate_per_token_loss": False,
-        "check_finite": False,
-    }
-    chosen = {
-        name: getattr(switches, field) for field, name in _ARGUMENTS.items() if getattr(switches, field) != usual[field]
-    }
-    for field in fields(config) if config is not None else ():
-        if getattr(config, field.name) != field.default:
-            chosen.setdefault(field.name, getattr(config, field.name))
-    if not auto_sync:
-        chosen["sync_model_each_microbatch"] = False
-    return {name: str(value).removeprefix("torch.") for name, value in chosen.items()}
+    values = [(field.name, getattr(config, field.name), field.default) for field in fields(config)] if config else []
+    said = {name for name, _, _ in values}  # the configuration has defaults of its own
+    values += [
+        (name, getattr(switches, field), default) for field, (name, default) in _TOLD.items() if name not in said
+    ]
+    values.append(("sync_model_each_microbatch", auto_sync, True))
+    return {name: str(value).removeprefix("torch.") for name, value, default in values if value != default}

@@ -133,14 +133,10 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
-        self.verifier: Verifier | None = None
+        self.verifier: Verifier | None = None  # compares ranks before they communicate
         self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
-
-    def verify_with(self, verifier: Verifier) -> None:
-        """Compare ranks from now on."""
-        self.verifier = verifier
 
     def make_bucket_pools(self) -> None:
         """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""

@@ -304,11 +304,6 @@ class ParameterGroup:
         return self.plan.weights_in_slots
 
     @property
-    def grads_sharded(self) -> bool:
-        """Whether reduced gradients are this rank's part only."""
-        return self.gradients is not None and not self.gradients.main.is_whole
-
-    @property
     def exchanges_inside(self) -> bool:
         """Whether reducing over the inner ranks is an exchange and a local sum, and needs memory for what comes in."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside

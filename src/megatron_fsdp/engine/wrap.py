@@ -176,7 +176,6 @@ class Assembly:
         state_dict_handles: The hooks that describe shards in state dicts.
         device: Where the shards live.
         hang_settings: The log that the environment asks for; None: it asks for none.
-        fused_linears: How many linears write their weight gradients straight into buckets.
     """
 
     engine: Engine
@@ -186,7 +185,6 @@ class Assembly:
     state_dict_handles: tuple[RemovableHandle, ...]
     device: torch.device
     hang_settings: HangSettings | None = None
-    fused_linears: int = 0
 
 
 def assemble(
@@ -239,7 +237,8 @@ def assemble(
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
-    fused = fuse_weight_gradients(engine, module) if switches.fuses_weight_gradients else 0
+    if switches.fuses_weight_gradients:
+        fuse_weight_gradients(engine, module)
     return Assembly(
         engine,
         plan,
@@ -248,7 +247,6 @@ def assemble(
         tuple(register_state_dict_hooks(engine, module)),
         device,
         hang_settings,
-        fused,
     )
 
 
