@@ -91,29 +91,33 @@ def test_traffic_and_persistent_memory_are_what_the_formulas_say(
     assert all(measured for measured, _ in exact.values())
 
 
-def train_hybrids(options: dict[str, Any], out: str) -> None:
-    """Two microbatches a step over two inner and two outer ranks, in three ways."""
-    cache = {"num_distributed_optimizer_instances": 2, "data_cache_path": f"{out}/cache"}
-    for strategy, outer in HYBRIDS:
-        names = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
-        train({**options, **cache, **names, "out": f"{out}/{strategy}-{outer}"})
-
-
-HYBRIDS = [("optim_grads_params", "no_shard"), ("optim_grads_params", "optim"), ("optim", "optim")]
-
-
-@pytest.mark.full
+@pytest.mark.full(short=["optim_grads_params-optim"])
+@pytest.mark.parametrize(
+    ("strategy", "outer"), [("optim_grads_params", "no_shard"), ("optim_grads_params", "optim"), ("optim", "optim")]
+)
 def test_traffic_over_the_outer_axis_is_what_the_formulas_say(
-    run_ranks: RunRanks, text_file: Path, tmp_path: Path
+    run_ranks: RunRanks, text_file: Path, tmp_path: Path, strategy: str, outer: str
 ) -> None:
-    short = {"train_iters": 2, "eval_interval": 9, "sample_tokens": 1, "micro_batch_size": 1, "global_batch_size": 8}
-    run_ranks(4, train_hybrids, {**OPTIONS, **short, "data_path": str(text_file)}, str(tmp_path))
-    for strategy, outer in HYBRIDS:
-        rows = {row["what"]: row for row in summary(tmp_path / f"{strategy}-{outer}")["rows"]}
-        for what in ("gathers", "sent in gathers", "reductions", "sent in reductions"):
-            row = rows[f"{what} per step"]
-            assert (strategy, outer, row["measured"]) == (strategy, outer, row["formula"])
-        assert rows["reductions per step"]["measured"] == (6 if strategy == "optim" else 12)
+    """Two microbatches a step over two inner and two outer ranks."""
+    options = {
+        **OPTIONS,
+        "train_iters": 2,
+        "eval_interval": 9,
+        "sample_tokens": 1,
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "num_distributed_optimizer_instances": 2,
+        "data_parallel_sharding_strategy": strategy,
+        "outer_dp_sharding_strategy": outer,
+        "data_path": str(text_file),
+        "out": str(tmp_path),
+    }
+    run_ranks(4, train, options)
+    rows = {row["what"]: row for row in summary(tmp_path)["rows"]}
+    for what in ("gathers", "sent in gathers", "reductions", "sent in reductions"):
+        row = rows[f"{what} per step"]
+        assert row["measured"] == row["formula"]
+    assert rows["reductions per step"]["measured"] == (6 if strategy == "optim" else 12)
 
 
 def test_run_leaves_metrics_curve_sample_and_summary(one_process: Path) -> None:
