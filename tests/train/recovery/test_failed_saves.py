@@ -5,7 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +168,19 @@ def restarted_refusal(*options: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def unreadable(folder: Path) -> None:
+    """Damage what says where tensors lie."""
+    (folder / ".metadata").write_bytes(b"\x80\x04garbage")
+
+
+@pytest.mark.parametrize("damage", [unreadable, flip])
 def test_where_no_checkpoint_is_sound_nothing_is_begun_anew(
-    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "saved"
     options = (*data, "--save", str(folder), "--out", str(tmp_path / "out"))
     run_ranks(2, train, *options, "--train-iters", "2")
-    (folder / "iter_0000002" / ".metadata").write_bytes(b"\x80\x04garbage")
+    damage(folder / "iter_0000002")
     told = run_ranks(2, restarted_refusal, *options)
     assert told[0] == told[1]
     assert told[0].startswith(f"CheckpointError: no checkpoint in {folder} can be used, and beginning anew would")
