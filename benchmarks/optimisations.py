@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks.variants import CLIPPING, FUSED, Variant
+from benchmarks.variants import FUSED, Variant
 
 MAIN = "ours-3"
 
@@ -36,21 +36,8 @@ class Optimisation:
     base: str = MAIN
 
 
-def _never(*_: object) -> bool:
-    return False
-
-
 def _nothing(*_: object) -> None:
     """In place of something that is found."""
-
-
-@contextmanager
-def no_flat_runs() -> Iterator[None]:
-    """Optimizers step on one tensor for each parameter."""
-    from megatron_fsdp.optim import local_step as flat_runs
-
-    with mock.patch.object(flat_runs, "_continues", _never):
-        yield
 
 
 @contextmanager
@@ -58,7 +45,7 @@ def no_local_step() -> Iterator[None]:
     """Optimizers step on DTensors."""
     from megatron_fsdp.optim import local_step
 
-    with mock.patch.dict(local_step._SLOTS, clear=True):
+    with mock.patch.dict(local_step._SHARDED_STATE, clear=True):
         yield
 
 
@@ -105,15 +92,6 @@ def _at_once(launch: Callable[[], Any]) -> None:
         work.wait()
 
 
-@contextmanager
-def no_flat_norm() -> Iterator[None]:
-    """The norm is taken over one tensor for each parameter."""
-    from megatron_fsdp.engine.gradients import GradientBuffers
-
-    with mock.patch.object(GradientBuffers, "shown_as_one", _nothing):
-        yield
-
-
 def no_returned_gradients() -> AbstractContextManager[object]:
     """Main gradients keep their memory when they are cleared."""
     return mock.patch("megatron_fsdp.engine.gradients.MainGradient.release", _nothing)
@@ -132,11 +110,7 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         "main gradients give their memory back while cleared",
         Variant(around=no_returned_gradients),
     ),
-    Optimisation("no-flat-step", "optimizer steps on one tensor per unit", Variant(around=no_flat_runs)),
     Optimisation("no-local-step", "optimizer steps without DTensors", Variant(around=no_local_step)),
     Optimisation(MAIN, "weight gradients straight into the bucket (an option)", None, FUSED),
-    Optimisation(
-        "no-flat-norm", "norm and clipping on one tensor per unit", Variant(around=no_flat_norm, clips=True), CLIPPING
-    ),
 )
 """All that can be switched off, in the order of the table."""

@@ -10,14 +10,13 @@ from torch import nn
 from benchmarks.ablation import request_of
 from benchmarks.contenders import missing_peers
 from benchmarks.gains import gains
-from benchmarks.optimisations import OPTIMISATIONS, no_exchange, no_flat_norm, no_flat_runs, no_local_step
+from benchmarks.optimisations import OPTIMISATIONS, no_exchange, no_local_step
 from benchmarks.performance import published, render
 from benchmarks.plots import savings
 from benchmarks.sections import ablation_table, breakdown_section, checkpoint_section
 from benchmarks.variants import PLAIN, variants
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.optim import local_step
-from megatron_fsdp.optim import local_step as flat_runs
 from tests.benchmarks.documents import comparison, contender, spread
 from tests.support.source_tree import ROOT
 
@@ -100,14 +99,12 @@ def test_every_switch_has_a_contender_with_it_in_the_same_run() -> None:
 
 def test_parts_of_the_engine_are_switched_off_inside_a_block_only() -> None:
     axis = Axis(None, 0, 1, sums_locally=True)
-    exchanges, slots, continues = Axis.__dict__["exchanges_pairwise"], dict(local_step._SLOTS), flat_runs._continues
-    with no_exchange(), no_local_step(), no_flat_runs(), no_flat_norm():
+    exchanges, kinds = Axis.__dict__["exchanges_pairwise"], dict(local_step._SHARDED_STATE)
+    with no_exchange(), no_local_step():
         assert not axis.exchanges_pairwise
         assert not local_step.steps_locally(torch.optim.AdamW(nn.Linear(1, 1).parameters()))
-        assert flat_runs._continues is not continues
     assert Axis.__dict__["exchanges_pairwise"] is exchanges
-    assert slots == local_step._SLOTS
-    assert flat_runs._continues is continues
+    assert kinds == local_step._SHARDED_STATE
 
 
 def test_compiled_contenders_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

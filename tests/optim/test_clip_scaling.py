@@ -43,6 +43,27 @@ def test_a_norm_that_is_nan_scales_the_gradients_of_every_rank(run_ranks: RunRan
         assert was_multiplied
 
 
+def norms_after_nan(strategy: int) -> list[float]:
+    """Norms of the same gradients, before and after some that were NaN were clipped and zeroed in place."""
+    model = wrap(build, strategy)
+    norms = []
+    for factor in (1.0, float("nan"), 1.0):
+        model.zero_grad(set_to_none=False)
+        backward(model, next(batches(1)))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad._local_tensor.mul_(factor)  # type: ignore[union-attr]
+        norms.append(model.clip_grad_norm_(1.0).item())
+    return norms
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int, run_ranks: RunRanks) -> None:
+    for first, nan, last in run_ranks(2, norms_after_nan, strategy):
+        assert math.isnan(nan)
+        assert first == last > 0.0
+
+
 def test_what_cannot_be_read_without_a_wait_is_not_read() -> None:
     assert _is_known_to_be_one(torch.ones(()))
     assert not _is_known_to_be_one(torch.tensor(0.5))

@@ -1,6 +1,10 @@
 """Optimizers whose step runs on local tensors: what stepping DTensors gives, and seen as DTensors by all."""
 
+import contextlib
+import copy
 import gc
+import io
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
 from tests.support.parity import fixed_seed
@@ -63,6 +68,12 @@ class Odd(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x) * self.scale + self.shift
+
+
+def tight() -> nn.Module:
+    """A network whose weights lie side by side without gaps; 6 parameters. (samples, 5) -> (samples, 3)."""
+    with fixed_seed(2):
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def odd() -> nn.Module:
@@ -369,3 +380,283 @@ def test_loss_scaling_skips_the_step_on_all_ranks(name: str, run_ranks: RunRanks
         assert difference == 0.0
         assert scales == [8.0, 8.0]  # halved once, doubled once
         assert steps == [3.0, 3.0]
+
+
+# ---- what users do between steps -------------------------------------------------------------------------------------
+
+
+def nothing(_optimizer: Any) -> None:
+    """The usual case."""
+
+
+def leave_one_out(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][4].grad = None
+
+
+def set_back_one_number(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][2]]["step"].zero_()
+
+
+def replace_one_moment(optimizer: Any) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def forget_one_state(optimizer: Any) -> None:
+    del optimizer.state[optimizer.param_groups[0]["params"][3]]
+
+
+def load_what_was_saved(optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def replace_one_gradient(optimizer: Any) -> None:
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = param.grad * 2.0
+
+
+def two_groups(optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    if len(optimizer.param_groups) == 1:
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[1::2], "lr": 3e-2})
+        optimizer.param_groups[0]["params"] = params[::2]
+
+
+def load_from_a_file(optimizer: Any) -> None:
+    """Each number of steps has a memory of its own then."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+
+
+def exchange_groups(optimizer: Any) -> None:
+    """Two groups of other rates, which then have each other's parameters."""
+    if len(optimizer.param_groups) == 1:
+        two_groups(optimizer)
+    else:
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+
+
+def move_state_of_one(optimizer: Any) -> None:
+    """The same values, but other objects."""
+    param = optimizer.param_groups[0]["params"][1]
+    optimizer.state[param] = {key: copy.deepcopy(value) for key, value in optimizer.state[param].items()}
+
+
+def state_of_its_own(optimizer: Any) -> None:
+    """Things in the state that belong to no parameter, as state dicts allow."""
+    optimizer.state["seen"] = {"count": 1}
+
+
+def leave_the_last_group(optimizer: Any) -> None:
+    """A group of its own for some parameters, which leaves them again; their state stays."""
+    params = optimizer.param_groups[0]["params"]
+    if len(params) > 4:
+        optimizer.param_groups[0]["params"] = params[:4]
+
+
+DEEDS = (
+    nothing,
+    leave_one_out,
+    set_back_one_number,
+    replace_one_moment,
+    forget_one_state,
+    load_what_was_saved,
+    replace_one_gradient,
+    two_groups,
+    load_from_a_file,
+    exchange_groups,
+    move_state_of_one,
+    state_of_its_own,
+    leave_the_last_group,
+)
+
+
+def difference_after(
+    deed: Callable[[Any], None], variant: str, build_model: Callable[[], nn.Module]
+) -> tuple[list[bool], list[float]]:
+    """Whether every weight and all state are equal between local steps and DTensors after five steps, by parameter."""
+    model = fully_shard_model(build_model(), mesh(), zero_dp_strategy=3)
+    start = [param.detach().clone() for param in model.parameters()]
+    ends = []
+    for on_dtensors in (False, True):
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), start, strict=True):
+                param.copy_(value)
+        optimizer: Any = connect(model, VARIANTS[variant], on_dtensors)
+        for number, batch in enumerate(batches(5)):
+            optimizer.zero_grad()
+            backward(model, batch)
+            if number in (2, 3):
+                deed(optimizer)
+            optimizer.step()
+        ends.append(_end(model, optimizer))
+    same = [
+        left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+        for left, right in zip(*ends, strict=True)
+    ]
+    return same, [end["step"].item() for end in ends[0] if "step" in end]
+
+
+def _end(model: nn.Module, optimizer: Any) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for param in model.parameters():
+        values = {"param": param, **optimizer.state.get(param, {})}
+        found.append(
+            {
+                key: (value._local_tensor if isinstance(value, UnevenDTensor) else value).detach().clone()
+                for key, value in values.items()
+            }
+        )
+    return found
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
+@pytest.mark.parametrize(("variant", "build_model"), [("adamw", tight), ("adam foreach", odd), ("adamw fused", odd)])
+def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
+    variant: str, build_model: Callable[[], nn.Module], deed: Callable[[Any], None], run_ranks: RunRanks
+) -> None:
+    (same, steps), (same_there, steps_there) = run_ranks(2, difference_after, deed, variant, build_model)
+    assert all(same)
+    assert all(same_there)
+    assert steps == steps_there
+    wanted = {
+        "leave_one_out": {3.0, 5.0},
+        **dict.fromkeys(("set_back_one_number", "forget_one_state", "leave_the_last_group"), {2.0, 5.0}),
+    }
+    assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
+
+
+def order_of_state() -> tuple[list[int], list[int]]:
+    """Numbers of the parameters with state in the order of the optimizer's state, and of its state dict."""
+    model = wrap(odd, 3)
+    optimizer: Any = connect(model, VARIANTS["adamw"])
+    numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
+    backward(model, next(batches(1)))
+    optimizer.step()
+    return [numbers[param] for param in optimizer.state], list(optimizer.state_dict()["state"])
+
+
+def test_state_is_in_the_order_of_parameters_on_every_rank(run_ranks: RunRanks) -> None:
+    for order, saved in run_ranks(3, order_of_state):
+        assert order == sorted(order)
+        assert saved == sorted(saved)
+        assert set(order) < set(saved)  # which has blank state of the parameter that was not used
+
+
+# ---- hooks, failures and what cannot be shown ------------------------------------------------------------------------
+
+
+def seen_by_an_early_hook() -> list[tuple[list[int], set[float]]]:
+    """What a hook from before connecting finds after each step: the order of state, and the numbers of steps."""
+    model = wrap(odd, 3)
+    optimizer: Any = VARIANTS["adamw"]([param for param in model.parameters() if param.requires_grad])
+    numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
+    seen: list[tuple[list[int], set[float]]] = []
+
+    def look(own: Any, _args: Any, _kwargs: Any) -> None:
+        seen.append(([numbers[param] for param in own.state], {state["step"].item() for state in own.state.values()}))
+
+    optimizer.register_step_post_hook(look)
+    fully_shard_optimizer(optimizer)
+    for batch in batches(2):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+    return seen
+
+
+def test_hooks_from_before_connecting_find_state_in_order_and_every_step_counted(run_ranks: RunRanks) -> None:
+    for seen in run_ranks(3, seen_by_an_early_hook):
+        assert [order for order, _ in seen] == [[0, 2, 3, 4, 5, 6]] * 2  # number 1 is never used
+        assert [steps for _, steps in seen] == [{1.0}, {2.0}]
+
+
+def make_other_gradients(model: nn.Module, _optimizer: Any = None) -> None:
+    """Replace all gradients but the first by others, of memory of their own."""
+    for param in [param for param in model.parameters() if param.grad is not None][1:]:
+        param.grad = param.grad * 10.0  # type: ignore[operator]
+
+
+def fail_then_replace(model: nn.Module, optimizer: Any) -> None:
+    """A first step that fails after gradients were looked at; then others take their place."""
+
+    def fails() -> float:
+        len(optimizer.state_dict())
+        raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError):
+        optimizer.step(fails)
+    options = optimizer.param_groups[0]
+    rate, options["lr"] = options["lr"], torch.tensor(options["lr"])
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()  # lists of tensors take no tensor as rate
+    options["lr"] = rate
+    make_other_gradients(model)
+
+
+def one_group_on_dtensors(_model: nn.Module, optimizer: Any) -> None:
+    """A step where a second group cannot be shown as local tensors, and so none is."""
+    foreign = nn.Parameter(torch.ones(2))
+    foreign.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [foreign]})
+    optimizer.step()
+    optimizer.state.pop(foreign)
+    optimizer.param_groups.pop()
+
+
+def listed_twice(_model: nn.Module, optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [*params, params[1]]
+
+
+def own_values(_model: nn.Module, optimizer: Any) -> None:
+    """State that is none of the optimizer's: numbers, and things that cannot be compared."""
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param].update(seen=torch.zeros(()), list=[torch.ones(2), torch.ones(2)])
+
+
+def after_trouble(trouble: Callable[[nn.Module, Any], None], at: int) -> tuple[list[bool], bool]:
+    """Whether weights and state are equal by parameter, and own values the user's, between local steps and DTensors."""
+    ends, kept = [], True
+    for on_dtensors in (False, True):
+        model = fully_shard_model(tight(), mesh(), zero_dp_strategy=3)
+        optimizer: Any = connect(model, VARIANTS["adam foreach"], on_dtensors)
+        for number, batch in enumerate(batches(4)):
+            optimizer.zero_grad()
+            backward(model, batch)
+            if number == at:
+                trouble(model, optimizer)
+                own = [state.get("seen") for state in optimizer.state.values()]
+            optimizer.step()
+        kept &= all(map(operator.is_, own, [state.get("seen") for state in optimizer.state.values()]))
+        for state in optimizer.state.values():
+            state.pop("list", None)
+        ends.append(_end(model, optimizer))
+    same = [
+        left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+        for left, right in zip(*ends, strict=True)
+    ]
+    return same, kept
+
+
+@pytest.mark.parametrize(
+    ("trouble", "at"),
+    [
+        (fail_then_replace, 0),
+        (fail_then_replace, 2),
+        (one_group_on_dtensors, 0),
+        (listed_twice, 0),
+        (own_values, 1),
+        (make_other_gradients, 2),
+    ],
+)
+def test_after_trouble_weights_and_state_are_those_of_dtensors(
+    trouble: Callable[[nn.Module, Any], None], at: int, run_ranks: RunRanks
+) -> None:
+    for same, kept in run_ranks(2, after_trouble, trouble, at):
+        assert all(same)
+        assert kept

@@ -104,10 +104,3 @@ def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
     if cursor < layout.numel:
         gaps.append((cursor, layout.numel))
     return tuple(gaps)
-
-
-def gaps_of(buffer: FlatBuffer) -> list[torch.Tensor]:
-    """The stretches of a buffer's memory that belong to no tensor, as views."""
-    region = buffer.region
-    inside = [(max(start, region.start), min(stop, region.stop)) for start, stop in padding_ranges(buffer.layout)]
-    return [buffer.local[start - region.start : stop - region.start] for start, stop in inside if start < stop]

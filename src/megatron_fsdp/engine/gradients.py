@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.engine.buffer import FlatBuffer, full_view, gaps_of, padding_ranges, piece_view
+from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
@@ -137,7 +137,6 @@ class MainGradient:
         self.dtype = dtype
         self.device = device
         self._buffer: FlatBuffer | None = None
-        self._gaps: list[torch.Tensor] | None = None  # found when first asked for
         self.views: list[DTensor | None] = [None] * len(layout.shapes)
 
     @property
@@ -202,15 +201,6 @@ class MainGradient:
             piece.copy_(_local(grad))
         return True
 
-    def clear_gaps(self) -> torch.Tensor:
-        """All elements, with zeros where no tensor lies."""
-        buffer = self._there()
-        if self._gaps is None:
-            self._gaps = gaps_of(buffer)
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
-        return buffer.local
-
     def release(self) -> None:
         """Give the memory back. To be called when no element counts and nothing that writes here is under way."""
         if not self.held_bytes:
@@ -219,7 +209,7 @@ class MainGradient:
         if self._is_ours_alone(self._buffer):
             self._buffer.local.untyped_storage().resize_(0)
         else:
-            self._buffer, self._gaps = None, None
+            self._buffer = None
             self.views = [None] * len(self.views)
 
     def _there(self) -> FlatBuffer:
@@ -232,7 +222,7 @@ class MainGradient:
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
         """Whether no tensor besides our own refers to the memory, and nobody holds one of our DTensors."""
         storage = buffer.local.untyped_storage()
-        ours = 2 + sum(view is not None for view in self.views) + len(self._gaps or ())  # `local` and `storage`
+        ours = 2 + sum(view is not None for view in self.views)  # `local` and `storage`
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
         for view in self.views:
@@ -529,16 +519,6 @@ class GradientBuffers:
             if grad is not shown:
                 set_grad(param, self.grad_attribute, grad)
             self._attached[index] = True
-
-    def shown_as_one(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
-        """All gradients that the parameters show as one flat tensor, with zeros between them.
-
-        None where any shows none, or one that is not its part of the main gradient.
-        """
-        shown = get_grads(params, self.grad_attribute)
-        if num_shown(shown) < len(shown) or not all(map(is_, shown, self.main.views)):
-            return None
-        return self.main.clear_gaps()  # which a scale that is not finite has made NaN
 
     @property
     def shown_dtype(self) -> torch.dtype:

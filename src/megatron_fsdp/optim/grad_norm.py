@@ -91,18 +91,13 @@ def _is_known_to_be_one(factor: torch.Tensor) -> bool:
 def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
     """This rank's elements of the gradients that parameters show, by the groups they are shared out over.
 
-    Where all parameters of a group show their part of the main gradient, that is one piece. The keys and their order
-    are the same on all ranks, gradient or not.
+    The keys and their order are the same on all ranks, gradient or not.
     """
     pieces: dict[Groups, list[torch.Tensor]] = {}
     for group in engine.groups():
         if group.gradients is None:
             continue
         domain = engine.domain_of(group)
-        whole = group.gradients.shown_as_one(group.sharded) if not any(group.plan.parts) else None
-        if whole is not None:
-            pieces.setdefault(shared_out_over(group, 0, domain), []).append(whole)
-            continue
         for index, grad in enumerate(group.grads()):
             found = pieces.setdefault(shared_out_over(group, index, domain), [])
             if grad is not None:

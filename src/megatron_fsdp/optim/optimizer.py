@@ -214,7 +214,7 @@ class _StepHooks:
         self._local.release()
 
     def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
-        self._local.abandon()
+        self._local.release()
 
     def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
