@@ -525,7 +525,7 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     assert steps == steps_there
     wanted = {
         "leave_one_out": {3.0, 5.0},
-        **dict.fromkeys(("set_back_one_number", "forget_one_state", "leave_the_last_group"), {2.0, 5.0}),
+        **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state", "leave_the_last_group")},
     }
     assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
