@@ -281,8 +281,7 @@ def fully_shard_model(
         forward_prefetch_units: How many units to gather ahead in forward; None: 1.
         backward_prefetch_units: The same in backward.
         verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
-            differ. True; or seconds to wait for a rank (300); "step" or "step:SECONDS": once a step, after the fact;
-            None: what MFSDP_VERIFY_RANKS says, else off.
+            differ. True; or seconds to wait for a rank (300); None: what MFSDP_VERIFY_RANKS says, else off.
         find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.

@@ -21,8 +21,9 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
@@ -49,7 +50,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
 from megatron_fsdp.engine.schedule import ROOT, SyncMode
 from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard, raise_everywhere
-from megatron_fsdp.engine.wrap import Grouping, Switches, UnitGrouping, assemble
+from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
@@ -57,7 +58,6 @@ from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.accounting import GroupFootprint
-from megatron_fsdp.sharding.memory_plan import resolve_memory_options
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 StateDict = dict[str, Any]
@@ -145,42 +145,20 @@ class MegatronFSDP(nn.Module):
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
-        memory = resolve_memory_options(given, config)
-        if memory.idle:
+        options = resolve_engine_options(given, config, policy, resolve_verify_ranks(verify_ranks))
+        if options.memory.idle:
             warn_caller(
-                f"{' and '.join(f'{name}=True' for name in memory.idle)} has no effect under "
+                f"{' and '.join(f'{name}=True' for name in options.memory.idle)} has no effect under "
                 f"{config.data_parallel_sharding_strategy}, where every rank holds whole weights; leave it out, or use "
                 "optim_grads_params (3)"
             )
-        outer_strategy = resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-        if dist_index.hsdp_outer_dp_shard and outer_strategy is not ShardingStrategy.optim:
+        if dist_index.hsdp_outer_dp_shard and options.outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(
                 "dist_index has hsdp_outer_dp_shard=True, but outer_dp_sharding_strategy of ddp_config is "
-                f'"{outer_strategy.name}"; set both or neither'
+                f'"{options.outer_strategy.name}"; set both or neither'
             )
-        switches = Switches(
-            strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
-            outer_strategy=outer_strategy,
-            policy=policy,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-            average_in_collective=config.average_in_collective,
-            calculate_per_token_loss=calculate_per_token_loss,
-            check_finite=report_nan_in_param_grad or config.check_for_nan_in_grad,
-            memory=memory,
-            init_meta=init_model_with_meta_device,
-            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
-            or config.reduce_scatter_with_fp32_accumulation,
-            scales_first=not config.gradient_reduce_div_fusion,
-            fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
-            verify_ranks_s=resolve_verify_ranks(verify_ranks),
-            find_unused_parameters=find_unused_parameters,
-            check_large=config.check_for_large_grads,
-            fuses_weight_gradients=config.gradient_accumulation_fusion,
-            delays_weight_gradients=config.delay_wgrad_compute,
-        )
-        grouping = UnitGrouping(fsdp_unit_modules, memory)
-        self._wrap(module, dist_index, config, switches, grouping, device, sync_model_each_microbatch)
+        grouping = UnitGrouping(fsdp_unit_modules, options.memory)
+        self._wrap(module, dist_index, config, options, grouping, device, sync_model_each_microbatch)
         self.fsdp_unit_modules = fsdp_unit_modules
         if ddp_config is not None:
             self.ddp_config = ddp_config
@@ -191,7 +169,7 @@ class MegatronFSDP(nn.Module):
         module: nn.Module,
         dist_index: FSDPDistributedIndex,
         config: DistributedDataParallelConfig,
-        switches: Switches,
+        options: EngineOptions,
         grouping: Grouping,
         device: torch.device | str | int | None,
         auto_sync: bool,
@@ -201,11 +179,11 @@ class MegatronFSDP(nn.Module):
         self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
         self.ddp_config = self._config = config
-        self._switches = switches
-        self.mp_policy = switches.policy
+        self._options = options
+        self.mp_policy = options.policy
         self._policy_after_reset: MixedPrecisionPolicy | None = None
-        self.calculate_per_token_loss = switches.calculate_per_token_loss
-        self.report_nan_in_param_grad = switches.check_finite
+        self.calculate_per_token_loss = options.calculate_per_token_loss
+        self.report_nan_in_param_grad = options.check_finite
         self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=auto_sync)
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
@@ -219,18 +197,16 @@ class MegatronFSDP(nn.Module):
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if switches.delays_weight_gradients else None
+        delayed = delay_all(module) if options.delays_weight_gradients else None
         try:
-            self._assembly = assemble(
-                module, grouping, switches, dist_index, self.device, self._mode, _weakly(finished)
-            )
+            self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
         except BaseException:
             if delayed is not None:
                 undelay_weight_gradients(module)
             raise
         self._engine = self._assembly.engine
         self._engine.delayed = delayed
-        watch(self._engine, switches.verify_ranks_s)
+        watch(self._engine, options.verify_ranks_s)
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
@@ -247,7 +223,7 @@ class MegatronFSDP(nn.Module):
     @property
     def data_parallel_sharding_strategy(self) -> str:
         """The strategy by name."""
-        return self._switches.strategy.name
+        return self._options.strategy.name
 
     @property
     def model_auto_sync(self) -> bool:
@@ -531,7 +507,7 @@ class MegatronFSDP(nn.Module):
     @property
     def gathers_ahead(self) -> bool:
         """Whether weights are gathered while the forward runs."""
-        return self._switches.overlap_param_gather
+        return self._options.overlap_param_gather
 
     @property
     def may_gather_between_steps(self) -> bool:
@@ -677,7 +653,7 @@ class MegatronFSDP(nn.Module):
 
         Raises:
             ScheduleError: Inside a forward or backward, or for a unit that is open already.
-            ConfigurationError: `module` owns no parameter of the model; the two switches exclude each other; ranks
+            ConfigurationError: `module` owns no parameter of the model; the two options exclude each other; ranks
                 wrote different values, or a parameter was replaced (both on every rank).
         """
         engine = self._engine
@@ -1061,7 +1037,7 @@ class MegatronFSDP(nn.Module):
             wrapper=type(self).__name__,
             module=self.module,
             assembly=self._assembly,
-            switches=self._switches,
+            options=self._options,
             index=self.dist_index,
             auto_sync=self._mode.auto_sync,
         )

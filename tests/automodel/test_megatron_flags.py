@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.automodel import MegatronFSDPConfig, MegatronFSDPManager, create_device_mesh
+from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
-from megatron_fsdp.sharding.memory_plan import WeightAllocator
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, config_of, label_count, reference, token_loss_sum
 from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole
@@ -58,7 +58,7 @@ def every_strategy() -> None:
     with groups_destroyed():
         for number in range(4):
             model = parallel(zero_dp_strategy=number)
-            assert model._switches.strategy is ShardingStrategy(number)
+            assert model._options.strategy is ShardingStrategy(number)
             local.append(sum(param.to_local().numel() for param in model.parameters()))
             assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
     total = sum(param.numel() for param in build("llama").parameters())
@@ -83,16 +83,16 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 def train_with_switches() -> None:
     with groups_destroyed():
         expected = reference("llama", steps=2)
-        plain = parallel(zero_dp_strategy=1)._switches
+        plain = parallel(zero_dp_strategy=1)._options
         for fields, name, value in SWITCHES:
             model = parallel(**fields)
-            assert getattr(model._switches, name) is value
+            assert getattr(model._options, name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
             assert_close(gradients(model), expected.gradients[0], 1e-4, 1e-5, name)
         double, single = parallel(fsdp_double_buffer=True), parallel()
-        assert double._switches.memory.allocator is WeightAllocator.DOUBLE_BUFFER
-        assert single._switches.memory.allocator is WeightAllocator.SLOTS
+        assert double._options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
+        assert single._options.memory.allocator is WeightAllocator.SLOTS
         assert_trained_alike(train(double, steps=2), expected)
         whole_root = parallel(disable_bucketing=True)
         assert (whole_root.bucket_size, single.bucket_size is None) == (None, False)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import (
@@ -22,7 +23,6 @@ from megatron_fsdp.sharding.accounting import (
     step_traffic,
     transient_bytes,
 )
-from megatron_fsdp.sharding.memory_plan import WeightAllocator
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies

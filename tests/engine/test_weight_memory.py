@@ -2,8 +2,9 @@
 
 import torch
 
+from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.engine.memory import WeightMemory
-from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightAllocator, plan_weights
+from megatron_fsdp.sharding.memory_plan import UnitWeights, plan_weights
 
 SIZES = (1024, 256, 256, 512)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import (
@@ -19,7 +20,6 @@ from megatron_fsdp.sharding.accounting import (
     step_traffic,
     transient_bytes,
 )
-from megatron_fsdp.sharding.memory_plan import WeightAllocator
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy

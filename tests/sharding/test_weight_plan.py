@@ -3,15 +3,9 @@
 import pytest
 import torch
 
+from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import (
-    Place,
-    UnitWeights,
-    WeightAllocator,
-    most_common_shape,
-    plan_weights,
-    prefetch_depth,
-)
+from megatron_fsdp.sharding.memory_plan import Place, UnitWeights, most_common_shape, plan_weights, prefetch_depth
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SLOT, OWN, FOR_STEP, RESIZED = Place.SLOT, Place.OWN, Place.FOR_STEP, Place.RESIZED

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.sharding.layout import Granularity
 from megatron_fsdp.sharding.shards import ShardDescription
 from megatron_fsdp.sharding.units import ParameterInfo, group_parameters
@@ -93,9 +93,10 @@ def _on_rank(
     described: Any = _Mesh(sizes, at)
     domain = Domain(axes, ("dp_outer", "dp_shard")[-num_axes:], None, tensor_mesh, described)
     sharding = Sharding(
-        ShardingStrategy(arrangement.strategy),
-        ShardingStrategy(arrangement.outer_strategy) if arrangement.outer else None,
-        MixedPrecisionPolicy(),
+        EngineOptions(
+            ShardingStrategy(arrangement.strategy),
+            ShardingStrategy(arrangement.outer_strategy if arrangement.outer else 0),
+        ),
         domain,
         None,
         torch.device("cpu"),

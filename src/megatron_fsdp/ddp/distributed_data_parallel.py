@@ -14,16 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
 from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
 from megatron_fsdp.ddp.meshes import cut_into_instances
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.tensor_parallel import local_part
-from megatron_fsdp.engine.wrap import Switches
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.sharding.memory_plan import MemoryOptions
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, index_from_mesh, mesh_and_dim
 
 logger = logging.getLogger("megatron_fsdp")
@@ -119,15 +118,15 @@ class DistributedDataParallel(MegatronFSDP):
                     "parameters are cut by size; set that or leave it out"
                 )
             verify_ranks_s = resolve_verify_ranks(verify_ranks)
-            switches = replace(
-                _switches(resolved, verify_ranks_s),
+            options = replace(
+                _engine_options(resolved, verify_ranks_s),
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,
                 find_unused_parameters=find_unused_parameters,
             )
             grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode)
-            self._wrap(module, index, resolved.engine_config, switches, grouping, device, sync_model_each_microbatch)
+            self._wrap(module, index, resolved.engine_config, options, grouping, device, sync_model_each_microbatch)
             self._bucket_numel = resolved.bucket_numel
             self.fsdp_unit_modules = None
         self.resolved = resolved
@@ -175,10 +174,10 @@ def _resolve_together(
     return resolved
 
 
-def _switches(resolved: ResolvedDDP, verify_ranks_s: float) -> Switches:
+def _engine_options(resolved: ResolvedDDP, verify_ranks_s: float) -> EngineOptions:
     # Ranks that are compared wait for one another, so reductions start where they all do: at the end of backward.
     config = resolved.config
-    return Switches(
+    return EngineOptions(
         strategy=resolved.strategy,
         outer_strategy=resolved.outer_strategy,
         policy=resolved.policy,

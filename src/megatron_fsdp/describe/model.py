@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_fsdp.comm.axis import Axis, backend_of
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.describe.description import (
     AxisDescription,
     Description,
@@ -24,7 +25,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.tensor_parallel import local_part
-from megatron_fsdp.engine.wrap import Assembly, Switches
+from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.local_step import steps_locally
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
@@ -241,7 +242,7 @@ class Subject:
         wrapper: Class of the wrapper.
         module: The model inside.
         assembly: Engine and units.
-        switches: What was chosen for the model.
+        options: What was chosen for the model.
         index: Mesh and process groups.
         config: The configuration whose fields are told, of wrappers that take one; None: arguments say all.
         auto_sync: Whether every backward ends with a sync.
@@ -251,7 +252,7 @@ class Subject:
     wrapper: str
     module: nn.Module
     assembly: Assembly
-    switches: Switches
+    options: EngineOptions
     index: FSDPDistributedIndex
     auto_sync: bool
     config: DistributedDataParallelConfig | None = None
@@ -260,7 +261,7 @@ class Subject:
 
 def describe_model(subject: Subject) -> Description:
     """Describe a wrapped model as this rank holds it now."""
-    engine, plan, switches = subject.assembly.engine, subject.assembly.plan, subject.switches
+    engine, plan, options = subject.assembly.engine, subject.assembly.plan, subject.options
     units = units_of(engine, plan)
     ready = dist.is_initialized()
     return Description(
@@ -269,8 +270,8 @@ def describe_model(subject: Subject) -> Description:
         rank=dist.get_rank() if ready else 0,
         world_size=dist.get_world_size() if ready else 1,
         device=str(subject.assembly.device),
-        strategy=switches.strategy.name,
-        outer_strategy=switches.outer_strategy.name if subject.index.dp_outer_dim is not None else None,
+        strategy=options.strategy.name,
+        outer_strategy=options.outer_strategy.name if subject.index.dp_outer_dim is not None else None,
         axes=axes_of(engine),
         own_groups=engine.own_groups is not None,
         unit_source=plan.source,
@@ -280,33 +281,34 @@ def describe_model(subject: Subject) -> Description:
         unused=unused_of(engine),
         memory=memory_description(engine),
         optimizers=optimizers_of(engine),
-        options=_options(switches, subject.config, subject.auto_sync),
+        options=_options(options, subject.config, subject.auto_sync),
         notices=subject.notices,
     )
 
 
-_TOLD: dict[str, tuple[str, object]] = {
-    "overlap_grad_reduce": ("overlap_grad_reduce", True),
-    "overlap_param_gather": ("overlap_param_gather", True),
-    "average_in_collective": ("average_in_collective", False),
-    "calculate_per_token_loss": ("calculate_per_token_loss", False),
-    "check_finite": ("report_nan_in_param_grad", False),
-    "init_meta": ("init_model_with_meta_device", False),
-    "reduce_scatter_with_fp32_accumulation": ("reduce_scatter_with_fp32_accumulation", False),
-    "verify_ranks_s": ("verify_ranks", 0.0),
-    "find_unused_parameters": ("find_unused_parameters", False),
-    "fuses_weight_gradients": ("gradient_accumulation_fusion", False),
-    "delays_weight_gradients": ("delay_wgrad_compute", False),
+_TOLD = {
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "overlap_param_gather": "overlap_param_gather",
+    "average_in_collective": "average_in_collective",
+    "calculate_per_token_loss": "calculate_per_token_loss",
+    "check_finite": "report_nan_in_param_grad",
+    "init_meta": "init_model_with_meta_device",
+    "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
+    "verify_ranks_s": "verify_ranks",
+    "find_unused_parameters": "find_unused_parameters",
+    "fuses_weight_gradients": "gradient_accumulation_fusion",
+    "delays_weight_gradients": "delay_wgrad_compute",
 }
-"""Field of `Switches` -> the argument that sets it and its default, where nothing else in a description shows it."""
+"""Field of `EngineOptions` -> the argument that sets it, where nothing else in a description shows it."""
 
 
-def _options(switches: Switches, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
+def _options(options: EngineOptions, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
     """Collect what was chosen and is not the default, by the name of the argument or field that says it."""
     values = [(field.name, getattr(config, field.name), field.default) for field in fields(config)] if config else []
     said = {name for name, _, _ in values}  # the configuration has defaults of its own
+    defaults = EngineOptions()
     values += [
-        (name, getattr(switches, field), default) for field, (name, default) in _TOLD.items() if name not in said
+        (name, getattr(options, field), getattr(defaults, field)) for field, name in _TOLD.items() if name not in said
     ]
     values.append(("sync_model_each_microbatch", auto_sync, True))
     return {name: str(value).removeprefix("torch.") for name, value, default in values if value != default}

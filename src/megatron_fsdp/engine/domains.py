@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.tensor_parallel import TensorParallelPart, part_of
@@ -130,36 +131,20 @@ class Sharding:
     """How parameters are sharded, decided by the caller once for the whole model.
 
     Attributes:
-        strategy: On the sharding axis.
-        outer_strategy: On the outer axis; None where there is none.
-        policy: Dtypes.
+        options: What the caller chose for the whole model.
         dense: The ranks of dense parameters.
         experts: The ranks of experts; None where they are sharded as everything else.
         device: Where the buffers live.
-        average_in_collective: Let the collective average.
-        calculate_per_token_loss: Sum gradients, without a factor.
-        find_unused_parameters: Agree at every sync on which parameters were used.
-        scales_first: Scale gradients before they travel.
-        numel_multiple: What the elements of every trainable group are padded to a multiple of.
-        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
     """
 
-    strategy: ShardingStrategy
-    outer_strategy: ShardingStrategy | None
-    policy: MixedPrecisionPolicy
+    options: EngineOptions
     dense: Domain
     experts: Domain | None
     device: torch.device
-    average_in_collective: bool = False
-    calculate_per_token_loss: bool = False
-    find_unused_parameters: bool = False
-    scales_first: bool = False
-    numel_multiple: int = 1
-    fp32_patterns: tuple[str, ...] = ()
 
     def sums_in_fp32(self, name: str) -> bool:
         """Whether the gradients of a parameter are accumulated in float32, by its canonical name."""
-        return any(self.matches(name, pattern) for pattern in self.fp32_patterns)
+        return any(self.matches(name, pattern) for pattern in self.options.fp32_patterns)
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """Refuse patterns without effect.
@@ -170,7 +155,7 @@ class Sharding:
         Raises:
             ConfigurationError: A pattern matches none of them.
         """
-        for pattern in self.fp32_patterns:
+        for pattern in self.options.fp32_patterns:
             if not any(self.matches(name, pattern) for name in names):
                 raise ConfigurationError(
                     f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
@@ -263,15 +248,15 @@ class Sharding:
         return gradient_reduction(
             self.dense.num_ranks,
             domain.num_ranks,
-            average_in_collective=self.average_in_collective,
-            calculate_per_token_loss=self.calculate_per_token_loss,
+            average_in_collective=self.options.average_in_collective,
+            calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
-            scales_first=self.scales_first,
+            scales_first=self.options.scales_first,
         )
 
     def precision(self, key: GroupKey) -> ResolvedPrecision:
         """The dtypes of a trained group."""
-        precision = resolve_precision(self.policy, key.dtype)
+        precision = resolve_precision(self.options.policy, key.dtype)
         if not key.sums_in_fp32 or not key.dtype.is_floating_point:
             return precision
         return replace(precision, main_grads=torch.promote_types(precision.main_grads, torch.float32))
@@ -287,7 +272,7 @@ class Sharding:
                 num_shards,
                 alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
                 granularity=[info.granularity for info in spec.parameters],
-                numel_multiple=self.numel_multiple if spec.key.requires_grad else 1,
+                numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
             )
 
         layout = plan([info.shape for info in spec.parameters])
@@ -310,7 +295,8 @@ class Sharding:
         )
 
     def _placements(self, spec: ParameterGroupSpec) -> Placements:
-        strategy, outer = self.strategy, self.outer_strategy
+        strategy = self.options.strategy
+        outer = self.options.outer_strategy if len(self.dense.axes) > 1 else None
         is_frozen = not spec.key.requires_grad
         if spec.key.is_scalar or (is_frozen and strategy < ShardingStrategy.optim_grads_params):
             strategy = ShardingStrategy.no_shard  # nothing to cut, or nothing to optimise: whole and never gathered

@@ -124,12 +124,12 @@ class Engine:
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
-                domain.group, sharding.device, sharding.find_unused_parameters, domain.foreign_groups
+                domain.group, sharding.device, sharding.options.find_unused_parameters, domain.foreign_groups
             )
             for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
             if domain is not None
         }
-        self._pending_is_sharded = placements_for(sharding.strategy).pending_grad[-1] is Placement.SHARD
+        self._pending_is_sharded = placements_for(sharding.options.strategy).pending_grad[-1] is Placement.SHARD
         self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self._unseen = UnseenGradients()
@@ -540,7 +540,7 @@ class Engine:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )
-        self._sharding = replace(self._sharding, policy=policy)
+        self._sharding = replace(self._sharding, options=replace(self._sharding.options, policy=policy))
         for group in groups:
             group.change_precision(self._sharding.precision(group.plan.spec.key))
         for unit in self.units:

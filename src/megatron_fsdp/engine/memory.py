@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
 from megatron_fsdp.sharding.memory_plan import (
-    MemoryOptions,
     Place,
     UnitWeights,
-    WeightAllocator,
     WeightPlan,
     plan_weights,
     prefetch_depth,

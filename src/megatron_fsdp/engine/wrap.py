@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic, has_values
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
+from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
+from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.collective_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
@@ -43,7 +44,6 @@ from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_
 from megatron_fsdp.engine.tensor_parallel import local_part, part_of
 from megatron_fsdp.engine.unit import ParameterSites, Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
-from megatron_fsdp.sharding.memory_plan import MemoryOptions
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
@@ -116,55 +116,6 @@ class UnitGrouping:
 
 
 @dataclass(frozen=True)
-class Switches:
-    """What the caller chose for one model, checked.
-
-    Attributes:
-        strategy: On the sharding axis.
-        outer_strategy: On the outer axis, where there is one.
-        policy: Dtypes.
-        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
-        overlap_param_gather: Gather ahead; strategy 3 always does.
-        average_in_collective: Let the collective average.
-        calculate_per_token_loss: Sum gradients, without a factor.
-        check_finite: Look for NaN and infinity in every gradient.
-        memory: How memory is borrowed and how far to gather ahead.
-        init_meta: Initialise what is on the meta device; "empty": only give its parameters memory.
-        reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
-        find_unused_parameters: Agree at every sync on which parameters were used.
-        scales_first: Scale gradients before they travel, not after.
-        numel_multiple: What the elements of every trainable group are padded to a multiple of.
-        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
-        verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
-        check_large: Look for unexpectedly large values in every gradient.
-        own_groups: Communicate over process groups that the model's own collectives do not use.
-        fuses_weight_gradients: Let linears write weight gradients straight into buckets.
-        delays_weight_gradients: Let them compute weight gradients at the end of backward, where all units are reduced.
-    """
-
-    strategy: ShardingStrategy
-    outer_strategy: ShardingStrategy
-    policy: MixedPrecisionPolicy
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    average_in_collective: bool
-    calculate_per_token_loss: bool
-    check_finite: bool
-    memory: MemoryOptions
-    init_meta: bool | str = False
-    reduce_scatter_with_fp32_accumulation: bool = False
-    verify_ranks_s: float = 0.0
-    find_unused_parameters: bool = False
-    scales_first: bool = False
-    numel_multiple: int = 1
-    fp32_patterns: tuple[str, ...] = ()
-    check_large: bool = False
-    own_groups: bool = False
-    fuses_weight_gradients: bool = False
-    delays_weight_gradients: bool = False
-
-
-@dataclass(frozen=True)
 class Assembly:
     """A sharded model.
 
@@ -190,7 +141,7 @@ class Assembly:
 def assemble(
     module: nn.Module,
     grouping: Grouping,
-    switches: Switches,
+    options: EngineOptions,
     index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
@@ -201,7 +152,7 @@ def assemble(
     Args:
         module: The model.
         grouping: Which parameters are gathered and reduced together.
-        switches: What the caller chose.
+        options: What the caller chose.
         index: Mesh and process groups.
         device: Where the shards are to live.
         mode: When gradients are reduced; shared with the caller.
@@ -210,34 +161,34 @@ def assemble(
     Raises:
         ConfigurationError: The model cannot be sharded as it is.
     """
-    sharding = _sharding(switches, index, device)
-    plan, hang_settings = _plan_together(module, grouping, switches, sharding)
+    sharding = _sharding(options, index, device)
+    plan, hang_settings = _plan_together(module, grouping, options, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
     lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     own_groups = None
-    if switches.own_groups:
+    if options.own_groups:
         sharding, own_groups = sharding.over_own_groups()
     bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
-    units = build_units(module, plan, sharding, bucket_numel, leaves_empty=switches.init_meta == EMPTY)
+    units = build_units(module, plan, sharding, bucket_numel, leaves_empty=options.init_meta == EMPTY)
     _warn_of_narrowing(units)
-    if switches.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
-    reduces_early = switches.overlap_grad_reduce or switches.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not switches.delays_weight_gradients
-    memory = plan_memory(switches.memory, reduces_early, [unit.group_plans for unit in units])
+    reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
+    reduces_early = reduces_early and not options.delays_weight_gradients
+    memory = plan_memory(options.memory, reduces_early, [unit.group_plans for unit in units])
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
     engine.own_groups = own_groups
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
-    _add_gradient_checks(engine, switches, device)
+    _add_gradient_checks(engine, options, device)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
     handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
     engine.structure = StructureCheck(module, units)
-    if switches.fuses_weight_gradients:
+    if options.fuses_weight_gradients:
         fuse_weight_gradients(engine, module)
     return Assembly(
         engine,
@@ -250,65 +201,57 @@ def assemble(
     )
 
 
-def _add_gradient_checks(engine: Engine, switches: Switches, device: torch.device) -> None:
+def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
         for unit in engine.units
         for group in unit.groups  # frozen ones too, which may be thawed
         for name in group.names
     }
-    if switches.check_finite:
+    if options.check_finite:
         engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
         for group in engine.groups():
             engine.inspect_gradients(group)
-    if switches.check_large:
+    if options.check_large:
         engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
 
 
-def _sharding(switches: Switches, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
+def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
     traffic = {name: Traffic() for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None}
     has_outer = index.dp_outer_dim is not None
-    if not has_outer and switches.outer_strategy is not ShardingStrategy.no_shard:
+    if not has_outer and options.outer_strategy is not ShardingStrategy.no_shard:
         raise ConfigurationError(
-            f'outer_dp_sharding_strategy="{switches.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
+            f'outer_dp_sharding_strategy="{options.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
             "hybrid_fsdp_group, or leave it out"
         )
-    sums_locally = switches.reduce_scatter_with_fp32_accumulation
-    placements_for(switches.strategy, switches.outer_strategy if has_outer else None)  # refuses what makes no sense
+    sums_locally = options.reduce_scatter_with_fp32_accumulation
+    placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses what makes no sense
     return Sharding(
-        switches.strategy,
-        switches.outer_strategy if has_outer else None,
-        switches.policy,
+        options,
         make_domain(index, traffic, sums_locally=sums_locally),
         make_domain(index, traffic, is_expert=True, sums_locally=sums_locally)
         if index.expt_device_mesh is not None
         else None,
         device,
-        switches.average_in_collective,
-        switches.calculate_per_token_loss,
-        switches.find_unused_parameters,
-        switches.scales_first,
-        switches.numel_multiple,
-        switches.fp32_patterns,
     )
 
 
 def _plan_together(
-    module: nn.Module, grouping: Grouping, switches: Switches, sharding: Sharding
+    module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
 ) -> tuple[UnitPlan, HangSettings | None]:
     """Check the model and find its units; every rank gets the same answer or the same error."""
     plan, hang_settings, problem, facts = None, None, None, []
     try:
         hang_settings = resolve_hang_log()
-        if switches.reduce_scatter_with_fp32_accumulation:
-            refuse_without_reduce_scatter(switches.strategy)
-        check_module(module, switches.init_meta)
+        if options.reduce_scatter_with_fp32_accumulation:
+            refuse_without_reduce_scatter(options.strategy)
+        check_module(module, options.init_meta)
         params = dict(module.named_parameters())
         for name, param in params.items():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         plan = grouping.plan(module, sharding)
-        facts = _facts(module, plan, switches, sharding)
+        facts = _facts(module, plan, options, sharding)
         facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
@@ -354,9 +297,9 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
         )
 
 
-def _facts(module: nn.Module, plan: UnitPlan, switches: Switches, sharding: Sharding) -> list[str]:
+def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: Sharding) -> list[str]:
     """What every data-parallel rank must have in common; experts may be others on other ranks."""
-    chosen = [f"{name}={value}" for name, value in vars(switches).items()]
+    chosen = [f"{name}={value}" for name, value in vars(options).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     if not all(spec.is_module for spec in plan.units):
         units.append(plan.source)  # names that were made up tell nothing of what is in them
@@ -542,7 +485,7 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
 
     Args:
         module: The model.
-        init_meta: As in `Switches`.
+        init_meta: As in `EngineOptions`.
 
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
@@ -21,7 +22,6 @@ from megatron_fsdp.plan.recompute import Recompute
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, OptimizerKind, ParallelRanks, Setup
 from megatron_fsdp.plan.share import share_of_rank
 from megatron_fsdp.plan.workload import Workload
-from megatron_fsdp.sharding.memory_plan import MemoryOptions
 
 Ranks = int | Mapping[str, int] | ParallelRanks
 _Choice = TypeVar("_Choice", bound=Enum)

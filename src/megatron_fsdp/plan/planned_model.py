@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
@@ -216,9 +218,7 @@ def _sharding(setup: Setup) -> Sharding:
     ranks = setup.ranks
     has_experts = ranks.ep > 1
     return Sharding(
-        setup.strategy,
-        setup.outer,
-        setup.policy,
+        EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy),
         _domain(setup, ranks.inner),
         _domain(setup, ranks.inner // ranks.ep) if has_experts else None,
         _META,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import Place, UnitWeights, WeightAllocator, WeightPlan, plan_weights
+from megatron_fsdp.sharding.memory_plan import Place, UnitWeights, WeightPlan, plan_weights
 from megatron_fsdp.sharding.placement import Placement, Placements, placements_for
 
 ROOT_UNIT = 0

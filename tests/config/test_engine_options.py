@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallelConfig
+from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator, resolve_memory_options
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import MemoryOptions, WeightAllocator, resolve_memory_options
 
 DEFAULTS: dict[str, Any] = {
     "disable_bucketing": False,

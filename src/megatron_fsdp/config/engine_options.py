@@ -1,0 +1,342 @@
+"""The options of the engine: what the caller gave, checked, with nothing left open, in one frozen object. Pure.
+
+They are resolved once, where the public call comes in, and read where they take effect: layout and gradient factors in
+`engine/domains.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest in `engine/wrap.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
+from megatron_fsdp.errors import ConfigurationError
+
+
+class WeightAllocator(Enum):
+    """How memory for gathered weights is taken and given back; `docs/memory.md` compares them."""
+
+    SLOTS = "slots"  # slots of the largest unit's size, taken at their first use and kept
+    RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is not gathered
+    DOUBLE_BUFFER = "double buffer"  # two slots of the most common unit's size, taken at once; other units resize
+    PERSISTENT_DOUBLE_BUFFER = "persistent double buffer"  # the same, and other units keep a buffer of their own
+    MAX_POOL = "max pool"  # two slots of the largest unit's size, taken at once
+
+
+DOUBLE_BUFFERS = (
+    WeightAllocator.DOUBLE_BUFFER,
+    WeightAllocator.PERSISTENT_DOUBLE_BUFFER,
+    WeightAllocator.MAX_POOL,
+)
+"""The allocators with two fixed slots."""
+
+
+_SLOTS = 2
+_LEAST_BUCKET_NUMEL = 40_000_000
+_BUCKET_NUMEL_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What was decided before the model is looked at.
+
+    Attributes:
+        allocator: How memory for gathered weights is taken.
+        slots: How many units besides the root may be gathered at a time (strategy 3).
+        may_grow: Whether a larger prefetch size may bring more slots.
+        forward_depth: How many units to gather ahead in forward.
+        backward_depth: How many units to gather ahead in backward.
+        communication_unit_numel: Elements to gather ahead and to have in reduction; None: one unit ahead, two buckets.
+        bucket_numel: Where parameters outside of units are cut into groups, in elements; None: by the number of ranks.
+        is_bucketed: Whether they are cut at all.
+        fine_grained: Whether the modules inside units become units.
+        whole_types: Classes of modules that are then taken whole.
+        idle: Names of the arguments that were given and have no effect under the strategy.
+    """
+
+    allocator: WeightAllocator = WeightAllocator.SLOTS
+    slots: int = _SLOTS
+    may_grow: bool = True
+    forward_depth: int = 1
+    backward_depth: int = 1
+    communication_unit_numel: int | None = None
+    bucket_numel: int | None = None
+    is_bucketed: bool = True
+    fine_grained: bool = False
+    whole_types: tuple[type[nn.Module], ...] = ()
+    idle: tuple[str, ...] = ()
+
+    def bucket_numel_on(self, num_ranks: int) -> int | None:
+        """Where parameters outside of units are cut on that many ranks; None: never."""
+        if not self.is_bucketed:
+            return None
+        return self.bucket_numel or max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
+
+    def check_plan(self, units_besides_root: int) -> None:
+        """Refuse what this model leaves without effect.
+
+        Raises:
+            ConfigurationError: Double buffers or fine-grained gathers for a model without units besides the root.
+        """
+        if units_besides_root:
+            return
+        for name, is_set in (
+            ("fsdp_double_buffer", self.allocator in DOUBLE_BUFFERS),
+            ("enable_fine_grained_param_gather", self.fine_grained),
+        ):
+            if is_set:
+                raise ConfigurationError(
+                    f"{name}=True has no effect on a model without units besides the root; name the classes of its "
+                    "units in fsdp_unit_modules, or leave the option out."
+                )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the caller chose for one model, checked.
+
+    Attributes:
+        strategy: On the sharding axis.
+        outer_strategy: On the outer axis, where there is one.
+        policy: Dtypes.
+        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
+        overlap_param_gather: Gather ahead; strategy 3 always does.
+        average_in_collective: Let the collective average.
+        calculate_per_token_loss: Sum gradients, without a factor.
+        check_finite: Look for NaN and infinity in every gradient.
+        memory: How memory is borrowed and how far to gather ahead.
+        init_meta: Initialise what is on the meta device; "empty": only give its parameters memory.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
+        find_unused_parameters: Agree at every sync on which parameters were used.
+        scales_first: Scale gradients before they travel, not after.
+        numel_multiple: What the elements of every trainable group are padded to a multiple of.
+        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
+        verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
+        check_large: Look for unexpectedly large values in every gradient.
+        own_groups: Communicate over process groups that the model's own collectives do not use.
+        fuses_weight_gradients: Let linears write weight gradients straight into buckets.
+        delays_weight_gradients: Let them compute weight gradients at the end of backward, where all units are reduced.
+    """
+
+    strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
+    outer_strategy: ShardingStrategy = ShardingStrategy.no_shard
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    average_in_collective: bool = False
+    calculate_per_token_loss: bool = False
+    check_finite: bool = False
+    memory: MemoryOptions = MemoryOptions()
+    init_meta: bool | str = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    verify_ranks_s: float = 0.0
+    find_unused_parameters: bool = False
+    scales_first: bool = False
+    numel_multiple: int = 1
+    fp32_patterns: tuple[str, ...] = ()
+    check_large: bool = False
+    own_groups: bool = False
+    fuses_weight_gradients: bool = False
+    delays_weight_gradients: bool = False
+
+
+def resolve_engine_options(
+    given: Mapping[str, Any],
+    config: DistributedDataParallelConfig,
+    policy: MixedPrecisionPolicy,
+    verify_ranks_s: float = 0.0,
+) -> EngineOptions:
+    """Resolve the arguments and the configuration of `MegatronFSDP` together.
+
+    Args:
+        given: The arguments of `MegatronFSDP` by name.
+        config: Its configuration.
+        policy: The dtypes to use, which lead over those of the configuration.
+        verify_ranks_s: Seconds to wait for each rank that is compared with; 0.0: do not compare.
+
+    Raises:
+        ConfigurationError: As `resolve_memory_options`, or a strategy does not exist.
+        TypeError: As there.
+    """
+    return EngineOptions(
+        strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
+        outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
+        policy=policy,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        average_in_collective=config.average_in_collective,
+        calculate_per_token_loss=given["calculate_per_token_loss"],
+        check_finite=given["report_nan_in_param_grad"] or config.check_for_nan_in_grad,
+        memory=resolve_memory_options(given, config),
+        init_meta=given["init_model_with_meta_device"],
+        reduce_scatter_with_fp32_accumulation=given["reduce_scatter_with_fp32_accumulation"]
+        or config.reduce_scatter_with_fp32_accumulation,
+        scales_first=not config.gradient_reduce_div_fusion,
+        fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
+        verify_ranks_s=verify_ranks_s,
+        find_unused_parameters=given["find_unused_parameters"],
+        check_large=config.check_for_large_grads,
+        fuses_weight_gradients=config.gradient_accumulation_fusion,
+        delays_weight_gradients=config.delay_wgrad_compute,
+    )
+
+
+def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
+    """Check the options of `MegatronFSDP` and of its configuration together.
+
+    Args:
+        given: The arguments of `MegatronFSDP` by name; those that do not concern memory are not looked at.
+        config: Its configuration.
+
+    Raises:
+        ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.
+        TypeError: `fine_grained_recurse_module_types` does not hold classes of modules.
+    """
+    strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+    allocator, idle = _allocator(given, config, strategy)
+    forward, backward, slots = _depths(given, config, strategy, allocator)
+    fine_grained, whole_types = _fine_grained(given, config, strategy)
+    if given["disable_bucketing"] and config.bucket_size is not None:
+        raise ConfigurationError(
+            f"disable_bucketing=True and bucket_size={config.bucket_size} contradict each other; give only one of them."
+        )
+    return MemoryOptions(
+        allocator=allocator,
+        slots=slots,
+        may_grow=given["max_gathered_units"] is None and allocator not in DOUBLE_BUFFERS,
+        forward_depth=forward,
+        backward_depth=backward,
+        communication_unit_numel=config.suggested_communication_unit_size,
+        bucket_numel=config.bucket_size,
+        is_bucketed=not given["disable_bucketing"],
+        fine_grained=fine_grained,
+        whole_types=whole_types,
+        idle=idle,
+    )
+
+
+def _allocator(
+    given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
+) -> tuple[WeightAllocator, tuple[str, ...]]:
+    """The allocator, and which of the arguments that name one have no effect."""
+    name = given["weight_allocator"]
+    if name not in ("slots", "resize"):
+        raise ConfigurationError(f'weight_allocator={name!r} does not exist; give "slots" or "resize".')
+    max_pool = config.megatron_fsdp_max_pool_double_buffer
+    doubled = given["fsdp_double_buffer"] or config.fsdp_double_buffer or max_pool
+    persistent = given["fsdp_db_use_persist_buf_on_alloc_fail"] or config.fsdp_db_use_persist_buf_on_alloc_fail
+    if persistent and (not doubled or max_pool):
+        reason = "with a pool that every unit fits" if max_pool else "without fsdp_double_buffer=True"
+        raise ConfigurationError(f"fsdp_db_use_persist_buf_on_alloc_fail=True has no effect {reason}; leave it out.")
+    if name == "resize":
+        _needs_sharded_weights('weight_allocator="resize"', strategy)
+    if not doubled:
+        return WeightAllocator(name), ()
+    option = "maxpool_double_buffer" if max_pool else "fsdp_double_buffer"
+    if strategy != ShardingStrategy.optim_grads_params:  # accepted there, as in the published package
+        return WeightAllocator.SLOTS, (option, *(["fsdp_db_use_persist_buf_on_alloc_fail"] if persistent else []))
+    if name == "resize":
+        raise ConfigurationError(
+            f'{option}=True and weight_allocator="resize" are two ways to hold gathered weights; give only one of them.'
+        )
+    if max_pool:
+        return WeightAllocator.MAX_POOL, ()
+    return WeightAllocator.PERSISTENT_DOUBLE_BUFFER if persistent else WeightAllocator.DOUBLE_BUFFER, ()
+
+
+def _depths(
+    given: Mapping[str, Any],
+    config: DistributedDataParallelConfig,
+    strategy: ShardingStrategy,
+    allocator: WeightAllocator,
+) -> tuple[int, int, int]:
+    """How far to gather ahead in forward and backward, and how many units may be gathered at a time."""
+    limit = given["max_gathered_units"]
+    if limit is not None:
+        _check_count("max_gathered_units", limit, 1)
+        _needs_sharded_weights(f"max_gathered_units={limit}", strategy)
+        if allocator in DOUBLE_BUFFERS and limit != _SLOTS:
+            raise ConfigurationError(
+                f"max_gathered_units={limit} contradicts a double buffer, which holds {_SLOTS} units; leave it out."
+            )
+    most = _SLOTS if allocator in DOUBLE_BUFFERS else limit
+    prefetches = config.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
+    depths = []
+    for name in ("forward_prefetch_units", "backward_prefetch_units"):
+        depth = given[name]
+        if depth is None:
+            depths.append(int(prefetches) if most is None else min(int(prefetches), most - 1))
+            continue
+        _check_depth(name, depth, most, prefetches, config)
+        if strategy == ShardingStrategy.no_shard:
+            raise ConfigurationError(
+                f"{name}={depth} has no effect under no_shard, which gathers nothing; leave it out."
+            )
+        depths.append(depth)
+    return depths[0], depths[1], most or max(_SLOTS, 1 + max(depths))
+
+
+def _check_depth(
+    name: str, depth: object, most: int | None, prefetches: bool, config: DistributedDataParallelConfig
+) -> None:
+    _check_count(name, depth, 0)
+    assert isinstance(depth, int)
+    if most is not None and depth >= most:
+        raise ConfigurationError(
+            f"{name}={depth} needs {depth + 1} units gathered at a time, and {most} are allowed; give at most "
+            f"{most - 1} or raise max_gathered_units."
+        )
+    if depth and not prefetches:
+        raise ConfigurationError(
+            f"{name}={depth} has no effect with overlap_param_gather=False; turn that on or leave {name} out."
+        )
+    if config.suggested_communication_unit_size is not None:
+        raise ConfigurationError(
+            f"{name}={depth} and suggested_communication_unit_size={config.suggested_communication_unit_size} both say "
+            "how far to gather ahead; give only one of them."
+        )
+
+
+def _fine_grained(
+    given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
+) -> tuple[bool, tuple[type[nn.Module], ...]]:
+    on = bool(given["enable_fine_grained_param_gather_hook"] or config.megatron_fsdp_enable_fine_grained_param_gather)
+    types = given["fine_grained_recurse_module_types"]
+    for name, value in (
+        ("enable_fine_grained_param_gather_backward_hook", given["enable_fine_grained_param_gather_backward_hook"]),
+        ("fine_grained_recurse_module_types", types),
+    ):
+        if value and not on:
+            raise ConfigurationError(
+                f"{name}={value!r} needs enable_fine_grained_param_gather_hook=True, since modules are gathered alike "
+                "in both directions; set both or neither."
+            )
+    if on and strategy == ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            "enable_fine_grained_param_gather=True has no effect under no_shard, which gathers nothing; leave it out."
+        )
+    types = tuple(types or ())
+    for entry in types:
+        if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(
+                f"fine_grained_recurse_module_types has the entry {entry!r}, which is not a subclass of "
+                "torch.nn.Module; give classes."
+            )
+    return on, types
+
+
+def _needs_sharded_weights(option: str, strategy: ShardingStrategy) -> None:
+    if strategy != ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f"{option} has no effect under {strategy.name}, where every rank holds whole weights; leave it out or use "
+            "optim_grads_params (3)."
+        )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r} is not a whole number of units; give {least} or more.")
