@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp.comm.groups import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
@@ -175,7 +175,7 @@ def make_fsdp_dtensor(
         coordinate=tuple(dist.get_rank(mesh.get_group(dim)) for dim in range(mesh.ndim)),
         cut=cut,
         tensor_cut=tensor_cut,
-        other_cuts=tuple(gather_objects(mesh.get_group(tp_dim), cut)) if tensor_cut is not None else (),
+        other_cuts=tuple(gather_objects(cut, mesh.get_group(tp_dim))) if tensor_cut is not None else (),
     )
     made = UnevenDTensor.wrap(local_tensor.detach().view(description.local_shape), ShardFrame(mesh, description))
     if update_uneven_dtensor_chunk_meta:
@@ -187,5 +187,5 @@ def _edges(numel: int, mesh: DeviceMesh, use: MeshUse) -> tuple[int, ...]:
     """Where the shards of all ranks begin and end, given how many elements this rank has. Collective."""
     held = [numel]
     for dim in reversed(use.shard_dims):
-        held = list(itertools.chain(*gather_objects(mesh.get_group(dim), held)))
+        held = list(itertools.chain(*gather_objects(held, mesh.get_group(dim))))
     return (0, *itertools.accumulate(held))

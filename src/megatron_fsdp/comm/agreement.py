@@ -1,16 +1,88 @@
-"""Let ranks agree before they go on: what one rank alone finds wrong stops all of them, with the same message."""
+"""Let all ranks go on together, or stop together with the same message. Every function here is called by all of them.
+
+What one rank alone finds wrong would leave the others waiting in their next collective. So errors travel first:
+
+    agree, agree_over        before a model is sharded or changed: what has to be the same, and what was found wrong
+    together, raise_together around work that each rank does by itself, such as reading or writing its part of files
+    decided_by_first         what rank 0 finds or does, on all ranks
+    gather_objects           what every rank has
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.comm.groups import gather_objects
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+
+Result = TypeVar("Result")
+
+SMALL_BYTES = 1024
+"""What is sent at first; objects that do not fit, with the 8 bytes of their length, are sent in a second collective."""
+_LENGTH_BYTES = 8
+_SHOWN = 8
+
+
+def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Give every rank the values of all, by rank; one small collective over gloo, where torch's own takes two.
+
+    Args:
+        value: Of this rank; can be pickled.
+        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
+
+    Raises:
+        CheckpointError: There is a group, and torch.distributed has been taken down.
+    """
+    if not _is_up(group) or dist.get_world_size(group) == 1:
+        return [value]
+    if dist.get_backend(group) != dist.Backend.GLOO:  # others want tensors of their own devices: that is left to torch
+        found: list[Result] = [value] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+    data = pickle.dumps(value)
+    message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    messages = _gather_bytes(group, message, SMALL_BYTES)
+    lengths = [_LENGTH_BYTES + int.from_bytes(each[:_LENGTH_BYTES], "little") for each in messages]
+    if max(lengths) > SMALL_BYTES:  # which every rank sees
+        messages = _gather_bytes(group, message, max(lengths))
+    return [pickle.loads(each[_LENGTH_BYTES:length]) for each, length in zip(messages, lengths, strict=True)]
+
+
+def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) -> list[bytes]:
+    """Gather as many first bytes of every rank's message, filled up with zeros."""
+    sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8)
+    received = torch.empty(dist.get_world_size(group), length, dtype=torch.uint8, device="cpu")
+    dist.all_gather(list(received.unbind()), sent, group=group)
+    return [bytes(each.tolist()) for each in received]
+
+
+def rank_of(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of this process among the ranks; errors as of `gather_objects`."""
+    return dist.get_rank(group) if _is_up(group) else 0
+
+
+def world_size_of(group: dist.ProcessGroup | None = None) -> int:
+    """Return how many ranks there are; errors as of `gather_objects`."""
+    return dist.get_world_size(group) if _is_up(group) else 1
+
+
+def _is_up(group: dist.ProcessGroup | None) -> bool:
+    """Whether there are ranks; a process whose group is gone must not take itself for the only one."""
+    if dist.is_initialized():
+        return True
+    if group is not None:
+        raise CheckpointError(
+            "torch.distributed was taken down while a checkpoint was being saved or loaded; close the Checkpointer (or "
+            "wait() for it) before destroy_process_group()"
+        )
+    return False
 
 
 @real_values()
@@ -31,7 +103,7 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
             raise error
         return
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    everyone = gather_objects(group, (str(error) if error is not None else None, digest))
+    everyone = gather_objects((str(error) if error is not None else None, digest), group)
     errors = [found for found, _ in everyone]
     if error is not None and all(found == errors[0] for found in errors):
         raise error
@@ -41,19 +113,19 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
             f"some ranks of the group cannot go on ({told}); give every rank the same model and arguments"
         )
     if any(found != digest for _, found in everyone):
-        _compare(gather_objects(group, list(facts)))
+        _compare(gather_objects(list(facts), group))
 
 
 def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:
-    """As `agree`, over several groups one after another, so that what one rank finds stops the ranks of all of them.
+    """Compare over several groups one after another, so that what one rank finds stops the ranks of all of them.
 
     Args:
         groups: Data-parallel ranks first; facts are compared there only.
         error: What this rank found wrong.
-        facts: As for `agree`.
+        facts: As of `agree`.
 
     Raises:
-        ConfigurationError: As `agree`.
+        ConfigurationError: As of `agree`.
     """
     for position, group in enumerate(groups):
         try:
@@ -72,3 +144,137 @@ def _compare(facts: Sequence[Sequence[str]]) -> None:
                     f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every "
                     "rank the same model and arguments"
                 )
+
+
+def raise_together(
+    error: BaseException | None,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Let all ranks raise what any of them met; one small collective.
+
+    Args:
+        error: What this rank met; None if all went well.
+        doing: What was being done, for the message: "writing runs/a/iter_0000010".
+        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
+        facts: As for `together`.
+
+    Raises:
+        CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
+        ConfigurationError: Ranks have different facts.
+        Exception: `error` itself, if it is of this library and every rank has met the same.
+    """
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    if facts is None:
+        everyone = gather_objects(told, group)
+    else:
+        found = gather_objects((told, _digest(facts)), group)
+        if len({digest for _, digest in found}) > 1:
+            _raise_different(gather_objects(dict(facts), group), error)
+        everyone = [text for text, _ in found]
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    if not failed:
+        return
+    if isinstance(error, MegatronFSDPError) and all(text == told for text in everyone):
+        raise error
+    raise CheckpointError(f"{doing} failed ({told if len(everyone) == 1 else '; '.join(failed)})") from error
+
+
+def together(
+    doing: str,
+    act: Callable[[], Result],
+    group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> Result:
+    """Do something on every rank, and go on only if all of them could; one small collective.
+
+    Args:
+        doing: As for `raise_together`.
+        act: What to do; makes no collective that could be missed by a rank that failed.
+        group: The ranks.
+        facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
+            before errors are looked at, and only a digest of them is sent unless they differ.
+
+    Returns:
+        What `act` returned here.
+
+    Raises:
+        CheckpointError: As `raise_together`.
+        ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
+    """
+    error: Exception | None = None
+    result: Result | None = None
+    try:
+        result = act()
+    except Exception as met:  # noqa: BLE001 - the other ranks have to hear of it
+        error = met
+    raise_together(error, doing, group, facts)
+    return cast(Result, result)
+
+
+def by_value(values: Sequence[str]) -> str:
+    """What ranks have, each value once: "True on rank 0, False on ranks 1, 2".
+
+    Args:
+        values: By rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    told = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
+    return ", ".join([*told, "..."] if len(ranks) > _SHOWN else told)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _digest(facts: Mapping[str, str]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest())
+
+
+def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | None) -> None:
+    """What differs, without what was being done: that may name what differs, and so be another text on every rank."""
+    names = dict.fromkeys(name for of_rank in facts for name in of_rank)
+    values = {name: [of_rank.get(name, "nothing") for of_rank in facts] for name in names}
+    differing = [name for name in values if len(set(values[name])) > 1]
+    # Of "config" and "config.size", which other classes may not have at all, the first tells more.
+    first = [name for name in differing if name.rpartition(".")[0] not in differing]
+    told = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
+    raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause
+
+
+def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
+    """What rank 0 finds or does, on all ranks; one broadcast.
+
+    Args:
+        decide: Called on rank 0 only; what it returns is pickled.
+        doing: What is being done, for the message.
+        group: The ranks; None: all, or this process alone.
+
+    Raises:
+        CheckpointError: Rank 0 has met an error; the same on every rank.
+        ConfigurationError: Rank 0 has met this one.
+    """
+    answer: Any = None
+    problem: tuple[type[CheckpointError | ConfigurationError], str] | None = None
+    cause: Exception | None = None
+    if rank_of(group) == 0:
+        try:
+            answer = decide()
+        except CheckpointError as error:
+            problem, cause = (CheckpointError, str(error)), error
+        except ConfigurationError as error:
+            problem, cause = (ConfigurationError, str(error)), error
+        except Exception as error:  # noqa: BLE001  told to the others, then raised
+            problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
+    if world_size_of(group) > 1:
+        told = [answer, problem]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        answer, problem = told
+    if problem is not None:
+        kind, message = problem
+        raise kind(message) from cause
+    return answer

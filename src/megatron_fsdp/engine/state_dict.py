@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.groups import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -109,7 +109,7 @@ def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | N
     """
     for group in groups:
         if group is not None:
-            problem = next((each for each in gather_objects(group, problem) if each is not None), None)
+            problem = next((each for each in gather_objects(problem, group) if each is not None), None)
     if problem is not None:
         raise CheckpointError(problem)
 

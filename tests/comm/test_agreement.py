@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fsdp.comm.groups import SMALL_BYTES, gather_objects
+from megatron_fsdp.comm.agreement import SMALL_BYTES, gather_objects
 from tests.conftest import RunRanks
 
 _OVERHEAD = 8  # bytes of the length, in front of each object
@@ -25,7 +25,7 @@ def exchanged(sizes: list[int]) -> tuple[list[int], list[bool], int]:
     contents = [bytes((rank + place) % 251 for place in range(size)) for rank, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", counted)
-        found = gather_objects(dist.group.WORLD, contents[dist.get_rank()])
+        found = gather_objects(contents[dist.get_rank()])
     return list(map(len, found)), [a == b for a, b in zip(found, contents, strict=True)], len(calls)
 
 
@@ -56,7 +56,7 @@ def test_objects_of_all_sizes_arrive(run_ranks: RunRanks, sizes: Callable[[], li
 def kinds() -> list[object]:
     assert dist.group.WORLD is not None
     values = [None, ("text", b"bytes"), {"key": [1, 2]}]
-    return gather_objects(dist.group.WORLD, values[dist.get_rank()])
+    return gather_objects(values[dist.get_rank()])
 
 
 def test_ranks_may_send_objects_of_different_kinds(run_ranks: RunRanks) -> None:
