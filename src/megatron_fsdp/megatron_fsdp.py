@@ -719,7 +719,7 @@ class MegatronFSDP(nn.Module):
         if all(group.grad_attribute == GRAD for group in self._engine.groups()):
             return
         for param in params:
-            group, _ = self._engine.places[id(param)]
+            group, _ = self._engine.positions[id(param)]
             grad = get_grad(param, group.grad_attribute)
             if group.grad_attribute == GRAD or grad is None:
                 continue
@@ -868,7 +868,7 @@ class MegatronFSDP(nn.Module):
 
     def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
         """Describe the chunks of a state tensor that is sharded as its parameter."""
-        group, index = self._engine.places[id(param)]
+        group, index = self._engine.positions[id(param)]
         if isinstance(value, DTensor) and value.shape == param.shape:
             group.describe_chunks(index, value)
 
@@ -947,7 +947,7 @@ class MegatronFSDP(nn.Module):
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor, sharded as a sharded parameter is; a copy, in the tensor's dtype."""
-        group, index = self._engine.places[id(param)]
+        group, index = self._engine.positions[id(param)]
         return group.shard_like(index, full)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:

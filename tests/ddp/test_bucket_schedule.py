@@ -94,8 +94,8 @@ def test_whatever_is_read_gathers_run_in_one_order_and_before_they_are_needed(
 def backward(scheduler: BucketScheduler, *arrivals: tuple[int, int]) -> list[str]:
     """One backward; what each gradient (bucket, parameter) sets off, and then the end."""
     scheduler.forward_begins(0)
-    epoch = scheduler.forward_ends(0, needs_backward=True)
-    found = [text(scheduler.backward_begins(0, epoch))]
+    weights_version = scheduler.forward_ends(0, needs_backward=True)
+    found = [text(scheduler.backward_begins(0, weights_version))]
     filling: set[int] = set()
     for bucket, parameter in arrivals:
         if bucket not in filling:

@@ -22,7 +22,7 @@ def test_backward_of_an_inner_unit_leaves_the_outer_one_gathered() -> None:
 
 def test_an_outer_unit_with_memory_of_its_own_makes_room_for_an_inner_one() -> None:
     # In backward unit 1 takes the slot that was used least recently, where unit 2 lives; it is only counted there.
-    player = play(5, homeless=frozenset({1}))
+    player = play(5, resized=frozenset({1}))
     player("F0> F1> F2> F2< F1< F3> F3< F4> F4< F0<")
     assert player("B0> B4> G4 B3> G3 B1>") == "reduce4 reduce3 release4 gather1@1 wait1"
     assert player("B2> G2 G1 E") == "release3 gather2@1 wait2 reduce2 reduce1 reduce0 finalise"

@@ -19,7 +19,7 @@ def numberless(operations: str) -> str:
 
 def resized(**options: object) -> Play:
     """Every unit and the root have memory of their own that is given back; the order is known."""
-    player = play(homeless=EVERYTHING - {0}, returned=EVERYTHING, **options)
+    player = play(resized=EVERYTHING - {0}, returned=EVERYTHING, **options)
     player(f"{FORWARD} {BACKWARD} W")
     return player
 
@@ -106,11 +106,11 @@ def test_one_unit_at_a_time_is_gathered_on_demand() -> None:
 
 
 def test_private_units_take_no_slot_and_give_way_to_nobody() -> None:
-    player = play(private=frozenset({2}), slots=1)
+    player = play(kept=frozenset({2}), slots=1)
     assert player(FORWARD) == "gather0 wait0 gather1@0 wait1 gather2 wait2 release1 gather3@0 wait3"
     assert player(BACKWARD) == "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"
     assert player("W") == "release0 release1 release2"
-    # The private one is gathered ahead although the only slot is taken.
+    # The kept one is gathered ahead although the only slot is taken.
     assert player("F0> F1>") == "gather0 gather1@0 wait0 gather2 wait1"
 
 

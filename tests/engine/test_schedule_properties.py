@@ -77,11 +77,11 @@ def _places(draw: st.DrawFn, count: int, shares_slots: bool) -> dict[str, frozen
     """Units with memory of their own, and memory that is given back, which is never what is kept."""
     if not shares_slots:
         return {}
-    kinds = draw(st.lists(st.sampled_from(("slot", "homeless", "private")), min_size=count, max_size=count))
-    homeless = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "homeless")
+    kinds = draw(st.lists(st.sampled_from(("slot", "resized", "kept")), min_size=count, max_size=count))
+    resized = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "resized")
     root = frozenset({ROOT}) if draw(st.booleans()) else frozenset()
-    private = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "private")
-    return {"homeless": homeless, "private": private, "returned": homeless | root}
+    kept = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "kept")
+    return {"resized": resized, "kept": kept, "returned": resized | root}
 
 
 @st.composite
@@ -148,7 +148,7 @@ class Machine:
         assert self.config.gathers, "nothing has to be gathered"
         assert unit not in self.place, "gathered twice"
         assert unit not in self.computing, "overwritten while in use"
-        in_slots = self.config.shares_slots and unit != ROOT and unit not in self.config.private
+        in_slots = self.config.shares_slots and unit != ROOT and unit not in self.config.kept
         assert (slot is not None) == in_slots, "slots are for units other than the root"
         if slot is not None:
             assert slot not in self.place.values(), "two units in one slot"
@@ -217,7 +217,7 @@ class Theatre:
     def _forward_call(self, call: Call, trains: bool, homes: dict[int, int | None]) -> None:
         self._begin(f"F{call.unit}>", call.unit)
         place = self.machine.place.get(call.unit)
-        at_home = homes.setdefault(call.unit, place) == place or call.unit in self.program.config.homeless
+        at_home = homes.setdefault(call.unit, place) == place or call.unit in self.program.config.resized
         assert not trains or at_home, "saved views lie in two places"
         for inner in call.inner:
             self._forward_call(inner, trains, homes)
@@ -241,7 +241,7 @@ class Theatre:
 
     def _backward_call(self, call: Call, each: Pass, remaining: list[int], homes: dict[int, int | None]) -> None:
         self._begin(f"B{call.unit}>", call.unit)
-        at_home = self.machine.place.get(call.unit) == homes[call.unit] or call.unit in self.program.config.homeless
+        at_home = self.machine.place.get(call.unit) == homes[call.unit] or call.unit in self.program.config.resized
         assert at_home, "saved views point elsewhere"
         if call.recomputes:
             self._feed(f"F{call.unit}>")

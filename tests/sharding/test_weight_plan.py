@@ -5,10 +5,16 @@ import torch
 
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import Place, UnitWeights, most_common_shape, plan_weights, prefetch_depth
+from megatron_fsdp.sharding.memory_plan import (
+    UnitWeights,
+    WeightStorage,
+    most_common_shape,
+    plan_weights,
+    prefetch_depth,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SLOT, OWN, FOR_STEP, RESIZED = Place.SLOT, Place.OWN, Place.FOR_STEP, Place.RESIZED
+SLOT, OWN, FOR_STEP, RESIZED = WeightStorage.SLOT, WeightStorage.OWN, WeightStorage.FOR_STEP, WeightStorage.RESIZED
 
 
 def unit(num_bytes: int, dtype: torch.dtype = FP32) -> UnitWeights:
@@ -19,7 +25,7 @@ MODEL = [unit(1000), unit(80), unit(80), unit(200), unit(80), unit(120)]  # the 
 
 
 @pytest.mark.parametrize(
-    ("allocator", "places", "slot_bytes"),
+    ("allocator", "storages", "slot_bytes"),
     [
         (WeightAllocator.SLOTS, (FOR_STEP, SLOT, SLOT, SLOT, SLOT, SLOT), 200),
         (WeightAllocator.RESIZE, (RESIZED,) * 6, 0),
@@ -29,10 +35,10 @@ MODEL = [unit(1000), unit(80), unit(80), unit(200), unit(80), unit(120)]  # the 
     ],
 )
 def test_each_allocator_has_a_place_for_every_unit(
-    allocator: WeightAllocator, places: tuple[Place, ...], slot_bytes: int
+    allocator: WeightAllocator, storages: tuple[WeightStorage, ...], slot_bytes: int
 ) -> None:
     plan = plan_weights(allocator, MODEL, 2)
-    assert plan.places == places
+    assert plan.storages == storages
     assert plan.slot_bytes == slot_bytes
     assert plan.taken_at_once is (allocator not in (WeightAllocator.SLOTS, WeightAllocator.RESIZE))
 

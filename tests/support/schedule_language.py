@@ -21,7 +21,7 @@ _EVENT = re.compile(
 
 @dataclass
 class Play:
-    """A scheduler and what a caller has to remember for it: the epoch of each forward until its backward.
+    """A scheduler and what a caller has to remember for it: the weights_version of each forward until its backward.
 
     Attributes:
         scheduler: The scheduler under test.
@@ -66,12 +66,12 @@ class Play:
     def _pass(self, kind: str, unit: int, edge: str) -> tuple[Operation, ...]:
         if kind == "B":
             waiting = self.epochs.get(unit, [])
-            return self.scheduler.backward_begins(unit, waiting.pop() if waiting else self.scheduler._epoch)
+            return self.scheduler.backward_begins(unit, waiting.pop() if waiting else self.scheduler._weights_version)
         if edge == ">":
             return self.scheduler.forward_begins(unit)
-        epoch = self.scheduler.forward_ends(unit, needs_backward=kind == "F")
+        weights_version = self.scheduler.forward_ends(unit, needs_backward=kind == "F")
         if kind == "F":
-            self.epochs.setdefault(unit, []).append(epoch)
+            self.epochs.setdefault(unit, []).append(weights_version)
         return ()
 
 

@@ -107,9 +107,9 @@ class BucketScheduler(Scheduler):
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def backward_begins(self, unit: int, epoch: int) -> tuple[Operation, ...]:
+    def backward_begins(self, unit: int, weights_version: int) -> tuple[Operation, ...]:
         """As in `Scheduler`; every bucket has to be reduced then, also one that gets no gradient on this rank."""
-        operations = super().backward_begins(unit, epoch)
+        operations = super().backward_begins(unit, weights_version)
         self._open_all()
         return operations
 
@@ -149,9 +149,9 @@ class BucketScheduler(Scheduler):
         self._forget_arrivals()
         return super().backward_ends()
 
-    def trains(self, units: Sequence[Sequence[bool]]) -> None:
+    def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """As in `Scheduler`; what a backward brings is learnt again."""
-        super().trains(units)
+        super().set_trainable(units)
         self._arrivals = [
             _Arrivals([0] * len(flags), [0] * len(flags), sum(flags), sum(flags)) for flags in map(list, units)
         ]

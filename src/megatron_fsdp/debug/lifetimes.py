@@ -167,7 +167,9 @@ class LifetimeChecker(Observer):
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [_Weights(unit.label, any(group.plan.is_gathered for group in unit.groups)) for unit in units]
+        self._weights = [
+            _Weights(unit.label, any(group.plan.needs_all_gather for group in unit.groups)) for unit in units
+        ]
         self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
         self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
         self._buckets: dict[int, _Lent] = {}  # by unit, what it was lent last

@@ -158,7 +158,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=_name(group.weights.compute.local.dtype),
         compute=_name(group.full[0].dtype),
-        gather=_name(group.weights.compute.local.dtype) if group.is_gathered or group.plan.gathers_outer else None,
+        gather=_name(group.weights.compute.local.dtype) if group.needs_all_gather or group.plan.gathers_outer else None,
         reduce=_name(plan.precision.grad_comm) if sends and gradients is not None else None,
         accumulate=None if gradients is None else _name(gradients.main.dtype),
         main=_name(group.weights.main.local.dtype),
@@ -200,14 +200,14 @@ def memory_description(engine: Engine) -> MemoryDescription:
 
 
 def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    own = (state for param, state in optimizer.state.items() if id(param) in engine.places)
+    own = (state for param, state in optimizer.state.items() if id(param) in engine.positions)
     tensors = (value for state in own for value in state.values())
     return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
 def optimizers_of(engine: Engine) -> tuple[OptimizerDescription, ...]:
     """The connected optimizers, in the order of the first parameter of each."""
-    order = {key: position for position, key in enumerate(engine.places)}
+    order = {key: position for position, key in enumerate(engine.positions)}
     found = []
     for optimizer in engine.connected:
         params = [id(param) for group in optimizer.param_groups for param in group["params"]]

@@ -59,17 +59,17 @@ class EngineParts:
     backward_finished: Callable[[], None]
 
 
-_NEVER = -1  # the epoch of a forward that used no weights
+_NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class ForwardCall:
     """One forward of a unit, as its backward will refer to it."""
 
-    __slots__ = ("epoch", "last_backward", "unit")
+    __slots__ = ("last_backward", "unit", "weights_version")
 
-    def __init__(self, unit: int, epoch: int) -> None:
+    def __init__(self, unit: int, weights_version: int) -> None:
         self.unit = unit
-        self.epoch = epoch
+        self.weights_version = weights_version
         self.last_backward = -1
 
 
@@ -130,7 +130,7 @@ class Engine:
             if domain is not None
         }
         self._pending_is_sharded = placements_for(sharding.options.strategy).pending_grad[-1] is Placement.SHARD
-        self.places = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self.positions = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self._unseen = UnseenGradients()
         self.replaced: ReplacedParameters | None = None
@@ -186,7 +186,7 @@ class Engine:
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
         if self.observers.are_there:
             self.observers.leaves(Phase.FORWARD, index, failed)
-        epoch = self.scheduler.forward_ends(index, needs_backward)
+        weights_version = self.scheduler.forward_ends(index, needs_backward)
         if depth == 1:
             unit.show_sharded()
             if not self.executor.is_broken:
@@ -194,7 +194,7 @@ class Engine:
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
             self.executor.end_forward(failed)
-        return ForwardCall(index, epoch)
+        return ForwardCall(index, weights_version)
 
     def refresh_weights(self) -> None:
         """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
@@ -217,7 +217,7 @@ class Engine:
         Raises:
             ConfigurationError: It has not changed alike on all ranks.
         """
-        changes = {id(group): flags for group in self.groups() if (flags := group.wanted()) != group.trains}
+        changes = {id(group): flags for group in self.groups() if (flags := group.wanted()) != group.trainable}
         if not changes:
             return
         with self.observers.during(Phase.AGREE, ROOT):
@@ -229,7 +229,9 @@ class Engine:
             for position, group in enumerate(unit.groups):
                 if id(group) in changes:
                     self._follow(unit, position, changes[id(group)])
-        self.scheduler.trains([[flag for group in unit.groups for flag in group.trains] for unit in self.units])
+        self.scheduler.set_trainable(
+            [[flag for group in unit.groups for flag in group.trainable] for unit in self.units]
+        )
         if not self._asked.issuperset(self._trained_ids()):
             for usage in self._usage.values():
                 usage.ask_again()
@@ -238,14 +240,16 @@ class Engine:
         return {
             id(param)
             for group in self.groups()
-            for param, trains in zip(group.sharded, group.trains, strict=True)
-            if trains
+            for param, is_trainable in zip(group.sharded, group.trainable, strict=True)
+            if is_trainable
         }
 
     def _agree_on_requires_grad(self, changes: Mapping[int, Sequence[bool]]) -> None:
         facts: dict[bool, list[str]] = {False: [], True: []}
         for group in self.groups():
-            for name, flag, before in zip(group.names, changes.get(id(group), group.trains), group.trains, strict=True):
+            for name, flag, before in zip(
+                group.names, changes.get(id(group), group.trainable), group.trainable, strict=True
+            ):
                 if flag != before:
                     facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
         if self.executor.verifier is not None:  # stop together with a rank that has changed nothing and goes on
@@ -260,14 +264,14 @@ class Engine:
                 f"requires_grad was not changed alike: {told}; set it alike on all ranks"
             ) from None
 
-    def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
+    def _follow(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[position]
         if group.gradients is None:  # it was frozen when the model was sharded
             group.begin_training(self._sharding.plan_training(group.plan))
             self.inspect_gradients(group)
             unit.plan_buckets()
             self.executor.make_bucket_pools()
-        group.follow(trains, self._has_unshown)
+        group.follow(trainable, self._has_unshown)
         self.watch_gradients(unit.index, position)
 
     def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
@@ -303,9 +307,9 @@ class Engine:
             return  # its own hooks install
         if self.replaced is not None:
             self.replaced.check(optimizer)
-        self._unseen.look_at(optimizer, self.places)
+        self._unseen.look_at(optimizer, self.positions)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        if any(id(param) in self.places for param in firsts):
+        if any(id(param) in self.positions for param in firsts):
             self.stepped = True
             self.executor.note_step()
 
@@ -332,7 +336,7 @@ class Engine:
                 "whose saved weights would be released before they are used; differentiate twice under "
                 "zero_dp_strategy 0 to 2"
             )
-        self._run_backward(self.scheduler.backward_begins(call.unit, call.epoch))
+        self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version))
         self.units[call.unit].show_unsharded()  # recomputation inside the unit calls no hook of it
         self._installed.add(call.unit)
         if self.observers.are_there:
@@ -524,7 +528,7 @@ class Engine:
                 if gradients.renewed:
                     renewed.append((group, used))
                 gradients.attach(group.sharded, used, group.describe_piece)
-                group.trained = list(group.trains)
+                group.trained = list(group.trainable)
         run_gradient_hooks(renewed)
 
     @property
@@ -608,7 +612,7 @@ class Engine:
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
         if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
-            for group, index in (self.places[id(param)] for param in params):
+            for group, index in (self.positions[id(param)] for param in params):
                 if group.gradients is not None:
                     group.gradients.forget_pending(index)
         self.release_gradients()
@@ -642,7 +646,7 @@ class Engine:
         Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
         """
         return not any(
-            group.is_gathered and group.weights.main_is_compute and not group.weights_in_slots
+            group.needs_all_gather and group.weights.main_is_compute and not group.weights_in_slots
             for group in self.groups()
         )
 
@@ -799,17 +803,17 @@ class UnseenGradients:
     def __init__(self) -> None:
         self._warned = False
 
-    def look_at(self, optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[ParameterGroup, int]]) -> None:
+    def look_at(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
         """An optimizer that is not connected has stepped.
 
         Args:
             optimizer: The optimizer.
-            places: Group and index of each sharded parameter by id.
+            positions: Group and index of each sharded parameter by id.
         """
         if self._warned:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [places[id(param)][0].gradients for param in params if id(param) in places]
+        gradients = [positions[id(param)][0].gradients for param in params if id(param) in positions]
         waits = any(found is not None and (found.has_deferred or found.has_pending) for found in gradients)
         if waits and all(param.grad is None for param in params):
             self._warned = True

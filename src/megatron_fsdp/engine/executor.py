@@ -61,7 +61,7 @@ def explained(where: str, observers: Observers) -> Iterator[None]:
 
 def all_gather_bytes(unit: Unit) -> int:
     """Of the full weights that are gathered; 0 where they are whole everywhere."""
-    plans = [group.plan for group in unit.groups if group.plan.is_gathered]
+    plans = [group.plan for group in unit.groups if group.plan.needs_all_gather]
     return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
 
 

@@ -93,7 +93,7 @@ class GroupPlan:
         return held_region(self.layout.numel, self.placements.main_weight, self.axes)
 
     @cached_property
-    def is_gathered(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether full weights have to be put together from the parts of the inner ranks."""
         return self.inner_region.numel < self.layout.numel
 

@@ -13,9 +13,9 @@ from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
 from megatron_fsdp.sharding.memory_plan import (
-    Place,
     UnitWeights,
     WeightPlan,
+    WeightStorage,
     plan_weights,
     prefetch_depth,
 )
@@ -252,20 +252,22 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         buckets = bucket_count(options.communication_unit_numel, units)
     weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots)
     groups = [group for unit in units for group in unit]
-    resized = frozenset(weights.units_in(Place.RESIZED))
+    resized = frozenset(weights.units_in(WeightStorage.RESIZED))
     schedule = ScheduleConfig(
         trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
-        gathers=any(group.is_gathered or group.gathers_outer for group in groups),
+        gathers=any(group.needs_all_gather or group.gathers_outer for group in groups),
         shares_slots=any(group.gathered_bytes for group in groups),
         slots=slots,
         prefetch_forward=forward,
         prefetch_backward=backward,
         reduces_early=reduces_early,
-        homeless=resized - {ROOT},
-        private=frozenset(weights.units_in(Place.OWN)) - {ROOT},
+        resized=resized - {ROOT},
+        kept=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT},
         returned=resized,
         returned_before_step=frozenset(
-            unit for unit in weights.units_in(Place.FOR_STEP) if any(group.weights_in_slots for group in units[unit])
+            unit
+            for unit in weights.units_in(WeightStorage.FOR_STEP)
+            if any(group.weights_in_slots for group in units[unit])
         ),
     )
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow)
@@ -311,7 +313,7 @@ class WeightMemory:
         if plan.taken_at_once:
             for slot in range(plan.slots_used):
                 self._slots.block(slot)
-            for unit in plan.units_in(Place.OWN):
+            for unit in plan.units_in(WeightStorage.OWN):
                 self._block_of(unit)
         self._note_peak()
 
@@ -322,7 +324,7 @@ class WeightMemory:
             unit: Index of the unit.
             slot: The slot that the scheduler gave it; matters to units that live in slots.
         """
-        if self._plan.places[unit] is Place.SLOT:
+        if self._plan.storages[unit] is WeightStorage.SLOT:
             assert slot is not None
             if self._slots.has(slot):
                 return self._slots.block(slot)
@@ -335,7 +337,7 @@ class WeightMemory:
 
     def give_back(self, unit: int) -> bool:
         """A unit is released; returns whether its memory is gone now."""
-        if self._plan.places[unit] not in (Place.RESIZED, Place.FOR_STEP) or unit not in self._own:
+        if self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP) or unit not in self._own:
             return False
         self._own[unit].empty()
         return True

@@ -151,7 +151,7 @@ class ParameterGroup:
         frames: For each parameter, who holds which of its elements.
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a group that was frozen when it was made, and since.
-        trains: For each parameter whether it takes gradients, as the ranks last agreed.
+        trainable: For each parameter whether it takes gradients, as the ranks last agreed.
         trained: For each whether it took any since gradients were last shown.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
@@ -161,10 +161,10 @@ class ParameterGroup:
         self.plan = plan
         self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
-        self.trains = [plan.requires_grad] * len(originals)
-        self.trained = list(self.trains)
+        self.trainable = [plan.requires_grad] * len(originals)
+        self.trained = list(self.trainable)
         self._grad_attribute: GradAttribute = GRAD
-        self._stand_in: torch.Tensor | None = None
+        self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         introduce_to_torch()
         self.frames = frames
@@ -173,7 +173,7 @@ class ParameterGroup:
         pieces = self.weights.main.pieces()
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
-        self._stand_in = None  # it goes when every full parameter has its place
+        self._placeholder = None  # it goes when every full parameter has its place
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -241,25 +241,25 @@ class ParameterGroup:
     @property
     def is_trained(self) -> bool:
         """Whether any parameter takes gradients."""
-        return any(self.trains)
+        return any(self.trainable)
 
     @property
     def reduces(self) -> bool:
         """Whether it has a part in the next reduction of its unit: gradients come, or have come and wait."""
         return self.gradients is not None and (
-            any(self.trains) or self.gradients.is_filling or self.gradients.has_deferred
+            any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred
         )
 
-    def follow(self, trains: Sequence[bool], has_unshown: bool) -> None:
+    def follow(self, trainable: Sequence[bool], has_unshown: bool) -> None:
         """Let the full parameters take gradients, or no more, from now on.
 
         Args:
-            trains: For each parameter; where there is no memory for gradients (`begin_training`), all False.
+            trainable: For each parameter; where there is no memory for gradients (`begin_training`), all False.
             has_unshown: Whether gradients have come since some were last shown.
         """
-        self.trains = list(trains)
-        self.trained = [now or (before and has_unshown) for now, before in zip(trains, self.trained, strict=True)]
-        for index, (param, trains_now) in enumerate(zip(self.full, trains, strict=True)):
+        self.trainable = list(trainable)
+        self.trained = [now or (before and has_unshown) for now, before in zip(trainable, self.trained, strict=True)]
+        for index, (param, trains_now) in enumerate(zip(self.full, trainable, strict=True)):
             param.requires_grad_(trains_now)
             if trains_now:
                 self._watch(self.sharded[index], index)
@@ -294,9 +294,9 @@ class ParameterGroup:
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     @property
-    def is_gathered(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether full weights have to be put together from the parts of the inner ranks."""
-        return self.plan.is_gathered
+        return self.plan.needs_all_gather
 
     @property
     def weights_in_slots(self) -> bool:
@@ -402,9 +402,9 @@ class ParameterGroup:
 
     def _nowhere(self, index: int) -> torch.Tensor:
         """What a parameter without memory points to: one element, expanded to the right shape."""
-        if self._stand_in is None:
-            self._stand_in = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
-        return self._stand_in.expand(self.plan.layout.shapes[index])
+        if self._placeholder is None:
+            self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
+        return self._placeholder.expand(self.plan.layout.shapes[index])
 
     def _watch(self, param: nn.Parameter, index: int) -> None:
         """Hear of gradients that autograd itself brings for a sharded parameter; once for each parameter."""

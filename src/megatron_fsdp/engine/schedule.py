@@ -6,7 +6,7 @@ surrounds those of the others, so it stays gathered until the weights change, or
 until the backward ends where its memory is given back.
 
 Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its
-first gather as its *home*, because autograd saves views of the gathered weights and the backward must find the same
+first gather, because autograd saves views of the gathered weights and the backward must find the same
 bytes in the same place. A gathered unit that nobody uses stays in its slot until another unit needs it ("released"
 then), so the units used last in forward are still there when backward begins.
 
@@ -41,8 +41,8 @@ class ScheduleConfig:
         prefetch_forward: How many units to gather ahead in forward.
         prefetch_backward: How many units to gather ahead in backward.
         reduces_early: Whether a unit is reduced when the backward of the next one begins; else when all are over.
-        homeless: Units with memory of their own: a slot only counts how many are gathered, and any will do.
-        private: Units with memory of their own that is kept: they take no slot and give way to nobody.
+        resized: Units with memory of their own: a slot only counts how many are gathered, and any will do.
+        kept: Units with memory of their own that is kept: they take no slot and give way to nobody.
         returned: Units, or the root, that are released when a backward is over, because their memory is given back.
         returned_before_step: The same of the last backward before the weights change, as far as that can be foretold.
     """
@@ -54,8 +54,8 @@ class ScheduleConfig:
     prefetch_forward: int = 1
     prefetch_backward: int = 1
     reduces_early: bool = True
-    homeless: frozenset[int] = frozenset()
-    private: frozenset[int] = frozenset()
+    resized: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
     returned_before_step: frozenset[int] = frozenset()
 
@@ -224,7 +224,7 @@ _SHARDED, _GATHERING, _READY = Residence
 @dataclass
 class _UnitState:
     residence: Residence = Residence.SHARDED
-    home: int | None = None
+    slot: int | None = None  # that of its first gather
     open_forwards: int = 0  # forwards whose backward has not begun
     in_backward: bool = False  # its backward has begun in the current backward pass
     reduced: bool = True  # nothing to reduce since its backward last began
@@ -247,7 +247,7 @@ class Scheduler:
     _forward_stack: list[int] = field(init=False, default_factory=list)
     _backward_unit: int | None = field(init=False, default=None)  # its weights are in use by backward
     _unsettled: list[int] = field(init=False, default_factory=list)  # units whose backward began, in that order
-    _epoch: int = field(init=False, default=0)
+    _weights_version: int = field(init=False, default=0)
     _in_backward: bool = field(init=False, default=False)
     _clock: int = field(init=False, default=0)
     _forward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
@@ -279,7 +279,7 @@ class Scheduler:
         """A unit's forward is over (also by an exception); `needs_backward`: autograd will come back to it.
 
         Returns:
-            The epoch of the weights it used, to be handed to `backward_begins`.
+            The weights_version of the weights it used, to be handed to `backward_begins`.
         """
         while self._forward_stack and self._forward_stack.pop() != unit:
             pass
@@ -293,15 +293,15 @@ class Scheduler:
                 state.open_forwards = 1
             if unit != ROOT:
                 self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
-        return self._epoch
+        return self._weights_version
 
-    def backward_begins(self, unit: int, epoch: int) -> tuple[Operation, ...]:
+    def backward_begins(self, unit: int, weights_version: int) -> tuple[Operation, ...]:
         """The backward of one forward of a unit is about to compute.
 
         Raises:
             ScheduleError: The weights have changed since that forward.
         """
-        if epoch != self._epoch:
+        if weights_version != self._weights_version:
             raise ScheduleError(
                 "backward reached a forward that ran before the weights were changed; its gradients would mix two "
                 "versions of the weights, so run backward before the optimizer step"
@@ -385,7 +385,7 @@ class Scheduler:
         """The main weights are newer than what is gathered: everything has to be gathered again before its next use."""
         if self._forward_stack:
             raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
-        self._epoch += 1
+        self._weights_version += 1
         self._step_length.note_step()
         for state in self._units:
             state.open_forwards = 0
@@ -407,7 +407,7 @@ class Scheduler:
             state.in_backward, state.reduced = False, True
         operations = self.weights_changed()
         for state in self._units:
-            state.home = None
+            state.slot = None
         self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
         return operations
 
@@ -424,7 +424,7 @@ class Scheduler:
             self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
         self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
 
-    def trains(self, units: Sequence[Sequence[bool]]) -> None:
+    def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Other parameters take gradients from now on.
 
         Args:
@@ -465,8 +465,8 @@ class Scheduler:
         if state.residence is _GATHERING:
             operations.append(Operation(_WAIT, unit))
             state.residence = _READY
-        if state.home is not None:
-            self._slots[state.home].last_used = self._clock
+        if state.slot is not None:
+            self._slots[state.slot].last_used = self._clock
         return tuple(operations)
 
     def _settle_before(self, unit: int) -> list[Operation]:
@@ -490,28 +490,28 @@ class Scheduler:
         if state.residence is not _SHARDED:
             return []
         operations: list[Operation] = []
-        if unit != ROOT and self.config.shares_slots and unit not in self.config.private:
+        if unit != ROOT and self.config.shares_slots and unit not in self.config.kept:
             slot = self._choose_slot(unit, keep, must)
             if slot is None:
                 return []
             if (occupant := self._slots[slot].unit) is not None:
                 operations += self._release(occupant)
             self._slots[slot] = _SlotState(unit, self._clock)
-            state.home = slot
+            state.slot = slot
         state.residence = _GATHERING
-        operations.append(Operation(_GATHER, unit, state.home))
+        operations.append(Operation(_GATHER, unit, state.slot))
         return operations
 
     def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
-        """The unit's home if it can be had, else an empty or the least recently used slot; a new one if it must."""
-        home = None if unit in self.config.homeless else self._units[unit].home
-        if home is not None and self._can_evict(home, keep):
-            return home
-        if home is not None and (not must or self._units[unit].open_forwards > 0):
+        """The unit's own if it can be had, else an empty or the least recently used slot; a new one if it must."""
+        own = None if unit in self.config.resized else self._units[unit].slot
+        if own is not None and self._can_evict(own, keep):
+            return own
+        if own is not None and (not must or self._units[unit].open_forwards > 0):
             if not must:
                 return None
-            tenant = self._slots[home].unit
-            if tenant not in self.config.homeless:
+            tenant = self._slots[own].unit
+            if tenant not in self.config.resized:
                 raise ScheduleError(
                     f"unit {unit} is needed while unit {tenant}, which shares its memory, is in use, and an earlier "
                     "forward of it still waits for its backward; run that backward first"
@@ -519,9 +519,9 @@ class Scheduler:
             # The tenant's memory is its own: it may be counted in any slot, in place of who has to go there.
             other = self._free_slot(keep, must=True)
             assert other is not None
-            self._slots[home], self._slots[other] = self._slots[other], self._slots[home]
-            self._units[tenant].home = other
-            return home
+            self._slots[own], self._slots[other] = self._slots[other], self._slots[own]
+            self._units[tenant].slot = other
+            return own
         return self._free_slot(keep, must)
 
     def _free_slot(self, keep: Collection[int], must: bool) -> int | None:
@@ -549,6 +549,6 @@ class Scheduler:
             return []
         operations = [Operation(_WAIT, unit)] if state.residence is _GATHERING else []
         state.residence = _SHARDED
-        if state.home is not None and self._slots[state.home].unit == unit:
-            self._slots[state.home].unit = None
+        if state.slot is not None and self._slots[state.slot].unit == unit:
+            self._slots[state.slot].unit = None
         return [*operations, Operation(_RELEASE, unit)]

@@ -131,7 +131,7 @@ class Unit:
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
-            if not group.plan.is_gathered:
+            if not group.plan.needs_all_gather:
                 continue
             self._tickets.append(lane.submit(partial(group.weights.all_gather_into, full)))
 

@@ -188,9 +188,9 @@ class PlannedGroupDriver:
     sharded: tuple[()] = ()
 
     @property
-    def is_gathered(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """As the engine's."""
-        return self.plan.is_gathered
+        return self.plan.needs_all_gather
 
     @property
     def reduces(self) -> bool:
@@ -259,7 +259,7 @@ class PlannedUnitDriver:
         """Send over the inner axis."""
         self._await(self._outer_tickets)
         for plan in self._plans:
-            if plan.is_gathered:
+            if plan.needs_all_gather:
                 full = plan.layout.numel * plan.precision.compute.itemsize
                 sent = full - full // plan.axis.num_ranks
                 wait = self._wires.send(Wire.INNER, "gather", self.index, sent, plan.spec.key.is_expert)

@@ -137,7 +137,7 @@ def tokens_where_hidden(
 
 
 def _gather_s(group: GroupPlan, transfer: Cost) -> float:
-    if not group.is_gathered:
+    if not group.needs_all_gather:
         return 0.0
     sent = _sent(group.layout.numel * group.precision.compute.itemsize, group.axis.num_ranks)
     return transfer(Wire.INNER, sent, group.spec.key.is_expert)

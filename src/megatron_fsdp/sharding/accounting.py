@@ -8,7 +8,7 @@ import torch
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import Place, UnitWeights, WeightPlan, plan_weights
+from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.sharding.placement import Placement, Placements, placements_for
 
 ROOT_UNIT = 0
@@ -302,11 +302,11 @@ def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
 
 def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
     """Units in the order of their gathers: what is used walks up and down the model, and the last few used stay."""
-    in_turn = [unit for unit in unit_indices if plan.places[unit] is not Place.OWN]
+    in_turn = [unit for unit in unit_indices if plan.storages[unit] is not WeightStorage.OWN]
     kept = min(plan.slots, len(in_turn))
     after_forward = in_turn[: len(in_turn) - kept]  # gathered again on the way back, last ones first
     # The next forward, where no optimizer step lies between, finds what was used last and not given back.
-    given_back = [unit for unit in (ROOT_UNIT, *in_turn[:kept]) if plan.places[unit] is Place.RESIZED]
+    given_back = [unit for unit in (ROOT_UNIT, *in_turn[:kept]) if plan.storages[unit] is WeightStorage.RESIZED]
     first = [ROOT_UNIT, *unit_indices, *reversed(after_forward)]
     later = [*given_back, *in_turn[kept:], *reversed(after_forward)]
     return first + later * (microbatches - 1)

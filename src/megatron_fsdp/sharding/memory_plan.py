@@ -11,7 +11,7 @@ from megatron_fsdp.config.engine_options import DOUBLE_BUFFERS, WeightAllocator
 from megatron_fsdp.errors import ConfigurationError
 
 
-class Place(Enum):
+class WeightStorage(Enum):
     """Where one unit's gathered weights live."""
 
     SLOT = "slot"  # in numbered slots, in turn with other units
@@ -20,7 +20,7 @@ class Place(Enum):
     RESIZED = "resized"  # in memory of its own that is there only while the unit is gathered
 
 
-_KEPT = (Place.OWN, Place.FOR_STEP)
+_KEPT = (WeightStorage.OWN, WeightStorage.FOR_STEP)
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,30 @@ class WeightPlan:
     """A place for every unit, the root first.
 
     Attributes:
-        places: For each unit.
+        storages: For each unit.
         gathered_bytes: For each unit, what its block takes.
         slots: How many units besides the root, of those that give way to others, are gathered at a time.
         taken_at_once: Whether slots and kept buffers are taken at wrap time, else at their first use.
     """
 
-    places: tuple[Place, ...]
+    storages: tuple[WeightStorage, ...]
     gathered_bytes: tuple[int, ...]
     slots: int
     taken_at_once: bool = False
 
-    def units_in(self, place: Place) -> tuple[int, ...]:
+    def units_in(self, place: WeightStorage) -> tuple[int, ...]:
         """The units that live in some kind of place, the root included."""
-        return tuple(unit for unit, found in enumerate(self.places) if found is place)
+        return tuple(unit for unit, found in enumerate(self.storages) if found is place)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of each slot: the largest unit that lives in slots."""
-        return max((self.gathered_bytes[unit] for unit in self.units_in(Place.SLOT)), default=0)
+        return max((self.gathered_bytes[unit] for unit in self.units_in(WeightStorage.SLOT)), default=0)
 
     @property
     def slots_used(self) -> int:
         """Slots that are ever taken: not more than there are units to put into them."""
-        return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(Place.SLOT)))
+        return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
 
     @property
     def peak_bytes(self) -> int:
@@ -74,10 +74,10 @@ class WeightPlan:
         slots are there at a time, and they follow one another; the root is there with all of them.
         """
         kept = sum(self.gathered_bytes[unit] for place in _KEPT for unit in self.units_in(place))
-        in_turn = [unit for unit, place in enumerate(self.places) if unit and place not in _KEPT]
-        resized = [self.gathered_bytes[unit] if self.places[unit] is Place.RESIZED else 0 for unit in in_turn]
+        in_turn = [unit for unit, place in enumerate(self.storages) if unit and place not in _KEPT]
+        resized = [self.gathered_bytes[unit] if self.storages[unit] is WeightStorage.RESIZED else 0 for unit in in_turn]
         windows = (sum(resized[first : first + self.slots]) for first in range(max(1, len(resized))))
-        root = self.gathered_bytes[0] if self.places[0] is Place.RESIZED else 0
+        root = self.gathered_bytes[0] if self.storages[0] is WeightStorage.RESIZED else 0
         return root + kept + self.slots_used * self.slot_bytes + max(windows)
 
 
@@ -93,26 +93,26 @@ def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots
         The plan. The root, whose forward surrounds all others, never lives in a slot. Its memory goes back where the
         caller has not asked for memory that is taken at once and kept.
     """
-    root = _ROOT_PLACES.get(allocator, Place.OWN)
+    root = _ROOT_STORAGE.get(allocator, WeightStorage.OWN)
     return WeightPlan(
-        places=(root, *_places_of_others(allocator, units[1:])),
+        storages=(root, *_places_of_others(allocator, units[1:])),
         gathered_bytes=tuple(unit.gathered_bytes for unit in units),
         slots=slots,
         taken_at_once=allocator in DOUBLE_BUFFERS,
     )
 
 
-_ROOT_PLACES = {WeightAllocator.RESIZE: Place.RESIZED, WeightAllocator.SLOTS: Place.FOR_STEP}
+_ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
 
 
-def _places_of_others(allocator: WeightAllocator, units: Sequence[UnitWeights]) -> list[Place]:
+def _places_of_others(allocator: WeightAllocator, units: Sequence[UnitWeights]) -> list[WeightStorage]:
     if allocator is WeightAllocator.RESIZE:
-        return [Place.RESIZED] * len(units)
+        return [WeightStorage.RESIZED] * len(units)
     if allocator in (WeightAllocator.SLOTS, WeightAllocator.MAX_POOL):
-        return [Place.SLOT] * len(units)
+        return [WeightStorage.SLOT] * len(units)
     common = most_common_shape(units)
-    odd = Place.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else Place.OWN
-    return [Place.SLOT if unit.shape == common else odd for unit in units]
+    odd = WeightStorage.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else WeightStorage.OWN
+    return [WeightStorage.SLOT if unit.shape == common else odd for unit in units]
 
 
 def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:

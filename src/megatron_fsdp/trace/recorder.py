@@ -235,7 +235,7 @@ class Recorder(Observer):
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        return any(id(param) in self._engine.places for param in firsts)
+        return any(id(param) in self._engine.positions for param in firsts)
 
 
 @contextmanager
