@@ -20,6 +20,7 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.optional_packages import warn_of_namesake
 
 if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -542,6 +543,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     from megatron_fsdp.engine.wrap import check_not_wrapped
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
+    warn_of_namesake()
     check_not_wrapped(arguments["module"])
     if isinstance(arguments["module"], MegatronFSDP):
         raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")

@@ -1,6 +1,7 @@
-"""Packages that only some features need: where one is missing or too old, one sentence names the extra that brings it.
+"""Packages that only some features need, and the one that must not be there: NVIDIA's, of the same import name.
 
-The distribution is not on the package index, where its name is another's: extras are installed from a checkout.
+Where a package is missing or too old, one sentence names the extra that brings it. The distribution, `mfsdp`, is not on
+the package index: extras are installed from a checkout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import ModuleType
 
 from packaging.version import Version
 
-from megatron_fsdp.errors import MissingPackageError
+from megatron_fsdp.errors import MissingPackageError, warn_caller
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "hf": {"transformers": "5.23", "safetensors": "0.5"},
@@ -67,7 +68,7 @@ def require_installed(package: str, for_what: str, instead: str = "") -> None:
 
 def _cure(package: str, instead: str) -> str:
     extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-    how = f"pip install {package}" if extra is None else f"pip install -e '.[{extra}]' in the checkout of megatron-fsdp"
+    how = f"pip install {package}" if extra is None else f"pip install -e '.[{extra}]' in the checkout of mfsdp"
     return f"run {how}" + (f", or {instead}" if instead else "")
 
 
@@ -85,3 +86,20 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+_NAMESAKE = "megatron-fsdp"
+
+
+@functools.cache
+def warn_of_namesake() -> None:
+    """Warn, once, where NVIDIA's distribution is installed too: both bring files of one package."""
+    try:
+        found = importlib.metadata.metadata(_NAMESAKE)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if "independent implementation" not in (found["Summary"] or ""):  # as this one was called, too
+        warn_caller(
+            f"the distribution {_NAMESAKE} {found['Version']} is installed beside mfsdp, and both bring the package "
+            "megatron_fsdp, so that files of one have replaced files of the other; uninstall both, and install one"
+        )

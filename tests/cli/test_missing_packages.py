@@ -61,7 +61,7 @@ OF_CHECKPOINTS = {
     "list": 1, "verify": 1, "inspect": 1, "show": 2, "map": 1, "diff": 2, "to-torch": 2, "from-torch": 2, "convert": 2
 }  # fmt: skip
 NUMPY = "the package numpy, which is not installed; run pip install numpy"
-FROM_CHECKOUT = "which is not installed; run pip install -e '.[{}]' in the checkout of megatron-fsdp"
+FROM_CHECKOUT = "which is not installed; run pip install -e '.[{}]' in the checkout of mfsdp"
 HF = f"the package transformers, {FROM_CHECKOUT.format('hf')}"
 TRAIN = f"the package matplotlib, {FROM_CHECKOUT.format('train')}"
 MODEL = f"a model of this config needs {HF}, or give an import path 'package.module:function' that builds the model"

@@ -224,7 +224,7 @@ def test_a_missing_package_is_refused_in_words(
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(ConfigurationError) as caught:
         require_writers(options)
-    how = "-e '.[train]' in the checkout of megatron-fsdp" if package == "tensorboard" else package
+    how = "-e '.[train]' in the checkout of mfsdp" if package == "tensorboard" else package
     assert str(caught.value) == (
         f"{flag} needs the package {package}, which is not installed; run pip install {how}, or leave it out"
     )
