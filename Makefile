@@ -26,10 +26,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-full mutants fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test test-full mutants fuzz soak lint fmt docs bench bench-compare bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test test-full mutants fuzz soak lint fmt bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test test-full mutants fuzz soak lint fmt docs bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -78,6 +78,10 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The pages as a site in build/site, without network; a broken link is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 fmt: $(READY)
 	$(PY) -m ruff check --fix .

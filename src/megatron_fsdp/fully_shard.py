@@ -222,10 +222,10 @@ def fully_shard_model(
 
     Args:
         module: The model, with its parameters on one device; sharded in place and kept as `.module` of what is
-        returned.
+            returned.
         device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
         dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only
-        one.
+            one.
         dp_outer_dim: The outer dimension of hybrid sharding: parameters are sharded over `dp_shard_dim` and replicated
             over this one, and gradients cross it once per sync.
         tp_dim: The tensor-parallel dimension. Parameters that `parallelize_module` made DTensors over it are sharded
