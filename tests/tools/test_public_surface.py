@@ -15,8 +15,7 @@ def test_names_come_with_their_arguments() -> None:
 
 
 def test_commands_come_with_their_options() -> None:
-    assert public_surface.commands("checkpoint")[0] == "mfsdp checkpoint"
-    assert "mfsdp checkpoint inspect --json" in public_surface.commands("checkpoint")
+    assert public_surface.commands("hang") == ["mfsdp hang", "mfsdp hang --after", "mfsdp hang --json"]
 
 
 def test_what_is_gone_fails(
