@@ -143,7 +143,7 @@ class ShardedModel(Protocol):
         """Describe the chunks of a state tensor that is sharded as its parameter."""
 
     def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return an optimizer's state dict with the state of all expert-parallel ranks, as it is saved."""
+        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
         ...
 
     @property
@@ -159,7 +159,7 @@ class ShardedModel(Protocol):
         """Raise the problem of a state dict; on all ranks, together, where it comes out of a file."""
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return a saved state dict with the state that this rank holds."""
+        """Return this rank's part of a saved state dict, numbered as torch does here."""
         ...
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
