@@ -1,6 +1,6 @@
-"""Packages that only some features need: where one is missing or too old, one sentence names the extra that brings it.
+"""Packages that only some features need: an error names the extra that installs a missing or too old one.
 
-The distribution is not on the package index, where its name is another's: extras are installed from a checkout.
+The distribution is not on the package index, where another project has its name: extras are installed from a checkout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "tensorboard": "2.17",
     },
 }
-"""Extra -> package -> oldest version that will do; what pyproject.toml says, which a test compares."""
+"""Extra -> package -> oldest version that works; a test compares it with pyproject.toml."""
 
 
 def require(package: str, for_what: str, instead: str = "") -> ModuleType:
@@ -50,7 +50,7 @@ def require(package: str, for_what: str, instead: str = "") -> ModuleType:
 
 
 def require_installed(package: str, for_what: str, instead: str = "") -> None:
-    """Check the same without importing it, for a process that does not use it itself.
+    """Check as `require` does without an import, for a process that does not use the package itself.
 
     Raises:
         MissingPackageError: It is not installed, or too old.
@@ -74,13 +74,13 @@ def _cure(package: str, instead: str) -> str:
 def _is_here(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that was put in place by hand has no spec
+    except ValueError:  # a module that was put into sys.modules by hand has no spec
         return True
 
 
 @functools.cache
 def _version(package: str) -> str | None:
-    """What is installed, as far as its metadata tells."""
+    """Return the installed version, as far as its metadata tells."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
