@@ -47,7 +47,7 @@ class NotSupportedYetError(MegatronFSDPError, NotImplementedError):
 
 
 class ScheduleError(MegatronFSDPError, RuntimeError):
-    """The order of forward, backward and step calls left no right way to go on (a bug, or a use that cannot work)."""
+    """The order of forward, backward and step calls cannot be continued (a bug, or a use that cannot work)."""
 
 
 class ShardOperationError(MegatronFSDPError, RuntimeError):

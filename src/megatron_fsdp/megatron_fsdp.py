@@ -222,7 +222,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def data_parallel_sharding_strategy(self) -> str:
-        """The strategy by name."""
+        """Name of the sharding strategy."""
         return self._options.strategy.name
 
     @property
@@ -435,7 +435,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:
-        """The flat buffers."""
+        """Access to the flat buffers."""
         return ParamAndGradBuffer(self._engine)
 
     @property

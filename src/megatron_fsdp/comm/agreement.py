@@ -268,7 +268,7 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
             problem, cause = (CheckpointError, str(error)), error
         except ConfigurationError as error:
             problem, cause = (ConfigurationError, str(error)), error
-        except Exception as error:  # noqa: BLE001  told to the others, then raised
+        except Exception as error:  # noqa: BLE001  sent to the others, then raised
             problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
     if world_size_of(group) > 1:
         told = [answer, problem]

@@ -22,7 +22,7 @@ def import_by_path(path: str, argument: str, suggestions: tuple[str, ...] = ()) 
 
     Raises:
         ConfigurationError: A part of the path does not exist.
-        Exception: Whatever a module on the way raises when it is imported.
+        Exception: Whatever a module of the path raises when it is imported.
     """
     module_path, colon, name = path.partition(":")
     parts = [*module_path.split("."), *(name.split(".") if colon else [])]

@@ -148,9 +148,7 @@ class BucketEngine(Engine):
         learnt = self.scheduler.learns
         super()._post_backward()
         if learnt and self.scheduler.config.reduces_early:
-            self.executor.set_bucket_count(
-                self.executor.bucket_count
-            )  # only in this backward all buckets were filled at once
+            self.executor.set_bucket_count(self.executor.bucket_count)  # only this backward filled all at once
 
     def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
         super()._follow(unit, position, trains)

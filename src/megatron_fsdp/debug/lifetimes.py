@@ -175,9 +175,7 @@ class LifetimeChecker(Observer):
         self._buckets: dict[int, _Lent] = {}  # the last one lent to each unit
         self._made = dict.fromkeys(Memory, 0)
         self._phases: list[tuple[Phase, int]] = []
-        self._places: dict[
-            int, set[int]
-        ] = {}  # by number of a collective, the set that holds it until it is waited for
+        self._places: dict[int, set[int]] = {}  # by number of a collective, the set that holds it until its wait
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class AbsentError(RuntimeError):
 
 
 class RowExchange:
-    """An exchange of rows over a gloo group of its own, which is destroyed with it. Collective to make.
+    """Exchanges rows over a gloo group of its own, which is destroyed with it. Collective to make.
 
     Args:
         group: The ranks.
@@ -180,7 +180,7 @@ def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, st
 
 
 class RankVerifier:
-    """A comparison of announcements over the ranks of one model. Collective to make.
+    """Compares announcements over the ranks of one model. Collective to make.
 
     Args:
         group: The ranks.

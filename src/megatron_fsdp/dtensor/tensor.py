@@ -181,7 +181,7 @@ class UnevenDTensor(DTensor):
         for key, value in self.__dict__.items():
             if key not in _OWN and not isinstance(
                 value, weakref.ProxyTypes
-            ):  # a way back to whom only this one belongs to
+            ):  # a reference to the model, to which the copy does not belong
                 made.__dict__[key] = copy.deepcopy(value, memo)
         return made
 

@@ -366,7 +366,7 @@ _FRAMES_SHOWN = 4
 
 
 class Ring:
-    """The file.
+    """The file of a ring log.
 
     Args:
         path: Where; an existing file is replaced.

@@ -96,7 +96,7 @@ def _take_gradient(
 
 
 class Engine:
-    """The execution of forward, backward and gradient sync of one sharded model.
+    """Runs forward, backward and gradient sync of one sharded model.
 
     Args:
         parts: The parts that it is built from.
@@ -747,7 +747,7 @@ def direct_hook(
 
 
 class HandedOut:
-    """The tensors that state dicts have returned, and whether they were written to, as a bare `dcp.load` does.
+    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
 
     They share the memory of main weights, but not its version counters.
     """
@@ -791,7 +791,7 @@ def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device
 
 
 class UnseenGradients:
-    """A warning, given once, where an optimizer steps before any gradient of its parameters is reduced."""
+    """Warns, once, when an optimizer steps before any gradient of its parameters is reduced."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -901,7 +901,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class UsageAgreement:
-    """The agreement over one group of ranks on which parameters got a gradient on any rank.
+    """Agrees over one group of ranks which parameters got a gradient on any rank.
 
     Args:
         group: The ranks; None for a single one.
@@ -1050,7 +1050,7 @@ _PARAMETERS = itemgetter("_parameters")
 
 
 class StructureCheck:
-    """A check for trainable parameters that joined the model after sharding: each rank would train its own.
+    """Finds trainable parameters that joined the model after sharding: each rank would train its own.
 
     Modules around known ones (wrappers) and modules without trainable parameters may come and go.
 

@@ -192,7 +192,7 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
 
 
 def _places_by_weight(engine: Engine) -> dict[int, _Place]:
-    """Map ids of sharded parameters to the place of their gradient, where it is neither cast nor scaled."""
+    """Map ids of sharded parameters to the place of their gradient, where it is not cast and the parameter is plain."""
     return {
         id(param): _Place(engine, unit.index, position, index)
         for unit in engine.units

@@ -88,8 +88,8 @@ def first_few(told: Iterable[str]) -> str:
 # rank has seen of that parameter in the backwards before, all of them since the model was wrapped. So the limit never
 # falls, and it rises with gradients that grow: learning-rate warm-up and weights that start at zero make them grow by a
 # small factor at a time, which is no alarm. The first `history` backwards in which the parameter has a gradient other
-# than zero are not judged, so that the limit does not hang on one microbatch. History is not saved with a checkpoint: a
-# resumed run starts anew.
+# than zero are not judged, so that the limit does not depend on one microbatch. History is not saved with a checkpoint:
+# a resumed run starts anew.
 #
 # A backward that raises, by this check or by that for NaN and infinity, leaves no trace in the history.
 
@@ -101,7 +101,7 @@ HISTORY = 10
 
 
 class LargeGradientCheck:
-    """A check of the largest magnitude of each gradient; the ranks compare when a backward ends.
+    """Records the largest magnitude of each gradient during backward; the ranks compare when it ends.
 
     Where experts of different ranks have the same local name, they share their history.
 
@@ -196,7 +196,7 @@ class LargeGradientCheck:
 
 
 class FiniteCheck:
-    """A check of one flag per parameter; the ranks compare the flags when a backward ends.
+    """Collects one flag per parameter during backward; the ranks compare them when it ends.
 
     Args:
         names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.

@@ -272,9 +272,7 @@ class GradientBuffers:
         self._pending: torch.Tensor | None = None
         self.filled = [False] * count  # the bucket holds a gradient of the parameter
         self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
-        self.written: set[int] = (
-            set()
-        )  # written in place, without a tensor of their own; whoever counts gradients clears it
+        self.written: set[int] = set()  # gradients written in place, until they are counted
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 

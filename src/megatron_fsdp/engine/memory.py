@@ -162,9 +162,7 @@ class BucketPool:
         """
         while not self._free and len(self._made) >= self._count and self._make_room():
             pass
-        if (
-            not self._free or len(self._made) < self._count
-        ):  # the number of blocks must not depend on when others come back
+        if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
             self._made.append(Block(self._num_bytes, self._device))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)

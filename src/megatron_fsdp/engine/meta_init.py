@@ -275,8 +275,8 @@ def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
     """Make every rank draw what the first rank of the groups draws.
 
     Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
-    ranks take the first one's state for the block, are warned, and get their own back afterwards, also after an
-    exception.
+    ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
+    every rank gets its own back.
 
     Args:
         groups: Process groups that this rank belongs to, one after another, such as those of the mesh axes.

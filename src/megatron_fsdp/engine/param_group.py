@@ -440,7 +440,7 @@ def _of_autograd(
     """Cut a gradient that autograd has computed for sharded parameter `index` directly, as of a penalty."""
     alive, param = group(), sharded()
     assert param is not None  # this is its own hook
-    if alive is not None and alive.gradients is not None:  # else the model is gone
+    if alive is not None and alive.gradients is not None:  # else the model was deleted
         alive.gradients.make_way(index, param)
     frame = param.shard_frame
     sharded_grad = as_sharded(grad, frame)  # the backward of a reduction gives gradients of the global shape

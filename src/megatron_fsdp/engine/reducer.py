@@ -43,7 +43,7 @@ class Stage(NamedTuple):
 
 
 class GradientReducer:
-    """The reduction of gradients of one layout.
+    """Reduces gradients of one layout over the ranks.
 
     Attributes:
         inner_region: The elements that the first stage leaves on this rank.

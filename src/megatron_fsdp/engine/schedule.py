@@ -231,7 +231,7 @@ class _SlotState:
 
 @dataclass
 class Scheduler:
-    """The decisions which units are gathered, waited for, released and reduced, and in which order."""
+    """Decides which units are gathered, waited for, released and reduced, and in which order."""
 
     config: ScheduleConfig
     _units: list[_UnitState] = field(init=False)

@@ -332,7 +332,7 @@ Frames = tuple[ShardFrame, ...]
 
 
 class GroupPlanner:
-    """A planner of parameter groups that plans equal ones, as repeated blocks have, once.
+    """Plans parameter groups; equal ones, as repeated blocks have, only once.
 
     Args:
         sharding: Ranks and options.
@@ -549,7 +549,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     dense = {name: tensor for name, tensor in held.items() if name not in experts}
     differing: set[str] = set()
     for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
-        # Over the inner ranks first: then the first of each inner group stands for its group.
+        # Over the inner ranks first: then all ranks of an inner group equal its first one.
         for axis in reversed(domain.axes if domain is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))

@@ -51,7 +51,7 @@ class LocalStep:
     """The stand-in of one optimizer; between steps it holds neither gradients nor state."""
 
     def __init__(self) -> None:
-        self._view: _View | None = None  # of the step under way
+        self._view: _View | None = None  # of the running step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object to step in place of a connected optimizer; call `release` after the step.

@@ -250,7 +250,7 @@ class FSDPDistributedIndex:
         return library
 
     def _check_groups(self) -> None:
-        """Compare the given groups with the dimensions that they stand for."""
+        """Compare the given groups with the mesh dimensions whose ranks they must have."""
         shard, outer = self.dp_shard_dim, self.dp_outer_dim
         for argument, group, names, is_expert in (
             ("fsdp_group_ag", self.fsdp_group_ag, (shard,), False),

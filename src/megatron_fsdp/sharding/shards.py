@@ -368,7 +368,7 @@ class ShardDescription:
 
     @property
     def spread_dims(self) -> tuple[int, ...]:
-        """Mesh dimensions whose ranks hold different elements, so that a reduction has to cross them."""
+        """Mesh dimensions whose ranks hold different elements, which a reduction must span."""
         dims = self.use.shard_dims
         if self.tensor_cut is not None and self.use.tensor_dim is not None:
             dims = (*dims, self.use.tensor_dim)
