@@ -240,7 +240,7 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
     names = dict.fromkeys(name for of_rank in facts for name in of_rank)
     values = {name: [of_rank.get(name, "nothing") for of_rank in facts] for name in names}
     differing = [name for name in values if len(set(values[name])) > 1]
-    # Of "config" and "config.size", which other classes may not have at all, the first tells more.
+    # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
     told = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
     raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause

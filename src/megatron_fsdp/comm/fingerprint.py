@@ -73,7 +73,7 @@ def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Flatten to contiguous real numbers; a copy only where the elements are not contiguous."""
-    flat = tensor.detach().reshape(-1).contiguous()  # which a strided tensor of one dimension is not after reshape
+    flat = tensor.detach().reshape(-1).contiguous()  # reshape leaves a strided 1-D tensor strided
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 

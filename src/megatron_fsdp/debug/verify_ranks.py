@@ -58,8 +58,8 @@ class RowExchange:
         dist.broadcast_object_list(told, group=group, group_src=0)
         self._group = twin_of(group, str(told[0]), backend="gloo")
         go_with(self, [self._group])
-        # Ranks leave together: a slow start is not charged to the first exchange, and no rank takes its side of the
-        # group down while another still connects.
+        # Ranks start together: a slow start does not count against the first exchange, and no rank destroys its side
+        # of the group while another still connects.
         dist.barrier(group=self._group)
 
     def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:

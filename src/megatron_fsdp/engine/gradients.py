@@ -264,7 +264,7 @@ class GradientBuffers:
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
         self._attached = [False] * count  # `.grad` was handed out and not taken back since
-        self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
+        self._kept = [False] * count  # `.grad` was set when the next gradient came, and will be set again
         self._target: torch.Tensor | None = None
         self.bucket_views = BucketViews(layout)
         self._views_of_target: list[torch.Tensor] = []

@@ -243,7 +243,7 @@ def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., o
         return None
     try:
         inspect.signature(method).bind(*arguments)
-    except (TypeError, ValueError):  # wants other arguments, or does not say
+    except (TypeError, ValueError):  # needs other arguments, or has no signature
         return None
     return method
 

@@ -104,7 +104,9 @@ def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     forward = engine.post_forward(call.unit, needs_backward)
     if not needs_backward:
         return hidden
-    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so that there is a backward in any case
+    anchor = torch.empty(
+        0, device=hidden.device, requires_grad=True
+    )  # requires a gradient, so there is a backward in any case
     passed: Tensor = _Passage.apply(hidden, anchor)  # type: ignore[no-untyped-call]
     passed.register_hook(partial(_announce, weakref.ref(engine), forward))
     return passed
@@ -121,7 +123,7 @@ class _Passage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
-        # Recomputation of a checkpointed function begins where something saved is asked for, as a unit's backward does.
+        # Recomputation of a checkpointed function begins when a saved tensor is unpacked, as in a unit's backward.
         ctx.save_for_backward(anchor)
         return hidden.view_as(hidden)
 

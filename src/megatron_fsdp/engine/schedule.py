@@ -532,7 +532,7 @@ class Scheduler:
             return True
         callers = self._units[self._backward_unit].hosts if self._backward_unit is not None else ()
         if unit in callers and self._units[unit].in_backward:
-            return False  # its backward goes on when that of the unit it called is over
+            return False  # its backward continues after that of the unit it called
         return unit not in keep and unit not in self._forward_stack and unit != self._backward_unit
 
     def _release(self, unit: int) -> list[Operation]:

@@ -28,7 +28,7 @@ class TensorParallelPart:
         mesh: The one-dimensional tensor-parallel mesh.
         placement: `Shard(dim)` or `Replicate()`.
         shape: Shape of the parameter over all tensor-parallel ranks.
-        stride: Stride of the same.
+        stride: Stride of the parameter over all tensor-parallel ranks.
         is_dtensor: Whether the modules hold it as a DTensor, else as a plain tensor.
     """
 

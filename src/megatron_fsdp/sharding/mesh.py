@@ -26,17 +26,17 @@ class FSDPDistributedIndex:
     Args:
         device_mesh: The mesh of dense parameters, on any device type.
         dp_shard_dim: The dimension to shard over.
-        dp_outer_dim: The outer dimension of hybrid sharding; goes with ``hybrid_fsdp_group``.
+        dp_outer_dim: The outer dimension of hybrid sharding; requires ``hybrid_fsdp_group``.
         tp_dim: The tensor-parallel dimension, where there is one.
         hybrid_fsdp_group: All ranks of the outer and the sharding dimension.
-        hybrid_fsdp_expt_group: The same for experts; made from their mesh where it is not given.
-        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension too.
-        expt_device_mesh: The mesh of expert parameters, with the same dimension names. Where it has not the sharding
-            dimension but one that this was flattened from, experts are sharded over that one; where it has not the
-            outer or the tensor-parallel dimension, experts have one rank along it.
-        fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, so that they need
-            not queue behind reductions.
-        expt_fsdp_group_ag: The same for experts.
+        hybrid_fsdp_expt_group: All ranks of both dimensions of the expert mesh; made from that mesh if not given.
+        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension, too.
+        expt_device_mesh: The mesh of expert parameters, with the same dimension names. If it lacks the sharding
+            dimension but has one that this was flattened from, experts are sharded over that one; along a missing
+            outer or tensor-parallel dimension experts have one rank.
+        fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, which then need not
+            queue behind reductions.
+        expt_fsdp_group_ag: A second group of the ranks of experts' ``dp_shard_dim``, likewise.
 
     Attributes:
         use_hybrid_fsdp: Whether there is an outer dimension.
