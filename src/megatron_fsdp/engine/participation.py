@@ -104,9 +104,7 @@ def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     forward = engine.post_forward(call.unit, needs_backward)
     if not needs_backward:
         return hidden
-    anchor = torch.empty(
-        0, device=hidden.device, requires_grad=True
-    )  # requires a gradient, so there is a backward in any case
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case
     passed: Tensor = _Passage.apply(hidden, anchor)  # type: ignore[no-untyped-call]
     passed.register_hook(partial(_announce, weakref.ref(engine), forward))
     return passed
