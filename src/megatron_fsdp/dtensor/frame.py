@@ -134,7 +134,7 @@ class ShardFrame:
         return full.reshape(-1)[start:stop]
 
     def for_another(self) -> ShardFrame:
-        """Return the frame of another tensor that is cut alike: it shares what was computed, but not `belongs`."""
+        """Return the frame of another tensor cut alike; shares what was computed, but not `belongs` and `problem`."""
         other = copy.copy(self)
         other.belongs = other.problem = None
         return other
