@@ -5,7 +5,7 @@
 
 An independent implementation of the interface of the `megatron_fsdp` package, not affiliated with NVIDIA.
 
-The names are imported when they are first asked for.
+The names are imported at their first use.
 """
 
 import sys
@@ -70,7 +70,7 @@ _HOMES = {
     "fully_shard_optimizer": "fully_shard",
     "reduce_scatter_with_fp32_accumulation": "comm.reduction",
 }
-"""Public name -> the module that has it."""
+"""Public name -> the module that defines it."""
 
 
 class _Package(ModuleType):

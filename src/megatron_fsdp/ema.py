@@ -17,15 +17,15 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 
 class ShardedEMA:
-    """average = decay * average + (1 - decay) * weight, on each rank for its shards of trainable parameters.
+    """An exponential moving average: average = decay * average + (1 - decay) * weight, of each rank's shards.
 
-    Nothing is communicated. Frozen parameters do not change, so no average of them is held; module buffers are not
-    part of it.
+    Nothing is communicated. Frozen parameters do not change, so they have no average; module buffers are not part of
+    it.
 
     Args:
-        model: Whose main weights to follow; held weakly.
-        decay: Of one update, 0 <= decay < 1.
-        dtype: Of the averages. Narrow ones lose small updates: with a decay of 0.999 bfloat16 hardly moves.
+        model: Model whose main weights are averaged; held weakly.
+        decay: Decay of one update, 0 <= decay < 1.
+        dtype: Dtype of the averages. Narrow ones lose small updates: with a decay of 0.999 bfloat16 hardly moves.
 
     Raises:
         ConfigurationError: An argument is out of range, or nothing is trainable.
@@ -48,10 +48,10 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self, decay: float | None = None) -> None:
-        """Take the weights as they are now into the average; call it after `optimizer.step()`.
+        """Update the averages with the current weights; call it after `optimizer.step()`.
 
         Args:
-            decay: Of this update only; None: the one given at first.
+            decay: Of this update only; None: the one given at construction.
 
         Raises:
             ConfigurationError: `decay` is out of range.
@@ -70,7 +70,7 @@ class ShardedEMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model hold the averages inside a block, for evaluation; afterwards its weights are bit for bit back.
+        """Replace the model's weights by the averages inside a block, for evaluation; then restore them bit for bit.
 
         Memory: a copy of this rank's shards of the main weights.
 
@@ -96,9 +96,9 @@ class ShardedEMA:
             self._applied = False
 
     def state_dict(self) -> dict[str, DTensor]:
-        """The averages by canonical name, as DTensors that torch.distributed.checkpoint saves and loads in place.
+        """Return the averages by canonical name, as DTensors for in-place torch.distributed.checkpoint saves and loads.
 
-        Experts are called and shown as in the state dict of the model.
+        Experts have the names and shapes that they have in the state dict of the model.
         """
         model = self._alive()
         return {
@@ -118,7 +118,7 @@ class ShardedEMA:
         """
         model = self._alive()
         given = {model.held_name(name): value for name, value in state_dict.items()}
-        given.pop(None, None)  # the experts of other ranks, where a dict holds all
+        given.pop(None, None)  # the experts of other ranks, if the dict holds all
         missing, unexpected = self._averages.keys() - given.keys(), given.keys() - self._averages.keys()
         if missing or unexpected:
             raise ConfigurationError(

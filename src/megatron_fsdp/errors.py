@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 
-# Warnings that point at the user's line, however many of our own frames lie between.
-
 _NOT_THE_USER = (__name__.partition(".")[0], "dataclasses", "contextlib")
-"""Top-level modules that call us on behalf of somebody else: in `dataclasses.replace`, at the start of a `with`."""
+"""Top-level modules whose frames are skipped: ours, and those that call us for the user (`with`, `replace`)."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn on behalf of the first caller outside of this package.
+    """Warn at the line of the first caller outside of this package.
 
     Args:
         message: What was adjusted or ignored, and what to write instead.
-        category: Of the warning.
+        category: Category of the warning.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
@@ -49,7 +47,7 @@ class NotSupportedYetError(MegatronFSDPError, NotImplementedError):
 
 
 class ScheduleError(MegatronFSDPError, RuntimeError):
-    """The order of forward, backward and step calls left no right way to go on (a bug, or a use that cannot work)."""
+    """The order of forward, backward and step calls cannot be continued (a bug, or a use that cannot work)."""
 
 
 class ShardOperationError(MegatronFSDPError, RuntimeError):
@@ -79,7 +77,7 @@ class LifetimeError(MegatronFSDPError, RuntimeError):
 class CheckpointError(MegatronFSDPError, RuntimeError):
     """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it.
 
-    Files may hold names and numbers of any length: of a long message the begin and the end are kept.
+    Files may hold names and numbers of any length: of a long message the beginning and the end are kept.
     """
 
     def __init__(self, message: str) -> None:

@@ -1,7 +1,7 @@
 """The public functions: shard a model, an optimizer, or both, in one call.
 
-The engine is imported when one of them is called: its DTensors take torch most of a second, which a program that only
-imports this package, such as a help text or the worker of a data loader, need not wait for.
+The engine is imported at the first call: its DTensors take torch most of a second, which a program that only imports
+this package, such as a help text or the worker of a data loader, need not wait for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 
-# Keywords of earlier versions of this API, mapped onto today's.
-
-
 @dataclass(frozen=True)
 class LegacyArguments:
-    """The keywords that are gone; None means "not given".
+    """The keywords of earlier versions of this API; None means "not given".
 
     Attributes:
         grad_reduce_in_fp32: Now ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy: True is float32 for both,
@@ -50,7 +47,7 @@ class LegacyArguments:
 
 @dataclass(frozen=True)
 class CurrentArguments:
-    """Today's arguments that legacy keywords map onto, with nothing left open.
+    """The arguments that replace legacy keywords, resolved.
 
     Attributes:
         mixed_precision_policy: The dtypes to use.
@@ -72,16 +69,16 @@ def resolve_legacy_arguments(
     report_nan_in_param_grad: bool | None = None,
     keep_fp8_transpose_cache: bool | None = None,
 ) -> CurrentArguments:
-    """Replace legacy keywords by today's arguments, with one ``FutureWarning`` for all of them.
+    """Replace legacy keywords by the current arguments, with one ``FutureWarning`` for all of them.
 
     Args:
         legacy: The legacy keywords.
-        mixed_precision_policy: Today's argument; None: not given.
-        report_nan_in_param_grad: Today's argument; None: not given.
-        keep_fp8_transpose_cache: Today's argument; None: not given.
+        mixed_precision_policy: The current argument; None: not given.
+        report_nan_in_param_grad: The current argument; None: not given.
+        keep_fp8_transpose_cache: The current argument; None: not given.
 
     Returns:
-        Today's arguments; the defaults where neither form was given.
+        The current arguments; the defaults where neither form was given.
 
     Raises:
         ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
@@ -126,7 +123,7 @@ def _resolve_policy(
 
 
 def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """A communication dtype that follows the main gradients is the same as one that names their dtype."""
+    """Fill in a communication dtype that follows the main gradients, to compare policies."""
     return replace(policy, grad_comm_dtype=policy.grad_comm_dtype or policy.main_grads_dtype)
 
 
@@ -221,51 +218,49 @@ def fully_shard_model(
     """Shard a model over data-parallel ranks.
 
     Args:
-        module: The model, with its parameters on one device; sharded in place and kept as `.module` of what is
-            returned.
+        module: The model, with its parameters on one device; sharded in place and kept as `.module` of the result.
         device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
-        dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out where there is only
-            one.
+        dp_shard_dim: The mesh dimension (or flattened dimension) to shard over; may be left out if there is only one.
         dp_outer_dim: The outer dimension of hybrid sharding: parameters are sharded over `dp_shard_dim` and replicated
-            over this one, and gradients cross it once per sync.
+            over this one, and gradients are reduced over it once per sync.
         tp_dim: The tensor-parallel dimension. Parameters that `parallelize_module` made DTensors over it are sharded
-            further; without it, the dimension that they name is looked for in the mesh.
-        hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; goes with `dp_outer_dim`.
-        hybrid_fsdp_expt_group: The same for experts; made from their mesh where it is left out.
+            further; None: the mesh dimension that these DTensors name.
+        hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; required with `dp_outer_dim`.
+        hybrid_fsdp_expt_group: The same for experts; made from their mesh if left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
-            parameter), with the same dimension names and further ones over which experts differ; what may be left out
-            is said in docs/hybrid.md.
+            parameter), with the same dimension names and further ones over which experts differ; docs/hybrid.md says
+            what may be left out.
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
             the model declares in `_no_split_modules`, else repeated blocks; and large ends beside them.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
-        outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": share main
-            weights and optimizer state out over it too (HFSDP).
-        device: Where the shards live; None: this process's device of the mesh's type.
+        outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": shard main
+            weights and optimizer state over it, too (HFSDP).
+        device: Device of the shards; None: this process's device of the mesh's type.
         init_model_with_meta_device: Initialise parameters and buffers that are on the meta device, module by module by
             `reset_parameters()`, `_reset_parameters()`, `reset_buffers()` or the model's `_init_weights(module)`,
             without the whole model in memory: bit for bit what building the model on `device` under the same seed
-            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values. "empty": give
-            parameters on the meta device memory only, and leave buffers there; the caller fills both before any use.
+            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values. "empty": only
+            allocate parameters on the meta device, and leave buffers there; the caller fills both before any use.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
         sync_model_each_microbatch: Make gradients final and visible after every backward.
-        preproc_state_dict_for_dcp_ckpt: Let the tensors of state dicts tell torch.distributed.checkpoint which part of
-            the global tensor they hold. Turn it off only for a checkpoint format of your own.
+        preproc_state_dict_for_dcp_ckpt: Attach to the tensors of state dicts which part of the global tensor they
+            hold, for torch.distributed.checkpoint. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Let the collective average in place of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Not supported yet.
         nccl_ub: Not supported yet.
-        fsdp_double_buffer: Gather into two buffers of the most common unit's size, taken here and kept; other units
-            take memory when they are gathered. Strategy 3; under others it is warned of, and without effect.
-        fsdp_db_use_persist_buf_on_alloc_fail: Give those other units a buffer of their own that is kept.
+        fsdp_double_buffer: Gather into two buffers of the most common unit's size, allocated here and kept; other
+            units allocate memory when they are gathered. Strategy 3; under others it only gives a warning.
+        fsdp_db_use_persist_buf_on_alloc_fail: Keep a buffer for each of those other units.
         disable_symmetric_registration: Not supported yet.
         enable_fine_grained_param_gather: Gather the modules inside units one by one.
-        use_decoupled_grad: Show gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
+        use_decoupled_grad: Set gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
             `.grad` None; for optimizers that read them there.
         cuda_graph_mode: Not supported yet.
         maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
@@ -273,21 +268,21 @@ def fully_shard_model(
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
         check_for_nan_in_grad: Deprecated; now `report_nan_in_param_grad`.
         keep_fp8_transpose_cache_when_using_custom_fsdp: Deprecated; now `keep_fp8_transpose_cache`.
-        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype (`grad_comm_dtype`) and add them up
+        reduce_scatter_with_fp32_accumulation: Exchange gradients in their own dtype (`grad_comm_dtype`) and sum them
             locally, in float32 and in rank order, on every back end. gloo does so anyway. Strategies 1 to 3.
         weight_allocator: "slots": gathered units share a few buffers that are kept. "resize": each has memory of its
-            own, given back when it is released. Not part of the published API, nor are those that follow.
+            own, freed when it is released. Not part of the published API, nor are those that follow.
         max_gathered_units: How many units besides the root may be gathered at a time, 1 or more (strategy 3); None: 2,
             or what prefetching needs.
         forward_prefetch_units: How many units to gather ahead in forward; None: 1.
-        backward_prefetch_units: The same in backward.
+        backward_prefetch_units: How many units to gather ahead in backward; None: 1.
         verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
-            differ. True; or seconds to wait for a rank (300); None: what MFSDP_VERIFY_RANKS says, else off.
+            differ. True; or seconds to wait for a rank (300); None: as MFSDP_VERIFY_RANKS says, else off.
         find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.
-        gradient_accumulation_fusion: Let the backward of each plain `nn.Linear` multiply its weight gradient straight
-            into the communication bucket, without a tensor of its own and a copy (docs/fused_weight_gradients.md).
+        gradient_accumulation_fusion: Multiply the weight gradient of each plain `nn.Linear` straight into the
+            communication bucket in backward, without a tensor of its own and a copy (docs/fused_weight_gradients.md).
 
     Returns:
         The wrapped model.
@@ -367,7 +362,7 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Built on `model.parameters()` after `fully_shard_model`; on those of several models if need be.
-        preproc_state_dict_for_dcp_ckpt: The same for the optimizer's state as for the model in `fully_shard_model`.
+        preproc_state_dict_for_dcp_ckpt: As in `fully_shard_model`, for the optimizer's state.
 
     Returns:
         The same optimizer.
@@ -434,7 +429,7 @@ _OWNER = "_megatron_fsdp_model"
 
 
 def _owner(param: torch.Tensor) -> MegatronFSDP:
-    """The model of a sharded parameter."""
+    """Return the model of a sharded parameter."""
     model: MegatronFSDP = getattr(param, _OWNER).self_reference()
     return model
 
@@ -539,7 +534,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse what can be judged without the mesh and the model; every rank comes to the same verdict."""
+    """Refuse arguments that are wrong whatever the mesh and the model; the same verdict on every rank."""
     from megatron_fsdp.engine.wrap import check_not_wrapped
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
@@ -562,7 +557,7 @@ def _check_order(first: object, second: object) -> None:
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer, a class of optimizers above all. Others than torch's need only have its groups.
+    """Refuse objects that are no optimizer, above all classes; other optimizers than torch's only need its groups.
 
     Raises:
         TypeError: It is none.
@@ -588,7 +583,7 @@ def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup
 
 
 def __getattr__(name: str) -> Any:
-    """The class that the functions return, which is named here as well."""
+    """Import `MegatronFSDP`, the class that the functions return, at its first use."""
     if name == "MegatronFSDP":
         from megatron_fsdp.megatron_fsdp import MegatronFSDP
 

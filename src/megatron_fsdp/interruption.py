@@ -12,9 +12,9 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def end_quietly() -> None:
-    """From now on Ctrl-C ends this process at once with 130; for a program's first line, before what is slow to import.
+    """Make Ctrl-C end this process at once with 130; for a program's first line, before slow imports.
 
-    Where Ctrl-C is ignored, as in jobs in the background, or handled by somebody, that stays so.
+    Where Ctrl-C is ignored, as in background jobs, or has another handler, that stays so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -22,7 +22,7 @@ def end_quietly() -> None:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """While the block runs, Ctrl-C raises `KeyboardInterrupt` again, so that what the block has begun is tidied up."""
+    """Raise `KeyboardInterrupt` on Ctrl-C inside the block, so that the block can clean up."""
     is_quiet = signal.getsignal(signal.SIGINT) is _end
     if is_quiet:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,5 +34,5 @@ def raising() -> Iterator[None]:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    # Not the signal's own default: a shell would say 130, but whoever started the program would see the signal.
+    # Not the signal's own default: a shell would say 130, but the parent process would see the signal.
     os._exit(EXIT_INTERRUPTED)

@@ -72,18 +72,18 @@ class MegatronFSDP(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
-    forward of a unit its modules hold full, plain tensors. `.grad` is there after a backward that synchronises.
+    forward of a unit its modules hold full, plain tensors. `.grad` is set by a backward that synchronises.
 
     Args:
         module: The model; sharded in place and kept as `.module`.
         dist_index: Mesh and process groups.
         ddp_config: Strategy and switches; None: `optim_grads_params` with both overlaps. It is not modified. Its
-            `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy leads. One of
-            another class, such as Megatron-Core's own, is read as `DistributedDataParallelConfig.read_from` says.
+            `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy has precedence. One
+            of another class, such as Megatron-Core's, is read by `DistributedDataParallelConfig.read_from`.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
-        fsdp_unit_modules: Classes or import paths of the units; None or "auto": found by themselves.
+        fsdp_unit_modules: Classes or import paths of the units; None or "auto": found automatically.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
-        device: Where the shards live; None: this process's device of the mesh's type.
+        device: Device of the shards; None: this process's device of the mesh's type.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         init_model_with_meta_device: As in `fully_shard_model`.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
@@ -98,12 +98,12 @@ class MegatronFSDP(nn.Module):
         fine_grained_recurse_module_types: Classes of modules that are then gathered whole, with all inside them.
         report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
         reduce_scatter_with_fp32_accumulation: Also taken from `ddp_config`.
-        weight_allocator: As in `fully_shard_model`, as those that follow.
-        max_gathered_units: See there.
-        forward_prefetch_units: See there.
-        backward_prefetch_units: See there.
-        verify_ranks: See there.
-        find_unused_parameters: See there.
+        weight_allocator: As in `fully_shard_model`.
+        max_gathered_units: As in `fully_shard_model`.
+        forward_prefetch_units: As in `fully_shard_model`.
+        backward_prefetch_units: As in `fully_shard_model`.
+        verify_ranks: As in `fully_shard_model`.
+        find_unused_parameters: As in `fully_shard_model`.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -174,7 +174,7 @@ class MegatronFSDP(nn.Module):
         device: torch.device | str | int | None,
         auto_sync: bool,
     ) -> None:
-        """Shard the model as was decided."""
+        """Shard the model by resolved options."""
         nn.Module.__init__(self)
         self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
@@ -193,7 +193,7 @@ class MegatronFSDP(nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
-        # Whether `start_param_sync` waits for what it starts.
+        # Whether `start_param_sync` waits for the gathers that it starts.
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
@@ -218,11 +218,11 @@ class MegatronFSDP(nn.Module):
         for line in self._assembly.plan_lines:
             logger.info(line)
 
-    # ---- what clients read --------------------------------------------------------------------------------------
+    # ---- properties that clients read ----------------------------------------------------------------------------
 
     @property
     def data_parallel_sharding_strategy(self) -> str:
-        """The strategy by name."""
+        """Name of the sharding strategy."""
         return self._options.strategy.name
 
     @property
@@ -232,7 +232,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """What was said of the next backward; absent until it is set, as in the published package."""
+        """Whether the next backward is the last of its step; absent until it is set, as in the published package."""
         if self._mode.is_last_microbatch is None:
             raise AttributeError("is_last_microbatch has not been set")
         return self._mode.is_last_microbatch
@@ -252,7 +252,7 @@ class MegatronFSDP(nn.Module):
         return not self._engine.opened and not any(unit.shows_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
-        """Mesh and process groups."""
+        """Return mesh and process groups."""
         return self.dist_index
 
     # ---- forward, backward, step --------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class MegatronFSDP(nn.Module):
             self.microbatch_count += 1
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:  # noqa: ARG002
-        """Reduce everything that was deferred, wait for it, and make gradients visible as `.grad`.
+        """Reduce all deferred gradients, wait for them, and set `.grad`.
 
         Args:
             force_all_reduce: Accepted for callers that pass it; reductions already are what the strategy needs.
@@ -278,18 +278,18 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def install_optimized_model_weights(self) -> None:
-        """Bring compute weights up to date with main weights; what was gathered is gathered again at its next use."""
+        """Copy main weights into compute weights; they are gathered again at their next use."""
         self._engine.install_main_weights()
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients, those of this rank that are not reduced yet included."""
+        """Clear all gradients, also those of this rank that are not reduced yet."""
         self._engine.clear_gradients()
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
         """Use the `grad_comm_dtype` of another policy inside a block; main dtypes stay.
 
-        After an error in a backward inside the block, `reset` brings the policy of before back.
+        After an error in a backward inside the block, `reset` restores the previous policy.
 
         Raises:
             ConfigurationError: As `reset_mixed_precision_policy`, on entry and on exit.
@@ -309,12 +309,12 @@ class MegatronFSDP(nn.Module):
         """Change the dtype in which gradients travel, from the next backward on.
 
         Args:
-            mixed_precision_policy: Its `grad_comm_dtype` is taken. Main dtypes stay: each has to be None, the default
+            mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes stay: each has to be None, the default
                 or that of the model.
 
         Raises:
             ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
-                under way, or deferred gradients wait for their reduction.
+                running, or deferred gradients wait for their reduction.
         """
         check_policy(mixed_precision_policy)
         old, unset = self.mp_policy, MixedPrecisionPolicy()
@@ -329,11 +329,11 @@ class MegatronFSDP(nn.Module):
         self.mp_policy = new
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
         self._engine.forget_pending_gradients(params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as `torch.nn.Module.zero_grad` does, and forget deferred ones."""
+        """Clear gradients as `torch.nn.Module.zero_grad` does, and deferred ones, too."""
         super().zero_grad(set_to_none)
         params = [param for group in self._engine.groups() for param in group.sharded]
         self.clear_decoupled_gradients(params, set_to_none)
@@ -342,24 +342,24 @@ class MegatronFSDP(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients together, with one small all-reduce; returns the norm before clipping.
+        """Clip the norm of all gradients together, with one small all-reduce; return the norm before clipping.
 
-        Takes any positive p, infinity included. `torch.nn.utils.clip_grad_norm_` works on the parameters too, but torch
-        refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is NaN
-        or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
+        Accepts any positive p, infinity included. `torch.nn.utils.clip_grad_norm_` works on the parameters too, but
+        torch refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is
+        NaN or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
         """
         if not self.model_auto_sync or self.has_deferred_gradients:
             self.finish_grad_sync()
         return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, visible and deferred, by a factor."""
+        """Multiply all gradients, set and deferred, by a factor."""
         for group in self._engine.groups():
             if group.gradients is not None:
                 group.gradients.scale(scaling_factor, group.sharded)
 
     def reset(self) -> None:
-        """Bring every unit back to rest after an exception in forward or backward that every rank met.
+        """Reshard every unit after an exception in forward or backward that every rank met.
 
         Gradients of the failed backward may have been added in part, as on one process; call `zero_grad` to drop them.
         """
@@ -368,7 +368,7 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def _restore_policy(self) -> None:
-        """Return to the policy that a failed block has left to be restored."""
+        """Restore the policy from before a failed `mixed_precision_context`."""
         before, self._policy_after_reset = self._policy_after_reset, None
         if before is not None:
             self.reset_mixed_precision_policy(before)
@@ -384,11 +384,11 @@ class MegatronFSDP(nn.Module):
             unit.show_unsharded()
 
     def is_connected(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer was connected to this model."""
+        """Return whether an optimizer was connected to this model."""
         return optimizer in self._engine.connected
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer is connected.
+        """Register an optimizer as connected.
 
         Raises:
             ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded.
@@ -398,7 +398,7 @@ class MegatronFSDP(nn.Module):
         self._engine.connected.add(optimizer)
 
     def self_reference(self) -> MegatronFSDP:
-        """This object itself, also when called through a weak proxy."""
+        """Return this object itself, also when called through a weak proxy."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
@@ -414,13 +414,13 @@ class MegatronFSDP(nn.Module):
         )
 
     def _stamp_parameters(self) -> None:
-        """The one attribute on parameters: a weak reference back to this object."""
+        """Set the one attribute on parameters: a weak reference back to this object."""
         for group in self._engine.groups():
             for param in group.sharded:
                 param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:  # noqa: ARG002
-        """Refuse to move or cast: the shards are pieces of flat buffers. Doing nothing is allowed."""
+        """Refuse to move or cast, since shards are pieces of flat buffers; a function that does neither is allowed."""
         for group in self._engine.groups():
             probe = torch.empty(0, dtype=group.plan.precision.main_params, device=group.plan.device)
             moved = fn(probe)
@@ -435,17 +435,17 @@ class MegatronFSDP(nn.Module):
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:
-        """The flat buffers."""
+        """Access to the flat buffers."""
         return ParamAndGradBuffer(self._engine)
 
     @property
     def all_gather_pipeline(self) -> AllGatherPipeline:
-        """Gathers by hand."""
+        """Gathers for callers that drive them by hand."""
         return AllGatherPipeline(self._engine)
 
     @property
     def grad_reduce_pipeline(self) -> GradReducePipeline:
-        """Reductions by hand."""
+        """Reductions for callers that drive them by hand."""
         return GradReducePipeline(self._engine)
 
     @property
@@ -480,7 +480,7 @@ class MegatronFSDP(nn.Module):
         return self._engine.scheduler.config.slots
 
     def start_grad_sync(self, *_unused: Any) -> None:
-        """Reduce gradients that were deferred; nothing to do where they were reduced during backward."""
+        """Reduce gradients that were deferred; nothing happens where they were reduced during backward."""
         self._engine.flush_deferred()
 
     def synchronize_gradient_reduce(self) -> None:
@@ -488,14 +488,14 @@ class MegatronFSDP(nn.Module):
         self._engine.flush_deferred()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Make reduced gradients visible as `.grad` of the sharded parameters."""
+        """Set `.grad` of the sharded parameters to the reduced gradients."""
         self._engine.attach_gradients()
 
     def start_param_sync(self, *_unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:  # noqa: ARG002
-        """Start gathering weights ahead of the next forward, as far as there is room for them.
+        """Start to all-gather weights ahead of the next forward, as far as there is room for them.
 
         With `fsdp_all_gather_in_start_param_sync=False` of the config they are gathered here, one unit after another,
-        and nothing is under way when this returns.
+        and no gather is in flight when this returns.
 
         Args:
             force_sync: Wait for them here, whatever the config says.
@@ -511,15 +511,15 @@ class MegatronFSDP(nn.Module):
 
     @property
     def may_gather_between_steps(self) -> bool:
-        """Whether `start_param_sync` may be called before main weights are left alone until the next forward.
+        """Whether `start_param_sync` may run before the last write to main weights ahead of the next forward.
 
         False where weights are gathered in place, around main weights (strategies 1 and 2 without main weights of their
-        own): what is written into main weights while a gather is under way could be lost there.
+        own): writes to main weights during a gather could be lost there.
         """
         return self._engine.gathers_beside_main_weights
 
     def synchronize_param_gather(self) -> None:
-        """Wait for gathers under way."""
+        """Wait for gathers in flight."""
         self._engine.await_weights()
 
     def all_gather_and_wait_parameters_ready(
@@ -533,20 +533,20 @@ class MegatronFSDP(nn.Module):
         """Gather the units of some parameters (sharded or full ones) and wait for them.
 
         Args:
-            params: Whose units.
-            prefetch: Accepted; the units given are all that is gathered.
-            prefetch_order: Accepted, as above.
+            params: Parameters of the units.
+            prefetch: Accepted; only the given units are gathered.
+            prefetch_order: Accepted; only the given units are gathered.
             wait_bucket_ready: Wait for the weights, else only start.
             bwd: Accepted; weights are the same in both directions.
         """
         self._engine.gather_units_of(params, wait=wait_bucket_ready)
 
     def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
-        """Let go of the gathered weights of a module's units, unless they are in use; never the root's."""
+        """Release the gathered weights of a module's units, unless they are in use; never the root's."""
         self._engine.release_units_of(module.parameters())
 
     def post_backward_release_module(self, module: nn.Module, *_unused: Any) -> None:
-        """As `post_forward_release_module`."""
+        """Release the gathered weights of a module's units, unless they are in use; never the root's."""
         self._engine.release_units_of(module.parameters())
 
     def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
@@ -558,7 +558,7 @@ class MegatronFSDP(nn.Module):
         self._engine.reduce_units_of(module.parameters())
 
     def backward_dw(self) -> None:
-        """Compute weight gradients that were delayed now, in place of at the end of backward.
+        """Compute delayed weight gradients now, in place of at the end of backward.
 
         Raises:
             ConfigurationError: `delay_wgrad_compute` is off, so there are none.
@@ -571,7 +571,7 @@ class MegatronFSDP(nn.Module):
         self._engine.delayed.run()
 
     def broadcast_params(self) -> None:
-        """Give every rank the weights of the first one, where ranks hold whole copies of main weights (strategy 0).
+        """Broadcast the weights of the first rank, where ranks hold whole copies of main weights (strategy 0).
 
         Under the other strategies each part of the main weights exists once, so there is nothing to send.
         """
@@ -609,7 +609,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def has_deferred_gradients(self) -> bool:
-        """Whether sums wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
+        """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
         gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
         return any(found.has_deferred or found.has_pending for found in gradients)
 
@@ -617,7 +617,7 @@ class MegatronFSDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
 
-        So does the step of a connected optimizer. Costs one full gradient in `main_grads_dtype`. The previous state is
+        So does the step of a connected optimizer. Takes one full gradient in `main_grads_dtype`. The previous mode is
         restored on exit.
         """
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
@@ -625,7 +625,7 @@ class MegatronFSDP(nn.Module):
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Synchronise after every backward in this block; the previous state is restored on exit."""
+        """Synchronise after every backward in this block; the previous mode is restored on exit."""
         with self._mode.changed(auto_sync=True, defer_all=False):
             yield
 
@@ -633,12 +633,12 @@ class MegatronFSDP(nn.Module):
         """Choose whether every backward ends with a gradient sync."""
         self._mode.auto_sync = sync_model
 
-    # ---- whole tensors out of shards, a part at a time or all. Every rank has to make the same calls -----------------
+    # ---- full tensors. Every rank has to make the same calls ---------------------------------------------------------
 
     def full_parameters_context(
         self, module: nn.Module | None = None, *, writeback: bool = False, compute_dtype: bool = False
     ) -> AbstractContextManager[None]:
-        """Let modules hold full, plain parameters inside a block, to read, export, run or (`writeback`) change them.
+        """Put full, plain parameters into modules inside a block, to read, export, run or (`writeback`) change them.
 
         The parameters are copies of the main weights in their main dtype, without gradients; state dicts taken inside
         hold them. Modules may be called, whole models or, under `torch.no_grad()`, with a part opened. Whatever happens
@@ -646,9 +646,9 @@ class MegatronFSDP(nn.Module):
 
         Args:
             module: Open the units that own parameters of this module, and no others; None: all.
-            writeback: At the end take what the copies hold into main and compute weights. Every rank has to write the
-                same values; they are compared (one number per tensor) and nothing is taken in where they differ.
-                After an exception nothing is taken in either.
+            writeback: At the end copy the values of the copies into main and compute weights. Every rank has to write
+                the same values; they are compared (one number per tensor) and nothing is copied where they differ.
+                After an exception nothing is copied either.
             compute_dtype: Show the parameters in the dtype the model computes in; not with `writeback`.
 
         Raises:
@@ -667,21 +667,20 @@ class MegatronFSDP(nn.Module):
     def iter_full_tensors(
         self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, what: Literal["parameters", "gradients"] = "parameters"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters or gradients one after another, with bounded memory.
+        """Iterate over full parameters or gradients, with bounded memory.
 
         Args:
             bucket_bytes: The most that is held beyond the shards while no more than the latest tensor is kept; a
                 tensor of more than half of it is held together with the bucket before it.
-            what: Main weights in the main dtype, or the gradients that parameters show (those that show none are left
-                out).
+            what: "parameters": main weights in the main dtype; "gradients": the gradients, without those that are None.
 
         Yields:
             Canonical name (a tied one once) and tensor, in the order of units and of their flat buffers. A tensor is a
-            view of its bucket; clone it to keep it without the rest. The same on every rank, and every rank has to go
-            through all of them.
+            view of its bucket; clone it to keep it without the rest. The same on every rank, and every rank has to
+            iterate over all of them.
 
         Raises:
-            ConfigurationError: An argument means nothing, or ranks show gradients for different parameters.
+            ConfigurationError: An argument is out of range, or ranks have gradients for different parameters.
         """
         check_bucket_bytes(bucket_bytes)
         if what not in ("parameters", "gradients"):
@@ -692,7 +691,7 @@ class MegatronFSDP(nn.Module):
     def iter_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """As `iter_full_tensors`, for the optimizer's state tensors that are sharded as their parameter.
+        """Iterate over full state tensors of an optimizer that are sharded as their parameter; see `iter_full_tensors`.
 
         Yields:
             Canonical name of the parameter, key of the state, and tensor; key after key. Other state, such as step
@@ -705,17 +704,17 @@ class MegatronFSDP(nn.Module):
         return iter_optimizer_state(self._engine, optimizer, bucket_bytes)
 
     def parameter_statistics(self) -> ModelStatistics:
-        """Mean, std, norm, extremes, zeros and non-finite elements of every main weight. One small collective."""
+        """Return mean, std, norm, extremes, zeros and non-finite elements of all main weights. One small collective."""
         with self._engine.observers.during(Phase.WHOLE, ROOT):
             return parameter_statistics(self._engine)
 
     def gradient_statistics(self) -> ModelStatistics:
-        """The same of every gradient that is not None. One small collective."""
+        """Return the same statistics of every gradient that is not None. One small collective."""
         with self._engine.observers.during(Phase.WHOLE, ROOT):
             return gradient_statistics(self._engine)
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
-        """Clear the `.decoupled_grad` of sharded parameters; nothing to do where gradients are in `.grad`."""
+        """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""
         if all(group.grad_attribute == GRAD for group in self._engine.groups()):
             return
         for param in params:
@@ -733,7 +732,7 @@ class MegatronFSDP(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as `torch.nn.Module.load_state_dict` does, then install the weights.
 
-        Takes this rank's shards, as `state_dict()` gives them, and whole tensors that are the same on every rank, in
+        Accepts this rank's shards, as `state_dict()` gives them, and whole tensors that are the same on every rank, in
         any mixture; whole tensors of experts may be those of all ranks. No communication, but for DTensors that torch
         has cut, as those of FSDP2: they are gathered one after another, so that all ranks have to load them.
 
@@ -758,7 +757,7 @@ class MegatronFSDP(nn.Module):
             )
         given: object = state_dict
         if not isinstance(given, Mapping):
-            return super().load_state_dict(state_dict, strict)  # which torch refuses
+            return super().load_state_dict(state_dict, strict)  # torch refuses it
         state_dict = self._recut(state_dict)
         problem = self._problem_of_load(state_dict, strict)
         self.refuse_load(problem, are_from_file(state_dict.values()))
@@ -767,21 +766,21 @@ class MegatronFSDP(nn.Module):
         return result
 
     def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file.
+        """Raise the problem of a state dict; on all ranks, together, where it comes out of a file.
 
         Raises:
-            CheckpointError: Something is wrong here, or, with `is_from_file`, on any rank.
+            CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
         """
         raise_everywhere(problem, self._engine.reaching_all if is_from_file else ())
 
     def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Cut as parameters what torch has cut into equal shards."""
+        """Cut tensors that torch has cut into equal shards as the parameters are."""
         recut, names = {}, {name for group in self._engine.groups() for name in group.names}
         for key, value in state_dict.items():
             name = self.held_name(key.removeprefix(_PREFIX))
             is_cut_by_torch = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
             if not is_cut_by_torch or (name is not None and name not in names):
-                continue  # as buffers may be, which are held as they are
+                continue  # a buffer, for example, stays as it is
             if not all(placement.is_replicate() for placement in value.placements):
                 whole = value.full_tensor()
                 recut[key] = whole if name is None else self.held_tensor(name, whole).clone()
@@ -793,7 +792,7 @@ class MegatronFSDP(nn.Module):
         return found
 
     def _problem_of_load(self, state_dict: Mapping[str, Any], strict: bool) -> str | None:
-        """Say what does not fit, and what to do; None where nothing is wrong."""
+        """Describe what does not fit, and what to do; None where nothing is wrong."""
         groups = self._engine.groups()
         frames = {name: frame for group in groups for name, frame in zip(group.names, group.frames, strict=True)}
         keys = {self.checkpoint_name(name): name for name in frames}
@@ -821,9 +820,9 @@ class MegatronFSDP(nn.Module):
         )
 
     def checkpoint_name(self, name: str) -> str:
-        """What a checkpoint of all ranks calls a parameter or buffer of this rank.
+        """Return the name of a parameter or buffer of this rank in a checkpoint of all ranks.
 
-        Another name only for experts that ranks number from 0 each: those are numbered over all ranks there.
+        It differs only for experts that each rank numbers from 0: those are numbered over all ranks there.
 
         Args:
             name: Canonical name, without the wrapper's own `module.`.
@@ -831,24 +830,24 @@ class MegatronFSDP(nn.Module):
         return self._engine.expert_names.name_of(name)
 
     def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is cut as a parameter, the parameter itself or state of it, as checkpoints of all ranks see it.
+        """Return a tensor that is cut as a parameter, or is the parameter, as checkpoints of all ranks describe it.
 
-        Another tensor, over the same memory, only for experts that share their name with those of other ranks: where
-        they are stacked, its shape is that of all ranks' experts.
+        It is another tensor, over the same memory, only for experts that share their name with those of other ranks:
+        where they are stacked, its shape is that of all ranks' experts.
 
         Args:
             name: Canonical name of the parameter.
-            tensor: A DTensor cut as it is; others are handed back.
+            tensor: A DTensor cut as it is; others are returned as they are.
         """
         seen: torch.Tensor = self._engine.expert_names.as_saved(name, tensor)
         return seen
 
     def held_name(self, name: str) -> str | None:
-        """The reverse of `checkpoint_name`; None for an expert of another rank."""
+        """Return this rank's name of a parameter in a checkpoint of all ranks; None for an expert of another rank."""
         return self._engine.expert_names.name_here(name)
 
     def held_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The reverse of `checkpoint_view`, and of a whole tensor this rank's shard, as views; others are handed back.
+        """Invert `checkpoint_view`, and return this rank's shard of a whole tensor, as views; leave others as they are.
 
         Args:
             name: Canonical name of the parameter.
@@ -862,7 +861,7 @@ class MegatronFSDP(nn.Module):
         return own
 
     def stop_describing_state_dicts(self) -> None:
-        """Leave the tensors of model state dicts without the description that torch.distributed.checkpoint reads."""
+        """Remove the hooks that attach chunk functions, for torch.distributed.checkpoint, to state dicts."""
         for handle in self._assembly.state_dict_handles:
             handle.remove()
 
@@ -873,7 +872,7 @@ class MegatronFSDP(nn.Module):
             group.describe_chunks(index, value)
 
     def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """An optimizer's state dict as that of one optimizer with the experts of all ranks, with this rank's part."""
+        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
         if self._engine.expert_names.is_trivial:
             return state_dict
         return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
@@ -884,7 +883,7 @@ class MegatronFSDP(nn.Module):
         return not self._engine.expert_names.is_trivial
 
     def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-        """Names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
+        """Return names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
 
         None where no ranks hold other experts, so that the numbers are those of this rank's parameters.
         """
@@ -893,7 +892,7 @@ class MegatronFSDP(nn.Module):
         return names_as_saved(optimizer, self._names_by_id(), self._engine.expert_names)
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """The reverse: what concerns this rank of such a state dict, numbered as torch does here."""
+        """Return this rank's part of a state dict of `optimizer_state_as_saved`, numbered as torch does here."""
         if self._engine.expert_names.is_trivial:
             return state_dict
         return state_as_held(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
@@ -930,15 +929,15 @@ class MegatronFSDP(nn.Module):
 
     @property
     def decouples_gradients(self) -> bool:
-        """Whether parameters show their gradients as `.decoupled_grad`."""
+        """Whether gradients are in `.decoupled_grad`."""
         return any(group.grad_attribute != GRAD for group in self._engine.groups())
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """All parameter groups, in unit order."""
+        """Return all parameter groups, in unit order."""
         return self._engine.groups()
 
     def sharded_names(self) -> dict[int, str]:
-        """Canonical name of each sharded parameter by its id."""
+        """Return the canonical name of each sharded parameter by its id."""
         return {
             id(param): name
             for group in self._engine.groups()
@@ -946,40 +945,40 @@ class MegatronFSDP(nn.Module):
         }
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor, sharded as a sharded parameter is; a copy, in the tensor's dtype."""
+        """Return this rank's piece of a full tensor, cut as a sharded parameter; a copy, in the tensor's dtype."""
         group, index = self._engine.positions[id(param)]
         return group.shard_like(index, full)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """All main weights, whole, by canonical name, on every rank. Collective."""
+        """Gather all main weights, whole, by canonical name, on every rank. Collective."""
         with self._engine.observers.during(Phase.WHOLE, ROOT):
             return full_parameters(self._engine)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """All gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
+        """Gather all gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
         with self._engine.observers.during(Phase.WHOLE, ROOT):
             return full_gradients(self._engine)
 
     def observe(self, observer: Observer) -> None:
-        """Tell somebody of every phase and every collective of this model on this rank, until `stop_observing`."""
+        """Add an observer of every phase and collective of this model on this rank, until `stop_observing`."""
         self._engine.observers.add(observer)
 
     def stop_observing(self, observer: Observer) -> None:
-        """Tell them no longer."""
+        """Remove an observer."""
         self._engine.observers.remove(observer)
 
     def check_lifetimes(self) -> None:
-        """Check every use of borrowed memory from now on, and poison what is released; for debugging (lifetimes.md).
+        """Check every use of borrowed memory from now on, and poison released memory; for debugging (lifetimes.md).
 
         Results stay the same, bit for bit. Weights that are gathered now are gathered again at their next use.
 
         Raises:
-            ScheduleError: A forward or backward is under way.
+            ScheduleError: A forward or backward is running.
         """
         check_lifetimes(self._engine)
 
     def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
-        """Keep a log of what this rank does last, so that a hang can be explained: see `docs/hangs.md`. Collective.
+        """Keep a log of this rank's latest events, so that a hang can be explained: see `docs/hangs.md`. Collective.
 
         Args:
             folder: Where the logs of all ranks go, one file each; one that all ranks see, where there is one. `mfsdp
@@ -1013,20 +1012,20 @@ class MegatronFSDP(nn.Module):
         self.observe(log)
 
     def stop_logging_for_hangs(self) -> None:
-        """Say goodbye in the log, if there is one, and write no more."""
+        """Close the log, if there is one."""
         log, self._hang_log = self._hang_log, None
         if log is not None:
             self.stop_observing(log)
             log.close()
 
     def _log_as_told(self) -> None:
-        """Keep a log where the environment says so; that it says the same everywhere was agreed before."""
+        """Keep a log if the environment asks for one; ranks have agreed on that before."""
         settings = self._assembly.hang_settings
         if settings is not None:
             self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
 
     def describe(self) -> Description:
-        """What was made of model, ranks and options, read off the live objects; on this rank, without communication.
+        """Describe units, options and memory of the model on this rank, read off live objects; no communication.
 
         `print(model.describe())` is for people, `.to_dict()` for programs (docs/describe.md).
         """
@@ -1043,30 +1042,30 @@ class MegatronFSDP(nn.Module):
         )
 
     def unit_plan_lines(self) -> tuple[str, ...]:
-        """The units and their sizes, for people."""
+        """Return the units and their sizes, for people."""
         return self._assembly.plan_lines
 
     def footprints(self) -> tuple[GroupFootprint, ...]:
-        """One entry per parameter group, as the formulas of `megatron_fsdp.sharding.accounting` take them."""
+        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`, one entry per parameter group."""
         return footprints_of(self._engine)
 
     def traffic(self) -> Traffic:
-        """What this rank has sent for this model so far."""
+        """Return what this rank has sent for this model so far."""
         return self._engine.traffic.copy()
 
     def traffic_by_axis(self) -> dict[str, Traffic]:
-        """What this rank has sent along each data-parallel axis so far, by the name of its mesh dimension."""
+        """Return what this rank has sent along each data-parallel axis so far, by the name of its mesh dimension."""
         return {name: traffic.copy() for name, traffic in self._engine.traffic_by_axis.items()}
 
     def memory(self) -> MemoryUse:
-        """What the engine holds on this rank now."""
+        """Return the bytes that the engine holds on this rank now."""
         return memory_of(self._engine)
 
 
 def _own_config(
     given: object, policy: MixedPrecisionPolicy, disable_bucketing: bool
 ) -> tuple[DistributedDataParallelConfig, MixedPrecisionPolicy]:
-    """The configuration as this package writes it, and the policy with what a foreign configuration adds to it."""
+    """Return the configuration as this package's class, and the policy with what a foreign configuration adds to it."""
     if given is None:
         return DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True

@@ -1,4 +1,4 @@
-"""Mixed precision: the policy and what the published package has beside it."""
+"""Mixed precision: the policy, and `is_float8tensor` of the published package."""
 
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, is_float8tensor
 

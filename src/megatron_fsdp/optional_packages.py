@@ -27,7 +27,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "tensorboard": "2.17",
     },
 }
-"""Extra -> package -> oldest version that will do; what pyproject.toml says, which a test compares."""
+"""Extra -> package -> oldest version that works; a test compares it with pyproject.toml."""
 
 
 def require(package: str, for_what: str, instead: str = "") -> ModuleType:
@@ -51,7 +51,7 @@ def require(package: str, for_what: str, instead: str = "") -> ModuleType:
 
 
 def require_installed(package: str, for_what: str, instead: str = "") -> None:
-    """Check the same without importing it, for a process that does not use it itself.
+    """Check as `require` does without an import, for a process that does not use the package itself.
 
     Raises:
         MissingPackageError: It is not installed, or too old.
@@ -75,13 +75,13 @@ def _cure(package: str, instead: str) -> str:
 def _is_here(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that was put in place by hand has no spec
+    except ValueError:  # a module that was put into sys.modules by hand has no spec
         return True
 
 
 @functools.cache
 def _version(package: str) -> str | None:
-    """What is installed, as far as its metadata tells."""
+    """Return the installed version, as far as its metadata tells."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What clients find behind `param_and_grad_buffer`, `all_gather_pipeline` and `grad_reduce_pipeline`: thin views.
+"""Thin views behind `param_and_grad_buffer`, `all_gather_pipeline` and `grad_reduce_pipeline` for client frameworks.
 
 And `make_fsdp_dtensor`, by which clients describe shards that they have cut or joined themselves.
 """
@@ -30,7 +30,7 @@ class ParamAndGradBuffer:
     """The flat buffers of a sharded model; live, and owned by the model.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,36 +52,36 @@ class ParamAndGradBuffer:
         ]
 
     def update_main_grads(self) -> None:
-        """Make reduced gradients visible as `.grad` of the sharded parameters."""
+        """Set `.grad` of the sharded parameters to the reduced gradients."""
         self._engine.attach_gradients()
 
     def zero_grad(self) -> None:
-        """Forget all gradients, deferred ones included."""
+        """Clear all gradients, deferred ones included."""
         self._engine.clear_gradients()
 
     def copy_main_weights_to_model_weights(self) -> None:
-        """Bring compute weights up to date with main weights."""
+        """Copy main weights into compute weights."""
         self._engine.install_main_weights()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, visible and deferred, by a factor."""
+        """Multiply all gradients, set and deferred, by a factor."""
         for group in self._engine.groups():
             if group.gradients is not None:
                 group.gradients.scale(scaling_factor, group.sharded)
 
 
 class AllGatherPipeline:
-    """Gathers of a sharded model.
+    """All-gathers of a sharded model.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def all_gather_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Start gathering the units that own some parameters, sharded or full ones."""
+        """Start to all-gather the units that own some parameters, sharded or full ones."""
         self._engine.gather_units_of(params, wait=False)
 
     def wait_params(self, params: Iterable[nn.Parameter]) -> None:
@@ -89,26 +89,26 @@ class AllGatherPipeline:
         self._engine.gather_units_of(params, wait=True)
 
     def release_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Let go of those units' gathered weights, unless they are in use."""
+        """Release those units' gathered weights, unless they are in use."""
         self._engine.release_units_of(params)
 
 
 class GradReducePipeline:
-    """Reductions of a sharded model.
+    """Gradient reductions of a sharded model.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def reduce_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce now what has arrived for the units that own some parameters."""
+        """Reduce the gradients that have arrived for the units that own some parameters."""
         self._engine.reduce_units_of(params)
 
     def wait_for_previous_grad_reduce(self) -> None:
-        """Reduce what was deferred, and wait for every reduction."""
+        """Reduce deferred gradients, and wait for every reduction."""
         self._engine.flush_deferred()
 
 
@@ -122,7 +122,7 @@ def make_fsdp_dtensor(
     update_uneven_dtensor_chunk_meta: bool = False,
     force_sync_tp_duplicated_param: bool = False,
 ) -> DTensor:
-    """Describe what this rank holds of a parameter as a DTensor, as the parameters of a sharded model are.
+    """Wrap this rank's elements of a parameter as a DTensor of the kind that a sharded model has.
 
     Collective over the ranks that the parameter is sharded over (one small exchange of lengths per mesh dimension), so
     call it on all of them and in the same order, also where a rank holds nothing.
@@ -184,7 +184,7 @@ def make_fsdp_dtensor(
 
 
 def _edges(numel: int, mesh: DeviceMesh, use: MeshUse) -> tuple[int, ...]:
-    """Where the shards of all ranks begin and end, given how many elements this rank has. Collective."""
+    """Return where the shards of all ranks begin and end, given how many elements this rank has. Collective."""
     held = [numel]
     for dim in reversed(use.shard_dims):
         held = list(itertools.chain(*gather_objects(held, mesh.get_group(dim))))

@@ -1,7 +1,7 @@
-"""DTensors whose shards are not torch's even cut: chunk metadata, whole tensors, splitting; any back end.
+"""DTensors with uneven shards: chunk metadata, whole tensors, splitting; any back end.
 
-Every function takes the tensors of this library, which describe their cut and need no communication for that, and any
-other DTensor of `Shard`, strided shard and `Replicate` placements, whose ranks are asked for their local shapes.
+Every function accepts the tensors of this library, which describe their cut and need no communication for that, and
+any other DTensor of `Shard`, strided shard and `Replicate` placements, whose local shapes are gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _CHUNK_METHOD = "__create_chunk_list__"
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
-    """Which part of the global tensor this rank holds.
+    """Return which part of the global tensor this rank holds.
 
-    Arithmetic for tensors of this library; for others collective over each mesh dimension that they are sharded along.
+    No communication for tensors of this library; for others collective over each mesh dimension that they are sharded
+    along.
 
     Args:
         dtensor: Any.
@@ -51,19 +52,19 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Let `torch.distributed.checkpoint` know which part of the global tensor the local tensor holds.
+    """Attach to the local tensor which part of the global tensor it holds, for `torch.distributed.checkpoint`.
 
     Sets `__create_chunk_list__`, `__create_write_items__` and `__get_tensor_shard__` on `dtensor._local_tensor`. A
     shard cut inside rows has several chunks, an empty one none. Collective for DTensors that are not of this library.
 
     Raises:
         TypeError: No DTensor.
-        ValueError: As of `gather_and_compute_chunk_metadata`, but for several chunks.
+        ValueError: As `gather_and_compute_chunk_metadata`, but several chunks are allowed.
     """
     dtensor = check_dtensor(dtensor)
     local = dtensor._local_tensor
     if not isinstance(dtensor, UnevenDTensor) and hasattr(local, _CHUNK_METHOD) and local.ndim == dtensor.ndim:
-        delattr(local, _CHUNK_METHOD)  # may be out of date; the ranks are asked again
+        delattr(local, _CHUNK_METHOD)  # may be stale; the shapes are gathered again
     describe_chunks(dtensor, dtensor.shard_frame if isinstance(dtensor, UnevenDTensor) else boxes_here(dtensor))
 
 
@@ -111,12 +112,12 @@ def filter_unflattened_state_dict(
     key_chain: Sequence[Any] | None = None,
     visit_condition: Callable[[Any], bool] = lambda _value: False,
 ) -> list[list[Any]]:
-    """Chains of keys to all values of nested dicts that a condition holds for.
+    """Return the chains of keys to all values of nested dicts that satisfy a condition.
 
     Args:
-        state_dict: Nested dicts; a value for which the condition holds is not searched further.
+        state_dict: Nested dicts; a value that satisfies the condition is not searched further.
         key_chain: Keys that lead to `state_dict`.
-        visit_condition: Which values are wanted.
+        visit_condition: The condition.
     """
     chain = list(key_chain or ())
     if visit_condition(state_dict):
@@ -128,7 +129,7 @@ def filter_unflattened_state_dict(
 
 
 def get_unflattened_state_dict(state_dict: Any, key_chain: Sequence[Any] | None = None) -> Any:
-    """The value of nested dicts at a chain of keys.
+    """Return the value of nested dicts at a chain of keys.
 
     Raises:
         KeyError: A key is missing; names the whole chain.
@@ -142,7 +143,7 @@ def get_unflattened_state_dict(state_dict: Any, key_chain: Sequence[Any] | None 
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """Describe the chunks of every DTensor in nested dicts, in the sorted order of their keys; returns the same dict.
+    """Attach chunk metadata to every DTensor in nested dicts, in the sorted order of their keys; return the same dict.
 
     Collective where DTensors are not of this library: every rank needs the same keys.
     """
@@ -153,7 +154,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank, detached; collective, on any back end.
+    """All-gather the whole tensor on every rank, detached; collective, on any back end.
 
     Raises:
         TypeError: No DTensor.
@@ -166,11 +167,11 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """The whole tensor on every rank as a DTensor with only `Replicate` placements; collective.
+    """All-gather the whole tensor as a DTensor with only `Replicate` placements; collective.
 
     Raises:
         TypeError: No DTensor.
-        ValueError: As of `uneven_dtensor_to_full_tensor`.
+        ValueError: As `uneven_dtensor_to_full_tensor`.
     """
     full = uneven_dtensor_to_full_tensor(dtensor)
     mesh = dtensor.device_mesh
@@ -178,7 +179,7 @@ def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
 
 
 def gather_uneven_dtensor_to_full_tensor(dtensor: DTensor) -> DTensor:
-    """Deprecated name of `redistribute_uneven_dtensor_to_replicated`."""
+    """Call `redistribute_uneven_dtensor_to_replicated`, of which this is a deprecated name."""
     warn_caller(
         "gather_uneven_dtensor_to_full_tensor is an old name; call redistribute_uneven_dtensor_to_replicated",
         DeprecationWarning,
@@ -192,13 +193,13 @@ def split_dtensor(
     dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
 ) -> Iterator[DTensor]:
-    """The DTensors that `torch.split` would make of the global tensor; each rank keeps what it holds, as views.
+    """Split as `torch.split` splits the global tensor; each rank keeps what it holds of the pieces, as views.
 
     Args:
         dtensor: Any.
         split_size_or_sections: Length of each piece but the last, or all lengths.
         dim: Along which.
-        update_uneven_dtensor_chunk_meta: Describe the chunks of each piece for `torch.distributed.checkpoint`.
+        update_uneven_dtensor_chunk_meta: Attach the chunk metadata of each piece for `torch.distributed.checkpoint`.
 
     Raises:
         TypeError: No DTensor.

@@ -19,7 +19,7 @@ _MODE_DIMS = {"column": 0, "row": 1}
 
 
 def find_megatron_fsdp(model: nn.Module | None) -> MegatronFSDP | None:
-    """The sharded model inside a chain of wrappers (each with its inner model as `.module`), or None."""
+    """Return the sharded model inside a chain of wrappers (each with its inner model as `.module`), or None."""
     while isinstance(model, nn.Module):
         if isinstance(model, MegatronFSDP):
             return model
@@ -28,7 +28,7 @@ def find_megatron_fsdp(model: nn.Module | None) -> MegatronFSDP | None:
 
 
 def safe_get_rank() -> int:
-    """This process's rank: of the default group if there is one, else what the environment (`RANK`) says, else 0.
+    """Return this process's rank: of the default group if there is one, else from `RANK` of the environment, else 0.
 
     Raises:
         ConfigurationError: `RANK` is not a whole number.
@@ -45,24 +45,24 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
     """Call `logger.log` on one rank only.
 
     Args:
-        logger: To write to.
-        args: As of `logging.Logger.log`: the level, the message and its arguments.
-        rank: Which rank.
-        kwargs: As of `logging.Logger.log`.
+        logger: The logger.
+        args: As for `logging.Logger.log`: the level, the message and its arguments.
+        rank: The rank.
+        kwargs: As for `logging.Logger.log`.
     """
     if safe_get_rank() == rank:
         logger.log(*args, **kwargs)
 
 
 def using_tensor_parallel(dist_index: FSDPDistributedIndex, is_expert_parallel: bool = False) -> bool:
-    """Whether there is a tensor-parallel dimension of more than one rank, of dense parameters or of experts."""
+    """Return whether a tensor-parallel dimension, of dense parameters or of experts, has more than one rank."""
     if dist_index.tp_dim is None or dist_index.get_root_mesh(is_expert_parallel) is None:
         return False
     return dist_index.get_submesh((dist_index.tp_dim,), is_expert_parallel).size() > 1
 
 
 def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
-    """Names of a mesh's dimensions, and of those that were flattened from its root mesh.
+    """Return the names of a mesh's dimensions, and of those that were flattened from its root mesh.
 
     Args:
         device_mesh: The mesh; None: no names.
@@ -75,28 +75,28 @@ def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: boo
 
 
 def is_submodule(module: nn.Module, parent: nn.Module, strict: bool = True) -> bool:
-    """Whether a module lies inside another.
+    """Return whether a module lies inside another.
 
     Args:
-        module: Which one.
-        parent: Inside of which.
+        module: The inner one.
+        parent: The outer one.
         strict: A module does not lie inside itself.
     """
     return any(module is part for part in parent.modules() if not strict or part is not parent)
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
-    """Whether a parameter is marked as split over tensor-parallel ranks (`tensor_model_parallel`, or its mode)."""
+    """Return whether a parameter is marked as split over tensor-parallel ranks (by flag or mode)."""
     return _mode(param) in _MODE_DIMS or bool(getattr(param, "tensor_model_parallel", False))
 
 
 def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
-    """Whether every tensor-parallel rank holds the whole parameter."""
+    """Return whether every tensor-parallel rank holds the whole parameter."""
     return not is_mcore_tensor_model_parallel(param)
 
 
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
-    """The dimension that a parameter is split along over tensor-parallel ranks; None where it is not split.
+    """Return the dimension along which tensor-parallel ranks split a parameter; None where it is not split.
 
     `_tensor_parallel_mode` goes first ("column": 0, "row": 1), then `partition_dim` of a parameter that is marked with
     `tensor_model_parallel`; a negative one means none.

@@ -1,11 +1,11 @@
-"""Let all ranks go on together, or stop together with the same message. Every function here is called by all of them.
+"""Agree between ranks, so that all go on or all raise the same error. Every function here is a collective.
 
-What one rank alone finds wrong would leave the others waiting in their next collective. So errors travel first:
+An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first:
 
-    agree, agree_over        before a model is sharded or changed: what has to be the same, and what was found wrong
+    agree, agree_over        before a model is sharded or changed: compare facts and errors
     together, raise_together around work that each rank does by itself, such as reading or writing its part of files
-    decided_by_first         what rank 0 finds or does, on all ranks
-    gather_objects           what every rank has
+    decided_by_first         run a function on rank 0 and give its result to all ranks
+    gather_objects           gather one value of every rank
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFS
 Result = TypeVar("Result")
 
 SMALL_BYTES = 1024
-"""What is sent at first; objects that do not fit, with the 8 bytes of their length, are sent in a second collective."""
+"""Size of the first message; objects that do not fit, with the 8 bytes of their length, take a second collective."""
 _LENGTH_BYTES = 8
 _SHOWN = 8
 
 
 def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Give every rank the values of all, by rank; one small collective over gloo, where torch's own takes two.
+    """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
 
     Args:
-        value: Of this rank; can be pickled.
+        value: This rank's value; can be pickled.
         group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
 
     Raises:
-        CheckpointError: There is a group, and torch.distributed has been taken down.
+        CheckpointError: A group was given, and torch.distributed has been taken down.
     """
     if not _is_up(group) or dist.get_world_size(group) == 1:
         return [value]
-    if dist.get_backend(group) != dist.Backend.GLOO:  # others want tensors of their own devices: that is left to torch
+    if dist.get_backend(group) != dist.Backend.GLOO:  # other back ends need tensors on their own devices
         found: list[Result] = [value] * dist.get_world_size(group)
         dist.all_gather_object(found, value, group=group)
         return found
@@ -50,13 +50,13 @@ def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> lis
     message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
     messages = _gather_bytes(group, message, SMALL_BYTES)
     lengths = [_LENGTH_BYTES + int.from_bytes(each[:_LENGTH_BYTES], "little") for each in messages]
-    if max(lengths) > SMALL_BYTES:  # which every rank sees
+    if max(lengths) > SMALL_BYTES:  # the same decision on every rank
         messages = _gather_bytes(group, message, max(lengths))
     return [pickle.loads(each[_LENGTH_BYTES:length]) for each, length in zip(messages, lengths, strict=True)]
 
 
 def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) -> list[bytes]:
-    """Gather as many first bytes of every rank's message, filled up with zeros."""
+    """Gather the first `length` bytes of every rank's message, padded with zeros."""
     sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8)
     received = torch.empty(dist.get_world_size(group), length, dtype=torch.uint8, device="cpu")
     dist.all_gather(list(received.unbind()), sent, group=group)
@@ -64,17 +64,17 @@ def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) 
 
 
 def rank_of(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of this process among the ranks; errors as of `gather_objects`."""
+    """Return this process's rank in the group, 0 without torch.distributed; raises as `gather_objects` does."""
     return dist.get_rank(group) if _is_up(group) else 0
 
 
 def world_size_of(group: dist.ProcessGroup | None = None) -> int:
-    """Return how many ranks there are; errors as of `gather_objects`."""
+    """Return the number of ranks, 1 without torch.distributed; raises as `gather_objects` does."""
     return dist.get_world_size(group) if _is_up(group) else 1
 
 
 def _is_up(group: dist.ProcessGroup | None) -> bool:
-    """Whether there are ranks; a process whose group is gone must not take itself for the only one."""
+    """Return whether there are ranks; a process whose group is gone must not take itself for the only one."""
     if dist.is_initialized():
         return True
     if group is not None:
@@ -87,7 +87,7 @@ def _is_up(group: dist.ProcessGroup | None) -> bool:
 
 @real_values()
 def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Sequence[str] = ()) -> None:
-    """Compare over the ranks; one small collective, and where facts differ another one, to tell which.
+    """Compare facts and errors over the ranks; one small collective, and a second one to say which facts differ.
 
     Args:
         group: The ranks; None for a single one.
@@ -117,20 +117,20 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
 
 
 def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:
-    """Compare over several groups one after another, so that what one rank finds stops the ranks of all of them.
+    """Compare over several groups one after another, so that an error of one rank stops the ranks of all of them.
 
     Args:
         groups: Data-parallel ranks first; facts are compared there only.
         error: What this rank found wrong.
-        facts: As of `agree`.
+        facts: As for `agree`.
 
     Raises:
-        ConfigurationError: As of `agree`.
+        ConfigurationError: On every rank, with the same message, where ranks differ.
     """
     for position, group in enumerate(groups):
         try:
             agree(group, error, facts if position == 0 and error is None else ())
-        except (MegatronFSDPError, TypeError) as found:  # carried on to the ranks of the next group
+        except (MegatronFSDPError, TypeError) as found:  # passed on to the ranks of the next group
             error = found
     if error is not None:
         raise error
@@ -152,7 +152,7 @@ def raise_together(
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Let all ranks raise what any of them met; one small collective.
+    """Raise on all ranks what any of them met; one small collective.
 
     Args:
         error: What this rank met; None if all went well.
@@ -187,11 +187,11 @@ def together(
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> Result:
-    """Do something on every rank, and go on only if all of them could; one small collective.
+    """Run a function on every rank, and return only if it succeeded on all of them; one small collective.
 
     Args:
         doing: As for `raise_together`.
-        act: What to do; makes no collective that could be missed by a rank that failed.
+        act: The function; makes no collective, which a rank that failed would miss.
         group: The ranks.
         facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
             before errors are looked at, and only a digest of them is sent unless they differ.
@@ -200,24 +200,24 @@ def together(
         What `act` returned here.
 
     Raises:
-        CheckpointError: As `raise_together`.
+        CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
     """
     error: Exception | None = None
     result: Result | None = None
     try:
         result = act()
-    except Exception as met:  # noqa: BLE001 - the other ranks have to hear of it
+    except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
         error = met
     raise_together(error, doing, group, facts)
     return cast(Result, result)
 
 
 def by_value(values: Sequence[str]) -> str:
-    """What ranks have, each value once: "True on rank 0, False on ranks 1, 2".
+    """List the values of the ranks, each value once: "True on rank 0, False on ranks 1, 2".
 
     Args:
-        values: By rank.
+        values: Value of each rank, in rank order.
     """
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -236,18 +236,18 @@ def _digest(facts: Mapping[str, str]) -> int:
 
 
 def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | None) -> None:
-    """What differs, without what was being done: that may name what differs, and so be another text on every rank."""
+    """Raise what differs; the message leaves out what was being done, which may differ between ranks."""
     names = dict.fromkeys(name for of_rank in facts for name in of_rank)
     values = {name: [of_rank.get(name, "nothing") for of_rank in facts] for name in names}
     differing = [name for name in values if len(set(values[name])) > 1]
-    # Of "config" and "config.size", which other classes may not have at all, the first tells more.
+    # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
     told = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
     raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause
 
 
 def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
-    """What rank 0 finds or does, on all ranks; one broadcast.
+    """Call a function on rank 0 and return its result on all ranks; one broadcast.
 
     Args:
         decide: Called on rank 0 only; what it returns is pickled.
@@ -256,7 +256,7 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
 
     Raises:
         CheckpointError: Rank 0 has met an error; the same on every rank.
-        ConfigurationError: Rank 0 has met this one.
+        ConfigurationError: Rank 0 has raised it.
     """
     answer: Any = None
     problem: tuple[type[CheckpointError | ConfigurationError], str] | None = None
@@ -268,7 +268,7 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
             problem, cause = (CheckpointError, str(error)), error
         except ConfigurationError as error:
             problem, cause = (ConfigurationError, str(error)), error
-        except Exception as error:  # noqa: BLE001  told to the others, then raised
+        except Exception as error:  # noqa: BLE001  sent to the others, then raised
             problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
     if world_size_of(group) > 1:
         told = [answer, problem]

@@ -1,7 +1,7 @@
-"""Collectives over one process group, in terms of flat buffers, with exact counts of what they move.
+"""Collectives over one process group on flat buffers, with exact counts of the bytes sent.
 
-Bytes are what one rank sends in a ring (or pairwise) algorithm: `(N - 1) / N` of the full buffer for a gather or a
-reduce-scatter, twice that for an all-reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+Bytes are what one rank sends in a ring (or pairwise) algorithm: `(N - 1) / N` of the full buffer for an all-gather or
+a reduce-scatter, twice that for an all-reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
 """
 
 from __future__ import annotations
@@ -15,42 +15,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-# What ranks agree on has values, also in a simulated rank, whose tensors are fake: shapes and dtypes without memory.
-#
-# A simulated rank (`plan/simulate.py`) is one process that takes part in collectives which move nothing. Its groups
-# have back ends of these names, which say what they stand in for.
+# A simulated rank (`plan/simulate.py`) is one process with fake tensors (shapes and dtypes without memory), whose
+# collectives move nothing. The tensors by which ranks agree need values even there.
 
 SIMULATED = "simulated_"
-"""What the names of simulated back ends begin with."""
+"""Prefix of the names of simulated back ends; the back end that they stand in for follows."""
 
 real_values = unset_fake_temporarily
-"""A context, or decorator, in which new tensors have values, whatever goes on outside; torch's own."""
+"""Context manager and decorator in which new tensors have values, also inside of torch's FakeTensorMode."""
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor can be read: it is neither fake nor on the meta device."""
+    """Return whether a tensor can be read: it is neither fake nor on the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where its first element lies; for a fake tensor a number that no other place has while its storage lives."""
+    """Return the address of the first element; for a fake tensor a number that is unique while its storage lives."""
     if isinstance(tensor, FakeTensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The same of several; a fraction of the time where none is fake."""
+    """Return the addresses of several tensors; much faster than one by one where none is fake."""
     return tuple(map(address_of if FakeTensor in map(type, tensors) else Tensor.data_ptr, tensors))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """The name of the back end of a group, or of the one that it stands in for."""
+    """Return the name of a group's back end; for a simulated group, of the one that it stands in for."""
     return dist.get_backend(group).removeprefix(SIMULATED)
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Whether the collectives of a group move nothing."""
+    """Return whether the collectives of a group move nothing."""
     name = dist.get_backend(group)
     return name == dist.Backend.FAKE or name.startswith(SIMULATED)
 
@@ -62,7 +60,7 @@ _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 
 @dataclass
 class Traffic:
-    """What this rank sent since the counters were made; take differences for one step."""
+    """What this rank has sent since the counters were made; take differences for one step."""
 
     gathers: int = 0
     reductions: int = 0
@@ -70,11 +68,11 @@ class Traffic:
     reduce_bytes: int = 0
 
     def copy(self) -> Traffic:
-        """A snapshot that later traffic does not change."""
+        """Return a snapshot that later traffic does not change."""
         return Traffic(self.gathers, self.reductions, self.gather_bytes, self.reduce_bytes)
 
     def plus(self, other: Traffic) -> Traffic:
-        """Both together."""
+        """Return the sum of both counts."""
         return Traffic(
             self.gathers + other.gathers,
             self.reductions + other.reductions,
@@ -83,7 +81,7 @@ class Traffic:
         )
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What was sent after `earlier` was taken."""
+        """Return what was sent after `earlier` was taken."""
         return Traffic(
             self.gathers - earlier.gathers,
             self.reductions - earlier.reductions,
@@ -114,7 +112,7 @@ class Axis:
 
     @property
     def exchanges_pairwise(self) -> bool:
-        """Whether reductions are built from an all-to-all and a local sum.
+        """Whether a reduce-scatter is an all-to-all and a local sum.
 
         gloo's own reduce-scatter moves all-reduce bytes, and its sum of bf16 values rounds at every hop; an
         all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us. Other back ends do so
@@ -123,7 +121,7 @@ class Axis:
         return self.group is not None and (self.sums_locally or backend_of(self.group) == "gloo")
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
-        """Start gathering `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).
+        """Start to all-gather `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).
 
         `shard` may be this rank's own slice of `full`.
         """
@@ -137,7 +135,7 @@ class Axis:
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False) -> dist.Work | None:
-        """Start summing (or averaging) `full` over the ranks, in place."""
+        """Start to sum (or average) `full` over the ranks, in place."""
         if self.num_ranks == 1:
             return None
         self.traffic.reductions += 1
@@ -146,14 +144,14 @@ class Axis:
         return dist.all_reduce(full, op=op, group=self.group, async_op=True)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, average: bool = False) -> dist.Work | None:
-        """Start reducing `full` over the ranks; this rank's part lands in `shard` (native collective)."""
+        """Start to reduce-scatter `full` with the native collective; this rank's part lands in `shard`."""
         self._count_reduce_scatter(full)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         work: dist.Work = _reduce_scatter_flat(shard, full, op=op, group=self.group, async_op=True)
         return work
 
     def exchange(self, received: torch.Tensor, full: torch.Tensor) -> dist.Work | None:
-        """Start the pairwise half of a reduce-scatter: part r of `full` goes to rank r; what r sent is row r."""
+        """Start the all-to-all of a reduce-scatter: part r of `full` goes to rank r; row r comes from rank r."""
         self._count_reduce_scatter(full)
         return dist.all_to_all_single(received, full, group=self.group, async_op=True)
 

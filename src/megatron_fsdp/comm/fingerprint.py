@@ -1,4 +1,4 @@
-"""A number for the bits of a tensor, to compare tensors over ranks without sending them.
+"""Fingerprints of the bits of tensors, to compare tensors over ranks without sending them.
 
 `torch.hash_tensor` does not do here: it is the exclusive or of all elements, which is 0 for any constant tensor of even
 size and the same for any order of elements.
@@ -21,28 +21,28 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar on the tensor's device that depends on every element's bits and on its position.
+    """Return an int64 scalar on the tensor's device that depends on every element's bits and on its position.
 
-    On the CPU it is zlib's CRC-32 of the bytes, which is one call for a tensor, beside a sum of their words. Elsewhere
-    the bits are read as words; each word is added to a multiple of its position, multiplied, folded and multiplied
-    again, modulo 2 ** 64, and the results are summed; the steps are those of splitmix64 (Steele, Lea and Flood, 2014).
-    Works in small chunks, so it takes little memory: at most 2 MiB. The two kinds are not to be compared.
+    On the CPU it is zlib's CRC-32 of the bytes and a sum of their words. Elsewhere the bits are read as words; each
+    word is added to a multiple of its position, multiplied, folded and multiplied again, modulo 2 ** 64, and the
+    results are summed; the steps are those of splitmix64 (Steele, Lea and Flood, 2014). It works in chunks and takes at
+    most 2 MiB. Fingerprints of CPU tensors and of others cannot be compared.
 
     Args:
-        tensor: Of any dtype and shape.
+        tensor: Any dtype and shape.
     """
     return fingerprints([tensor])[0]
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The fingerprints of several tensors on one device, (len(tensors),)."""
+    """Return the fingerprints of several tensors on one device, (len(tensors),) int64."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return torch.tensor([_of_memory(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     return torch.stack([mixed_words(tensor) for tensor in tensors])
 
 
 def _of_memory(tensor: torch.Tensor) -> int:
-    """The fingerprint of what is in this process's memory."""
+    """Fingerprint a CPU tensor."""
     flat = _flat(tensor)
     if not flat.nbytes:
         return 0
@@ -52,14 +52,14 @@ def _of_memory(tensor: torch.Tensor) -> int:
 
 
 def lowest_and_highest(hashes: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest of each number over the ranks, by one all-reduce; int64 of any shape."""
+    """Return the smallest and the largest of each number over the ranks, by one all-reduce; int64 of any shape."""
     both = torch.stack([~hashes, hashes])  # the complement of the smallest is the largest of the complements
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return ~both[0], both[1]
 
 
 def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of a tensor by operations of its device, whichever that is."""
+    """Return the fingerprint of a tensor as computed on devices other than the CPU; works on any."""
     real = _flat(tensor)
     total = torch.zeros((), dtype=torch.int64, device=real.device)
     for chunk in real.split(_CHUNK_NUMEL):
@@ -72,13 +72,13 @@ def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements one after another as real numbers; a copy where they do not lie so."""
-    flat = tensor.detach().reshape(-1).contiguous()  # which a strided tensor of one dimension is not after reshape
+    """Flatten to contiguous real numbers; a copy only where the elements are not contiguous."""
+    flat = tensor.detach().reshape(-1).contiguous()  # reshape leaves a strided 1-D tensor strided
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
-    """The bits of a flat tensor as int64: eight bytes in each where these divide them, else one element in each."""
+    """Return the bits of a flat tensor as int64: eight bytes each where these divide them, else one element each."""
     if chunk.nbytes % torch.int64.itemsize:
         return chunk.view(_BITS[chunk.itemsize]).to(torch.int64)
     aligned = chunk.storage_offset() * chunk.itemsize % torch.int64.itemsize == 0

@@ -17,30 +17,30 @@ from megatron_fsdp.comm.axis import Axis, is_simulated, real_values
 
 
 class OwnGroups:
-    """The groups of one model; they go when it is deleted. Collective to make: every rank of the axes, in one order.
+    """The process groups of one model; they are destroyed with it. Every rank of the axes constructs it, in one order.
 
     Attributes:
-        axes: What was given, with groups of the same ranks, in the same order, in place of the groups there. Where a
-            user gave a group for gathers, it stays.
+        axes: The given axes on groups of the same ranks, in the same order. Where a user gave a group for gathers, it
+            stays.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
         """Make a group for each axis of more than one rank.
 
         Args:
-            axes: Whose ranks; all ranks give axes of the same kinds in the same order.
+            axes: All ranks give axes of the same kinds in the same order.
         """
         groups: list[dist.ProcessGroup] = []
-        go_with(self, groups)  # before the first group, which may fail
+        go_with(self, groups)  # before the first group: a later one may fail
         self.axes = tuple(_over_own_group(axis, groups) for axis in axes)
 
 
 def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
-    """Forget groups when their owner is deleted, on this rank alone.
+    """Destroy groups when their owner is deleted, on this rank alone.
 
     Args:
-        owner: Whose they are.
-        groups: Some may be added later.
+        owner: The object that uses them.
+        groups: The groups; more may be added later.
     """
     # Not at exit, when torch has its own order of taking groups down.
     weakref.finalize(owner, _destroy, groups).atexit = False
@@ -49,9 +49,9 @@ def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
 def twin_of(
     group: dist.ProcessGroup, name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """A new group of the same ranks in the same order; only these ranks call.
+    """Make a new group of the same ranks in the same order; only these ranks call.
 
-    For some of the ranks torch names a group by how many groups a rank is in, which may differ between them, and they
+    torch names a group of some of the ranks by how many groups a rank is in. That may differ between them, and they
     would wait for each other under different names; so the name is given.
 
     Args:
@@ -93,7 +93,7 @@ def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long the ranks of a group wait for each other; None where its back end does not tell."""
+    """Return how long the ranks of a group wait for each other; None where its back end does not tell."""
     for device in group._device_types:
         timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
@@ -102,7 +102,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def _is_split_from_others(group: dist.ProcessGroup) -> bool:
-    """Whether torch would split a new NCCL group off the default one, for which all ranks of that have to call."""
+    """Return whether torch would split a new NCCL group off the default one, a collective of all its ranks."""
     device = distributed_c10d._get_default_group().bound_device_id
     if device is None or device.type not in {kind.type for kind in group._device_types}:
         return False
@@ -110,15 +110,15 @@ def _is_split_from_others(group: dist.ProcessGroup) -> bool:
 
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Forget groups on this rank alone; other ranks may do so much later, or never."""
+    """Destroy groups on this rank alone; other ranks may do so much later, or never."""
     for group in groups:
         if not dist.is_initialized() or group not in distributed_c10d._world.pg_map:
             continue  # taken down already, with everything else
         if dist.get_backend(group) == dist.Backend.GLOO or is_simulated(group):
             dist.destroy_process_group(group)
         else:
-            # NCCL's destroy waits for the ranks of the node; they may wait for this one, in a collective of another
-            # model, where the garbage collector deletes this model here first. Nothing may be under way at an abort.
+            # NCCL's destroy waits for the ranks of the node, which may wait for this one in a collective of another
+            # model, if the garbage collector runs here first. An abort needs that nothing is in flight.
             torch.accelerator.synchronize()
             distributed_c10d._abort_process_group(group)
     groups.clear()

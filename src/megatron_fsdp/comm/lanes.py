@@ -1,15 +1,15 @@
-"""Lanes: ordered places where communication runs. The only file that knows devices apart.
+"""Lanes: ordered queues of communication. The only file that tells CPU and CUDA apart.
 
-A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as summing what came in)
-and returns a ticket. Waiting on the ticket makes the result visible to the code that follows:
+A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum over ranks) and
+returns a ticket. Waiting on the ticket makes the result visible to the code that follows:
 
 - `StreamLane` (CUDA): launch and finish are queued on a side stream that first waits for the compute stream; waiting
   on the ticket queues an event wait on the compute stream. The host never blocks.
-- `HostLane` (CPU): launch returns an asynchronous work handle that progresses on the back end's threads; waiting blocks
-  until it is done and then runs finish on the calling thread.
+- `HostLane` (CPU): launch returns an asynchronous work handle that progresses on the back end's threads; waiting
+  blocks until it is done and then runs finish on the calling thread.
 
-On both, everything the compute side queued before `submit` is done before the launch reads or writes memory, so a
-buffer may be handed to a lane straight after it was last used.
+On both, everything that the compute side queued before `submit` is done before the launch reads or writes memory, so
+a buffer may be handed to a lane straight after it was last used.
 """
 
 from __future__ import annotations
@@ -27,67 +27,67 @@ import torch.distributed as dist
 from megatron_fsdp.errors import ConfigurationError
 
 _CYCLES_PER_S = 1.5e9
-"""Of a CUDA device, roughly."""
+"""Clock rate of a CUDA device, roughly."""
 
 Launch = Callable[[], "dist.Work | None"]
 Finish = Callable[[], None]
 Tell = Callable[..., None]
-"""`LaneWatch.communicates` of one collective of one lane."""
+"""`LaneWatch.communicates` with the collective and the lane filled in."""
 
 
 class Moment(Enum):
-    """How far a collective is. On CUDA all but the waits are points on the lane's stream, reached later."""
+    """The stages of a collective. On CUDA all but the waits are points on the lane's stream, reached later."""
 
     LAUNCHES = "launches"  # about to be started
     LAUNCHED = "launched"  # handed to the back end
-    ARRIVED = "arrived"  # what was sent is here
-    FINISHED = "finished"  # and so is the local work on it
+    ARRIVED = "arrived"  # the collective is done
+    FINISHED = "finished"  # the local work on its result is done
     WAITS = "waits"  # the compute side begins to wait for it
-    WAITED = "waited"  # and goes on
+    WAITED = "waited"  # the compute side goes on
 
 
 class LaneWatch(Protocol):
-    """Is told of the collectives of all lanes; does nothing where it is false."""
+    """An observer of the collectives of all lanes; nothing is reported to it while it is false."""
 
     def __bool__(self) -> bool:
-        """Whether anybody listens."""
+        """Return whether anybody listens."""
 
     def number(self) -> int:
-        """A number for a new collective."""
+        """Return a number for a new collective."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
-        """One has come to a moment of its life."""
+        """Take note that a collective has reached a stage."""
 
 
 class Ticket(Protocol):
-    """A promise that one submission completes; `wait` may be called any number of times."""
+    """A handle of one submission; `wait` may be called any number of times."""
 
     def wait(self) -> None:
-        """Make the result visible to what the caller runs next."""
+        """Make the result visible to the code that follows."""
 
 
 class Lane(Protocol):
-    """An ordered place where submissions run one after another."""
+    """An ordered queue of collectives."""
 
     def submit(self, launch: Launch, finish: Finish | None = None) -> Ticket:
         """Queue a collective and the local work on its result."""
 
 
 class StreamApi(Protocol):
-    """What a lane needs of `torch.cuda`, which is one; a simulated device has its own."""
+    """The part of `torch.cuda` that a lane uses; a simulated device implements it, too."""
 
     def Stream(self, device: torch.device) -> Any:  # noqa: N802 (torch's name)
-        """A new side stream."""
+        """Return a new side stream."""
 
     def current_stream(self, device: torch.device) -> Any:
-        """The stream that work is queued on now."""
+        """Return the stream that work is queued on now."""
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A block in which that is another one."""
+        """Return a context in which `stream` is the current stream."""
 
 
 class HostTicket:
-    """A work handle and the local work that follows it, done once, by the first `wait`."""
+    """A work handle and the local work that follows it, which the first `wait` runs."""
 
     def __init__(self, work: dist.Work | None, finish: Finish | None) -> None:
         self._work = work
@@ -104,18 +104,18 @@ class HostTicket:
             finish()
 
     def _arrived(self) -> None:
-        """The collective is done."""
+        """Do nothing; a watched ticket reports here that the collective is done."""
 
 
 class WatchedHostTicket(HostTicket):
-    """The same, whose moments are told."""
+    """A `HostTicket` that reports its stages."""
 
     def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell) -> None:
         super().__init__(work, finish)
         self._tell: Tell | None = tell
 
     def wait(self) -> None:
-        """As above."""
+        """Wait, and report the stages of the first wait."""
         if self._tell is None:
             return
         self._tell(Moment.WAITS)
@@ -133,8 +133,8 @@ class HostLane:
     """Communication by asynchronous work handles (gloo and other CPU back ends).
 
     Args:
-        name: For whoever watches.
-        watch: Who does.
+        name: Name of the lane in what is reported.
+        watch: Observer of the collectives.
     """
 
     def __init__(self, name: str = "", watch: LaneWatch | None = None) -> None:
@@ -153,7 +153,7 @@ class HostLane:
 
 
 class StreamTicket:
-    """An event recorded on a lane's stream, and how to find the stream that is going to wait for it."""
+    """An event recorded on a lane's stream, which the current stream waits for."""
 
     def __init__(self, event: Any, current_stream: Callable[[], Any], tell: Tell | None = None) -> None:
         self._event = event
@@ -174,10 +174,10 @@ class StreamLane:
     """Communication on a CUDA side stream.
 
     Args:
-        device: Where the stream is.
-        name: For whoever watches.
-        watch: Who does.
-        streams: Makes streams.
+        device: Device of the stream.
+        name: Name of the lane in what is reported.
+        watch: Observer of the collectives.
+        streams: `torch.cuda`, or what a simulated device has in its place.
     """
 
     def __init__(
@@ -213,17 +213,17 @@ class StreamLane:
 
 
 def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:
-    """The lane for a device: a side stream on CUDA, work handles elsewhere."""
+    """Return a lane for a device: a side stream on CUDA, work handles elsewhere."""
     return StreamLane(device, name, watch) if device.type == "cuda" else HostLane(name, watch)
 
 
 def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
-    """Sleep on the host, and on CUDA let the current stream do so too before what is queued next.
+    """Sleep on the host, and on CUDA also delay what is queued next on the current stream.
 
     Args:
-        device: Whose current stream.
-        host_s: Seconds here.
-        device_s: Seconds there, about: the device counts cycles of a clock that changes.
+        device: Device of that stream.
+        host_s: Seconds on the host.
+        device_s: Seconds on the device, about: it counts cycles of a clock that changes.
     """
     time.sleep(host_s)
     if device.type == "cuda":
@@ -231,7 +231,7 @@ def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
 
 
 class Clock(Protocol):
-    """Takes times at the place where a lane's tickets are waited for, without waiting for anything itself.
+    """A clock at the place where a lane's tickets are waited for; taking the time never waits.
 
     Attributes:
         is_host: Whether that is the host, so that times of other threads of the host compare with its own.
@@ -246,10 +246,10 @@ class Clock(Protocol):
         """Wait until all marks are reached; before that they cannot be read."""
 
     def elapsed_ns(self, earlier: Any, later: Any) -> int:
-        """Nanoseconds between two marks."""
+        """Return the nanoseconds between two marks."""
 
     def allocated_bytes(self) -> int | None:
-        """Bytes that tensors of this process take on the device, as the host sees it now; None where nobody counts."""
+        """Return the bytes allocated on the device for tensors of this process; None where nothing counts them."""
 
 
 class HostClock:
@@ -259,21 +259,21 @@ class HostClock:
     mark = staticmethod(time.perf_counter_ns)
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: marks on the host are reached when taken."""
 
     def elapsed_ns(self, earlier: int, later: int) -> int:
-        """As above."""
+        """Return the nanoseconds between two marks."""
         return later - earlier
 
     def allocated_bytes(self) -> None:
-        """Nobody counts."""
+        """Return None: nothing counts the host's tensors."""
 
 
 class StreamClock:
     """Events on CUDA streams, with a resolution of about half a microsecond.
 
     Args:
-        device: Where the streams are.
+        device: Device of the streams.
     """
 
     is_host = False
@@ -292,28 +292,28 @@ class StreamClock:
         torch.cuda.synchronize(self._device)
 
     def elapsed_ns(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> int:
-        """As above; CUDA tells milliseconds in float32, so marks should not lie many seconds apart."""
+        """Return nanoseconds; CUDA gives float32 milliseconds, so keep marks within seconds of each other."""
         return round(earlier.elapsed_time(later) * 1e6)
 
     def allocated_bytes(self) -> int:
-        """What the caching allocator has given out."""
+        """Return the bytes that the caching allocator has given out."""
         return torch.cuda.memory_allocated(self._device)
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock of a device: events on CUDA, the host's clock elsewhere."""
+    """Return the clock of a device: events on CUDA, the host's clock elsewhere."""
     return StreamClock(device) if device.type == "cuda" else HostClock()
 
 
 def default_device() -> torch.device:
-    """The accelerator of this process if there is one, else the CPU."""
+    """Return the accelerator of this process if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def resolve_device(device: torch.device | str | int | None, mesh_device_type: str) -> torch.device:
-    """The device that parameters live on: the one given, else this process's device of the mesh's type.
+    """Return the device that parameters live on: the one given, else this process's device of the mesh's type.
 
     Raises:
         ConfigurationError: It is a CUDA device, and there is none, or torch was built without CUDA.

@@ -1,7 +1,8 @@
-"""A reduce-scatter that sends values in their own dtype and adds them up here, in float32 and in rank order.
+"""A reduce-scatter that sends values in their own dtype and sums them on the receiver, in float32 and in rank order.
 
-The same exchange and sum as inside the engine, for callers with buffers of their own. A rank sends `(N - 1) / N` of its
-input, as in a ring; a ring of bfloat16 values rounds the sum at each of its `N - 1` hops, this rounds it once.
+The engine uses the same exchange and sum; `reduce_scatter_with_fp32_accumulation` offers them to callers with buffers
+of their own. A rank sends `(N - 1) / N` of its input, as in a ring; a ring of bfloat16 values rounds the sum at each
+of its `N - 1` hops, this rounds it once.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import HostTicket
 from megatron_fsdp.errors import CollectiveArgumentError
 
-# The local half of a reduction: sums of rows, one of each rank, in rank order, 16-bit values in float32; factors.
-
 _ADDED_AT_ONCE = 1 << 16
-"""Elements; what is added up stays in the cache meanwhile."""
+"""Elements that are summed at a time, so that the partial sums stay in the cache."""
 
 
 def sum_received(received: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Sum what `Axis.exchange` received; `received` is used up.
+    """Sum the rows that `Axis.exchange` received, one of each rank, in rank order; overwrites `received`.
 
     Row after row is added in place, which takes less than half the time of a reduction over the rows and no memory.
 
@@ -42,9 +41,9 @@ def sum_received(received: torch.Tensor, num_ranks: int) -> torch.Tensor:
 
 
 def add_up_into(rows: Sequence[torch.Tensor], out: torch.Tensor, factor: float) -> None:
-    """Put the sum of two rows or more times a factor into a floating tensor that shares no memory with them.
+    """Write the sum of two or more rows times a factor into a floating tensor that shares no memory with them.
 
-    It is what `put_scaled` makes of the whole sum, bit for bit, and takes no memory where `out` has its dtype.
+    The result equals `put_scaled` of the whole sum, bit for bit, and takes no memory where `out` has its dtype.
     """
     is_in_place = sum_dtype(rows[0].dtype) == out.dtype
     for start in range(0, out.numel(), _ADDED_AT_ONCE):
@@ -59,7 +58,7 @@ def add_up_into(rows: Sequence[torch.Tensor], out: torch.Tensor, factor: float) 
 
 
 def put_scaled(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
-    """Put values times a factor into a tensor of the same shape and any floating dtype, rounded once, to that dtype.
+    """Write values times a factor into a tensor of the same shape and any floating dtype, rounded once, to that dtype.
 
     `torch.mul(values, factor, out=out)` alone rounds to the dtype of `values` first, where `out` has a wider one.
     """
@@ -73,12 +72,12 @@ def put_scaled(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What values of a dtype are summed in: float32, or their own where that is wider or no floating dtype."""
+    """Return the dtype of sums: float32, or the given one where that is wider or not floating."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _sum(rows: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Two rows or more; into `out`, which has the dtype of the sum, or a new tensor."""
+    """Sum two or more rows; into `out`, which has the dtype of the sum, or a new tensor."""
     dtype = sum_dtype(rows[0].dtype)
     if rows[0].dtype == dtype:
         total = torch.add(rows[0], rows[1], out=out)
@@ -104,8 +103,8 @@ def reduce_scatter_with_fp32_accumulation(
 ) -> HostTicket | None:
     """Sum `input` over the ranks; part r of the sum, in order of memory, lands in `output` of rank r. Collective.
 
-    All is checked before anything is sent. What a rank cannot know of the others is not: every rank has to give an
-    input of the same size and dtype.
+    Arguments are checked before anything is sent, except for one thing that a rank cannot see: every rank has to give
+    an input of the same size and dtype.
 
     Args:
         output: numel of `input` / ranks elements, any shape and floating dtype; may be a part of `input`. It holds the
@@ -115,11 +114,11 @@ def reduce_scatter_with_fp32_accumulation(
         op: `ReduceOp.SUM` only.
         group: The ranks; None: all.
         async_op: Return at once.
-        all_to_all_output_tensor: Contiguous memory of the shape and dtype of `input` for what other ranks send, used
-            up; it shares no memory with `input` or `output`. None: allocated here.
+        all_to_all_output_tensor: Contiguous memory of the shape and dtype of `input` for what other ranks send,
+            overwritten; it shares no memory with `input` or `output`. None: allocated here.
 
     Returns:
-        With `async_op` a handle whose `wait()` adds up and fills `output`, once; else None.
+        With `async_op` a handle whose `wait()` sums and fills `output`, once; else None.
 
     Raises:
         CollectiveArgumentError: An argument is not as described (a ConfigurationError and an AssertionError).
@@ -187,7 +186,7 @@ def _told(tensor: torch.Tensor) -> str:
 
 
 def _share_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the stretches of memory from first to last element meet."""
+    """Return whether the stretches of memory from first to last element overlap."""
     (first, stop), (other_first, other_stop) = _stretch(left), _stretch(right)
     return first < other_stop and other_first < stop
 

@@ -1,1 +1,1 @@
-"""What was asked for, resolved: configuration flags, arguments of the published package, YAML, import paths."""
+"""Configuration as given and resolved: flags, arguments of the published package, YAML, import paths."""

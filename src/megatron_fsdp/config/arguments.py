@@ -1,4 +1,4 @@
-"""Arguments that are misspelt, missing, not implemented yet, or somebody else's business: what is said of them."""
+"""Errors for arguments that are misspelt, missing, not implemented yet, or decided elsewhere."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SHARED: Mapping[str, Any] = {
 CLASS_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
 }
-"""Of `MegatronFSDP`."""
+"""Arguments of `MegatronFSDP` that are accepted at their default only."""
 
 FUNCTION_DEFAULTS: Mapping[str, Any] = {
     **_SHARED,
     "cuda_graph_mode": False,
 }
-"""Of `fully_shard` and `fully_shard_model`."""
+"""Arguments of `fully_shard` and `fully_shard_model` that are accepted at their default only."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
@@ -48,7 +48,7 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "fsdp_manual_registration": False,
     "megatron_fsdp_cuda_graph_mode": False,
 }
-"""Fields of `DistributedDataParallelConfig` when it configures `MegatronFSDP`."""
+"""Fields of `DistributedDataParallelConfig` that `MegatronFSDP` accepts at their default only."""
 
 DECIDED_ELSEWHERE: Mapping[str, str] = {
     "grad_reduce_in_fp32": "mixed_precision_policy names the dtypes of gradients, and where it follows this is float32",
@@ -60,7 +60,7 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "whoever calls MegatronFSDP has chosen it",
     "use_custom_fsdp": "whoever calls MegatronFSDP has chosen it",
 }
-"""Fields that a foreign configuration (Megatron-Core's) may have at any value, since what they say is decided here."""
+"""Fields that a foreign configuration (Megatron-Core's) may have at any value: they decide nothing here; and why."""
 
 
 def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -89,12 +89,12 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
-    """Say what a name that does not exist may have meant: the end of a sentence.
+    """Return the end of a sentence that suggests a name for one that does not exist.
 
     Args:
         given: The name.
         known: The names that exist.
-        otherwise: The end of the sentence where none is like it; empty: the list of all names, called fields.
+        otherwise: The end of the sentence where no name is similar; empty: the list of all names, called fields.
     """
     names = list(known)
     nearest = difflib.get_close_matches(str(given), names, n=1)
@@ -104,12 +104,12 @@ def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> st
 def explains_arguments(
     **cures: str,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Let a function say what was probably meant by a keyword that it does not have, and what to do without one.
+    """Make a function suggest a name for an unknown keyword, and say what to do about a missing argument.
 
     Its signature stays readable by `inspect`. The errors are TypeErrors, as Python's own.
 
     Args:
-        cures: By required argument, what a caller who leaves it out may want.
+        cures: What a caller who leaves out a required argument may want, by name of the argument.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -134,6 +134,6 @@ def explains_arguments(
 
 
 def explains_fields(cls: type[_Class]) -> type[_Class]:
-    """Do the same for the constructor of a dataclass."""
+    """Apply `explains_arguments` to the constructor of a dataclass."""
     cls.__init__ = explains_arguments()(cls.__init__)  # type: ignore[method-assign]
     return cls

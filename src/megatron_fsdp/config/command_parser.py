@@ -1,4 +1,4 @@
-"""An argument parser that suggests what was meant."""
+"""An argument parser whose errors suggest the nearest command or option."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ EXIT_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which names the nearest command or option, and takes no abbreviations (they change with versions)."""
+    """An `ArgumentParser` that suggests names and takes no abbreviations, which change with versions."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's, but a command refuses what it does not know itself, since only it can suggest something."""
+        """Parse, and let a command refuse its own unknown arguments, since only it can suggest something."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, with a suggestion, and end with status 2."""
+        """Print what is wrong, with a suggestion, and exit with status 2."""
         self.exit(EXIT_ERROR, f"{self.prog}: error: {self.told(message)}\n")
 
     def told(self, message: str) -> str:
-        """What argparse says, in one line, with a suggestion and where to read more."""
+        """Return argparse's message in one line, with a suggestion and where to read more."""
         value = re.search(r"ignored explicit argument (.*)", message)
         if value is not None:
             message = f"{message[: value.start()]}takes no value, and {value[1]} was given"

@@ -253,7 +253,7 @@ class DistributedDataParallelConfig:
 
 
 def _set_and_unknown(other: Any, known: Mapping[str, object]) -> list[str]:
-    """Fields of a dataclass that are not known and not at their defaults, with their values."""
+    """List the fields of a dataclass that are unknown and not at their defaults, with their values."""
     return [
         f"{field.name}={getattr(other, field.name)!r}"
         for field in (dataclasses.fields(other) if dataclasses.is_dataclass(other) else ())

@@ -1,7 +1,7 @@
-"""What values the fields of a data-parallel configuration may have, alone and together: tables, and what reads them.
+"""The values that fields of a data-parallel configuration may have, alone and together: tables, and their checks.
 
-A value is checked by the type that its field is declared with, so no field can be without a check. What may not stand
-together is data as well, from which the documentation is made.
+A field is checked by its declared type, so no field can be without a check. The combinations that are refused are
+data, from which the documentation is made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 2**63 - 1
 """The largest whole number that a field takes: sizes are counted in 64 bits. Python cannot print all larger ones."""
 
 FOLLOW = "auto"
-"""How a dtype that is None is written where there is no None."""
+"""How a dtype of None is written in flags and files."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[s
 
 
 def with_implications(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn on what other switches imply, and the former name of a switch off."""
+    """Turn on the switches that others imply, and turn off the former name of a switch."""
     implied = {target: True for source, target in IMPLICATIONS if values[source]}
     return {**values, **implied, "use_custom_fsdp": False}
 
@@ -148,7 +148,7 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _missing(need: Need, values: Mapping[str, Any]) -> str:
-    """What a switch that is on lacks, in words; empty where nothing is."""
+    """Say what a switch that is on lacks; empty where nothing is."""
     if not values[need.field]:
         return ""
     return " and ".join(f"{name}=True" for name in need.on if not values[name])

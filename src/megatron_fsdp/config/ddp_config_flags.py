@@ -59,32 +59,32 @@ _FIELDS = {field.name: field for field in dataclasses.fields(DistributedDataPara
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field; for a switch, the one that turns it on."""
+    """Return the flag of a field; for a switch, the one that turns it on."""
     return _RENAMED.get(name, "--" + _FIELDS[name].name.replace("_", "-"))
 
 
 def off_flag_of(name: str) -> str:
-    """The flag that turns a switch off."""
+    """Return the flag that turns a switch off."""
     return "--no-" + flag_of(name).removeprefix("--")
 
 
 def destination_of(name: str) -> str:
-    """The attribute of a parsed namespace that holds a field."""
+    """Return the attribute of a parsed namespace that holds a field."""
     return _DESTINATIONS.get(name, flag_of(name).removeprefix("--").replace("-", "_"))
 
 
 def field_meanings() -> dict[str, str]:
-    """What the docstring of the class says of each field; empty where Python was told to drop docstrings."""
+    """Return the docstring's text of each field by name; empty where Python was told to drop docstrings."""
     text = inspect.cleandoc(DistributedDataParallelConfig.__doc__ or "").partition("\nAttributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in entries if name in _FIELDS}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all fields, in a group of their own.
+    """Add the flags of all fields, in an argument group.
 
     Args:
-        parser: Of the program; must not have any of them already.
+        parser: Has none of them yet.
 
     Raises:
         argparse.ArgumentError: It has one of them.
@@ -101,7 +101,7 @@ def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelC
     """Build the configuration that was asked for on the command line.
 
     Args:
-        namespace: Of a parser with these flags. Attributes that it lacks take the default of the class.
+        namespace: What a parser with these flags returned. Attributes that it lacks take the default of the class.
 
     Returns:
         The configuration.
@@ -139,7 +139,7 @@ def flags_of(config: DistributedDataParallelConfig) -> list[str]:
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """How argparse reads a field, by the type that it is declared with."""
+    """Return the arguments of `add_argument` for a field, by its declared type."""
     default = field.default
     if field.type is bool:
         return {"action": argparse.BooleanOptionalAction, "default": default}
@@ -189,7 +189,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _dtype_choice(text: str) -> str:
-    """The choice that a longer name such as float32 stands for; argparse refuses what is none."""
+    """Return the choice that a longer name such as float32 stands for; argparse refuses other words."""
     try:
         return text if text in DTYPE_CHOICES else _dtype_name(dtype_from_name(text))
     except ConfigurationError:
@@ -197,7 +197,7 @@ def _dtype_choice(text: str) -> str:
 
 
 def _strategy_choice(text: str) -> str:
-    """The name of a strategy that was given as a number; argparse refuses what is none."""
+    """Return the name of a strategy that was given as a number; argparse refuses other words."""
     numbers = {str(int(strategy)): strategy.name for strategy in ShardingStrategy}
     return numbers.get(text, text)
 

@@ -1,6 +1,6 @@
-"""The options of the engine: what the caller gave, checked, with nothing left open, in one frozen object. Pure.
+"""The options of the engine, checked and complete, in one frozen object.
 
-They are resolved once, where the public call comes in, and read where they take effect: layout and gradient factors in
+They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
 `engine/domains.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest in `engine/wrap.py`.
 """
 
@@ -18,12 +18,12 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class WeightAllocator(Enum):
-    """How memory for gathered weights is taken and given back; `docs/memory.md` compares them."""
+    """How memory for gathered weights is allocated and freed; `docs/memory.md` compares them."""
 
     SLOTS = "slots"  # slots of the largest unit's size, taken at their first use and kept
-    RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is not gathered
+    RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is sharded
     DOUBLE_BUFFER = "double buffer"  # two slots of the most common unit's size, taken at once; other units resize
-    PERSISTENT_DOUBLE_BUFFER = "persistent double buffer"  # the same, and other units keep a buffer of their own
+    PERSISTENT_DOUBLE_BUFFER = "persistent double buffer"  # two slots; other units keep a buffer of their own
     MAX_POOL = "max pool"  # two slots of the largest unit's size, taken at once
 
 
@@ -42,19 +42,19 @@ _BUCKET_NUMEL_PER_RANK = 1_000_000
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What was decided before the model is looked at.
+    """Options of memory and prefetching, which do not depend on the model.
 
     Attributes:
-        allocator: How memory for gathered weights is taken.
+        allocator: How memory for gathered weights is allocated.
         slots: How many units besides the root may be gathered at a time (strategy 3).
         may_grow: Whether a larger prefetch size may bring more slots.
         forward_depth: How many units to gather ahead in forward.
         backward_depth: How many units to gather ahead in backward.
         communication_unit_numel: Elements to gather ahead and to have in reduction; None: one unit ahead, two buckets.
-        bucket_numel: Where parameters outside of units are cut into groups, in elements; None: by the number of ranks.
-        is_bucketed: Whether they are cut at all.
+        bucket_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
+        is_bucketed: Whether they are divided into groups at all.
         fine_grained: Whether the modules inside units become units.
-        whole_types: Classes of modules that are then taken whole.
+        whole_types: Classes of modules that stay one unit then.
         idle: Names of the arguments that were given and have no effect under the strategy.
     """
 
@@ -71,13 +71,13 @@ class MemoryOptions:
     idle: tuple[str, ...] = ()
 
     def bucket_numel_on(self, num_ranks: int) -> int | None:
-        """Where parameters outside of units are cut on that many ranks; None: never."""
+        """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
         if not self.is_bucketed:
             return None
         return self.bucket_numel or max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
-        """Refuse what this model leaves without effect.
+        """Refuse options that have no effect on this model.
 
         Raises:
             ConfigurationError: Double buffers or fine-grained gathers for a model without units besides the root.
@@ -97,29 +97,29 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the caller chose for one model, checked.
+    """The checked options of one model.
 
     Attributes:
         strategy: On the sharding axis.
         outer_strategy: On the outer axis, where there is one.
         policy: Dtypes.
         overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
-        overlap_param_gather: Gather ahead; strategy 3 always does.
+        overlap_param_gather: Prefetch; strategy 3 always does.
         average_in_collective: Let the collective average.
         calculate_per_token_loss: Sum gradients, without a factor.
-        check_finite: Look for NaN and infinity in every gradient.
-        memory: How memory is borrowed and how far to gather ahead.
-        init_meta: Initialise what is on the meta device; "empty": only give its parameters memory.
-        reduce_scatter_with_fp32_accumulation: Exchange gradients and add them up locally, in float32.
+        check_finite: Check every gradient for NaN and infinity.
+        memory: Options of memory and prefetching.
+        init_meta: Initialise parameters on the meta device; "empty": only allocate them.
+        reduce_scatter_with_fp32_accumulation: Exchange gradients and sum them locally, in float32.
         find_unused_parameters: Agree at every sync on which parameters were used.
-        scales_first: Scale gradients before they travel, not after.
-        numel_multiple: What the elements of every trainable group are padded to a multiple of.
+        scales_first: Scale gradients before the reduction, not after.
+        numel_multiple: Pad every trainable group to a multiple of this many elements.
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
-        verify_ranks_s: Compare ranks before they communicate and wait so long for each; 0.0: do not.
-        check_large: Look for unexpectedly large values in every gradient.
+        verify_ranks_s: Compare ranks before they communicate, and wait this many seconds for each; 0.0: do not.
+        check_large: Check every gradient for unexpectedly large values.
         own_groups: Communicate over process groups that the model's own collectives do not use.
         fuses_weight_gradients: Let linears write weight gradients straight into buckets.
-        delays_weight_gradients: Let them compute weight gradients at the end of backward, where all units are reduced.
+        delays_weight_gradients: Compute weight gradients of linears at the end of backward, and then reduce all units.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
@@ -155,12 +155,12 @@ def resolve_engine_options(
     Args:
         given: The arguments of `MegatronFSDP` by name.
         config: Its configuration.
-        policy: The dtypes to use, which lead over those of the configuration.
+        policy: The dtypes to use, which take precedence over those of the configuration.
         verify_ranks_s: Seconds to wait for each rank that is compared with; 0.0: do not compare.
 
     Raises:
-        ConfigurationError: As `resolve_memory_options`, or a strategy does not exist.
-        TypeError: As there.
+        ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.
+        TypeError: `fine_grained_recurse_module_types` does not hold classes of modules.
     """
     return EngineOptions(
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
@@ -222,7 +222,7 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
 def _allocator(
     given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
 ) -> tuple[WeightAllocator, tuple[str, ...]]:
-    """The allocator, and which of the arguments that name one have no effect."""
+    """Return the allocator, and which of the arguments that name one have no effect."""
     name = given["weight_allocator"]
     if name not in ("slots", "resize"):
         raise ConfigurationError(f'weight_allocator={name!r} does not exist; give "slots" or "resize".')
@@ -254,7 +254,7 @@ def _depths(
     strategy: ShardingStrategy,
     allocator: WeightAllocator,
 ) -> tuple[int, int, int]:
-    """How far to gather ahead in forward and backward, and how many units may be gathered at a time."""
+    """Return how many units to gather ahead in forward and in backward, and how many may be gathered at a time."""
     limit = given["max_gathered_units"]
     if limit is not None:
         _check_count("max_gathered_units", limit, 1)

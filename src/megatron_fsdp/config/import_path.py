@@ -22,7 +22,7 @@ def import_by_path(path: str, argument: str, suggestions: tuple[str, ...] = ()) 
 
     Raises:
         ConfigurationError: A part of the path does not exist.
-        Exception: Whatever a module on the way raises when it is imported.
+        Exception: Whatever a module of the path raises when it is imported.
     """
     module_path, colon, name = path.partition(":")
     parts = [*module_path.split("."), *(name.split(".") if colon else [])]
@@ -33,12 +33,12 @@ def import_by_path(path: str, argument: str, suggestions: tuple[str, ...] = ()) 
 
 
 def _same_name(name: str, suggestions: tuple[str, ...]) -> str:
-    """A hint at the suggestion that ends with a name; empty where none does."""
+    """Suggest the known path that ends with a name; empty where none does."""
     return next((f"did you mean {known!r}?" for known in suggestions if known.rsplit(".", 1)[-1] == name), "")
 
 
 def _walk(path: str, parts: list[str], argument: str, same_name: str) -> object:
-    """Follow the path a part at a time: an attribute where there is one, else a submodule."""
+    """Follow the path part by part: an attribute where there is one, else a submodule."""
     current: object = None
     for depth, part in enumerate(parts):
         reached = ".".join(parts[:depth])
@@ -65,13 +65,13 @@ def _import_module(module_name: str) -> ModuleType | None:
 
 
 def _hint(part: str, parent: object, same_name: str) -> str:
-    """What a part of a path may have meant: a name like it in what the path had reached (None: nothing yet)."""
+    """Suggest a name like `part` in `parent`, the object that the path has reached (None: nothing yet)."""
     if parent is None:
         names = {name.partition(".")[0] for name in sys.modules} | {module.name for module in pkgutil.iter_modules()}
     else:
         search_path = getattr(parent, "__path__", [])
         names = {*dir(parent), *(module.name for module in pkgutil.iter_modules(search_path))}
-    # Of all modules of the machine, one that is only somewhat alike is another program.
+    # Among all installed modules, a name that is only somewhat similar belongs to another program.
     nearest = difflib.get_close_matches(part, sorted(names), 1, 0.8 if parent is None else 0.6)
     if nearest:
         return f"the nearest name is {nearest[0]!r}."

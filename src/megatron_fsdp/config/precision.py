@@ -1,4 +1,4 @@
-"""Which dtype each copy of a parameter and of its gradient has."""
+"""The dtype of each copy of a parameter and of its gradient."""
 
 from dataclasses import dataclass, fields
 
@@ -37,7 +37,7 @@ class MixedPrecisionPolicy:
 
 
 def check_main_dtype(dtype: object, argument: str) -> None:
-    """Refuse what cannot hold main weights, main gradients or gradients in transit.
+    """Refuse a dtype that cannot hold main weights, main gradients or gradients in transit.
 
     Args:
         dtype: The value to check; None passes.
@@ -55,10 +55,10 @@ def check_main_dtype(dtype: object, argument: str) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse what is no policy of this package, torch's class of the same name above all.
+    """Refuse anything but this package's `MixedPrecisionPolicy`, above all torch's class of that name.
 
     Raises:
-        TypeError: It is not; names what to give instead.
+        TypeError: It is another object; says what to give instead.
     """
     if isinstance(policy, MixedPrecisionPolicy):
         return
@@ -71,7 +71,7 @@ def check_policy(policy: object) -> None:
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
+    """Return whether a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
     return any(
         kind.__module__.partition(".")[0] == "transformer_engine"
         and kind.__name__ in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor")
@@ -88,7 +88,7 @@ class ResolvedPrecision:
         main_params: Dtype of the weights that the optimizer updates.
         main_grads: Dtype in which gradients are accumulated.
         grad_comm: Dtype in which gradients travel.
-        has_main_copy: Whether main weights are memory of their own, since their dtype differs from ``compute``.
+        has_main_copy: Whether main weights have memory of their own, since their dtype differs from ``compute``.
     """
 
     compute: torch.dtype

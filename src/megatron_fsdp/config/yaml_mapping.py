@@ -1,4 +1,4 @@
-"""Mappings of plain values as YAML text: what PyYAML's safe loader and dumper do, with errors in words.
+"""Mappings of plain values as YAML text, with PyYAML's safe loader and dumper and readable errors.
 
 Whole numbers are decimal. YAML 1.1 also has octal and base 60, by which 010 is 8 and 1:30 is 90; here such words are
 strings, as are those in base 2 and 16, and a field that needs a number refuses them.
@@ -22,7 +22,7 @@ _BAD_VALUE = "some value does not fit the tag in front of it; leave tags such as
 
 
 def _decimal(_loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    """The whole number that is written; also where a tag asks for one, which no resolver has seen then."""
+    """Read a decimal whole number; checks the pattern again, since no resolver has where a tag asks for an int."""
     try:
         if isinstance(node.value, str) and _DECIMAL.match(node.value):
             return int(node.value.replace("_", ""))
@@ -33,7 +33,7 @@ def _decimal(_loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """The safe loader with whole numbers in decimal only. Its tables are its own: other users of PyYAML keep theirs."""
+    """The safe loader with decimal whole numbers only. Its tables are copies: other users of PyYAML keep theirs."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, _DECIMAL if tag == _INT else pattern) for tag, pattern in known]
@@ -81,7 +81,7 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 
 
 def _text_of(source: os.PathLike[str]) -> tuple[str, str]:
-    """The text of a file, and what errors about it begin with."""
+    """Read a file; return its text and the prefix of errors about it."""
     if not isinstance(source, os.PathLike):
         raise ConfigurationError(
             f"a configuration cannot be read from {type(source).__name__!r}; give YAML text, or the path of a YAML "
@@ -99,7 +99,7 @@ def _text_of(source: os.PathLike[str]) -> tuple[str, str]:
 
 
 def _refuse_repeated_keys(root: Any, where: str) -> None:
-    """PyYAML keeps the last of several equal keys in silence; also in mappings inside of mappings."""
+    """Refuse equal keys, also in nested mappings, of which PyYAML would keep the last without a word."""
     if isinstance(root, yaml.SequenceNode):
         for entry in root.value:
             _refuse_repeated_keys(entry, where)
@@ -117,7 +117,7 @@ def _refuse_repeated_keys(root: Any, where: str) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """What PyYAML met, with its place, in one line."""
+    """Return PyYAML's message, with its place, in one line."""
     if not isinstance(error, yaml.YAMLError | ValueError | RecursionError):  # ValueError: a date that does not exist
         return _BAD_VALUE
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)

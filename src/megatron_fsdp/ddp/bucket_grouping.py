@@ -1,4 +1,4 @@
-"""Parameters of the engine put together by size in place of by module."""
+"""Grouping of parameters into units by size in place of by module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BucketGrouping:
     gather_mode: GatherMode
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """The buckets."""
+        """Return the buckets."""
         canonical: dict[int, str] = {}
         aliases = []
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -45,14 +45,14 @@ class BucketGrouping:
         return replace(plan, source=f"{plan.source}, weights gathered {self.gather_mode.value}")
 
     def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
-        """None: what is not in buckets is frozen."""
+        """Return None: parameters outside of buckets are frozen, and not cut."""
         return None
 
     def make_engine(self, parts: EngineParts) -> BucketEngine:
-        """See `Grouping`."""
+        """Make the engine, without hooks."""
         return BucketEngine(parts, self.gather_mode)
 
     def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
-        """See `Grouping`."""
+        """Register the hooks that drive the engine."""
         assert isinstance(engine, BucketEngine)
         return register_bucket_hooks(engine, modules[ROOT])

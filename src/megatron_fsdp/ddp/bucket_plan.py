@@ -1,9 +1,9 @@
-"""Cutting a model's parameters into buckets by size, in the order in which backward reaches them. Pure.
+"""Division of a model's parameters into buckets by size, in the order in which backward reaches them. Pure.
 
 Backward computes gradients roughly in reverse order of registration, so buckets are filled from the last parameter to
-the first, each kind of parameter on its own, and closed as soon as they reach their size. A bucket is complete when the
-gradient of its first parameter comes, so that is what buckets are sorted by: bucket 1 holds the first parameters of the
-model and is reduced last.
+the first, each kind of parameter by itself, and closed as soon as they reach their size. A bucket is complete when the
+gradient of its first parameter comes, so buckets are sorted by that: bucket 1 holds the first parameters of the model
+and is reduced last.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ROOT = 0
 def cut_buckets(
     parameters: Sequence[ParameterInfo], bucket_numel: int | None, alone: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """Cut the trainable parameters of a model into buckets; a parameter is never cut.
+    """Divide the trainable parameters of a model into buckets; a parameter is never cut.
 
     Args:
         parameters: In model order; frozen ones are left out.
-        bucket_numel: A bucket is closed by the parameter with which it reaches so many elements; None: never.
+        bucket_numel: The parameter with which a bucket reaches this many elements is its last; None: no limit.
         alone: Names of parameters that get a bucket of their own.
 
     Returns:
@@ -55,7 +55,7 @@ def plan_buckets(
     bucket_numel: int | None,
     alone: Collection[str] = (),
 ) -> UnitPlan:
-    """Units of the engine: the root with what is frozen, then one for each bucket.
+    """Plan the units of the engine: the root with the frozen parameters, then one for each bucket.
 
     Args:
         parameters: In model order, tied ones once.
@@ -78,10 +78,10 @@ def plan_buckets(
 def plan_readers(
     owned: Sequence[tuple[str, frozenset[int]]], called: Callable[[str], bool]
 ) -> dict[str, frozenset[int]]:
-    """Which buckets each module that is called reads.
+    """Return the buckets that each called module reads.
 
     A module reads the parameters it owns, and those of the modules below it that are never called themselves: their
-    weights are used by somebody above them (as `nn.MultiheadAttention` uses those of its output projection). A module
+    weights are used by a module above them (as `nn.MultiheadAttention` uses those of its output projection). A module
     that was not called reads everything below it, should it be called one day.
 
     Args:

@@ -1,11 +1,11 @@
-"""When buckets are gathered and reduced. Pure; unit 0 is the root, unit k is bucket k.
+"""The scheduler of buckets. Pure; unit 0 is the root, unit k is bucket k.
 
-A bucket is reduced when every gradient in it has come, and never before the buckets behind it: so all ranks reduce in
-the same order, whatever their data made of the backward. How many gradients a parameter gets in one backward is learnt
+A bucket is reduced when all its gradients have come, and never before the buckets behind it: so all ranks reduce in
+the same order, whatever gradients their data gives. The number of gradients of a parameter in one backward is recorded
 (a parameter in a reentrantly recomputed part gets several): the first backward reduces everything at its end.
 
-Weights, where they have to be gathered, are gathered in forward order, whichever of them a rank reads first: one bucket
-ahead of its use, or all together. What a forward does not read is gathered when it ends.
+Weights are gathered in forward order, whichever of them a rank reads first: one bucket ahead of its use, or all
+together. Buckets that a forward does not read are gathered when it ends.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from megatron_fsdp.errors import ScheduleError
 class GatherMode(Enum):
     """When weights that have changed are gathered."""
 
-    AT_ONCE = "at once"  # all before the forward, and waited for there
+    AT_ONCE = "at once"  # all before the forward, which waits for them
     TOGETHER = "together"  # all are started before the forward; each is waited for where it is used
     IN_TURN = "in turn"  # each is started when the one before it is used
 
 
 @dataclass
 class _Arrivals:
-    """How many gradients of the parameters of one bucket come in a backward."""
+    """The number of gradients of the parameters of one bucket in a backward."""
 
-    expected: list[int]  # of each parameter, the most seen in a backward; 0: not known
+    expected: list[int]  # of each parameter, the most in any backward; 0: not known
     now: list[int]
     missing: int = 0  # parameters whose last gradient has not come yet
     trained: int = 0  # parameters that get any
 
     @classmethod
     def of(cls, count: int) -> _Arrivals:
-        """Nothing is known of `count` parameters."""
+        """Make the record of `count` parameters, of which nothing is known."""
         return cls([0] * count, [0] * count, count, count)
 
     def note(self, parameter: int) -> None:
-        """A gradient has come."""
+        """Count a gradient."""
         self.now[parameter] += 1
         if self.now[parameter] == max(1, self.expected[parameter]):
             self.missing -= 1
 
     def learn(self) -> None:
-        """The backward is over: expect as much of the next."""
+        """Record the counts of a backward that is over, which the next one is expected to reach."""
         self.expected = [max(pair) for pair in zip(self.expected, self.now, strict=True)]
 
     def forget(self) -> None:
-        """Another backward begins."""
+        """Reset the counts for another backward."""
         self.now = [0] * len(self.now)
         self.missing = self.trained
 
 
 class BucketScheduler(Scheduler):
-    """Decides for buckets what `Scheduler` decides for modules.
+    """The scheduler for buckets in place of modules.
 
     Args:
         config: As for `Scheduler`; compute weights are whole on every rank (`shares_slots` False).
@@ -75,7 +75,7 @@ class BucketScheduler(Scheduler):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def forward_opens(self) -> tuple[Operation, ...]:
-        """The model's forward is about to run, or weights are wanted ahead of it."""
+        """Start the gathers of the model's forward, which is about to run, or whose weights are wanted ahead."""
         if self.gather_mode is GatherMode.AT_ONCE:
             return self.everything()
         wanted = range(ROOT, len(self._units)) if self.gather_mode is GatherMode.TOGETHER else (ROOT, ROOT + 1)
@@ -88,33 +88,33 @@ class BucketScheduler(Scheduler):
         return (*started, *(op for unit in units for op in self.weights_awaited(unit)))
 
     def weights_read(self, units: Collection[int]) -> tuple[Operation, ...]:
-        """A module that reads some buckets is about to run; those in front of them and the one behind are started."""
+        """Wait for buckets that a module is about to read; start all up to the one behind them."""
         last = min(max(units, default=ROOT) + 1, len(self._units) - 1)
         started = [op for unit in range(last + 1) for op in self.weights_wanted(unit)]
         return (*started, *(op for unit in sorted(units) for op in self.weights_awaited(unit)))
 
     def forward_closes(self) -> tuple[Operation, ...]:
-        """The model's forward is over; gather what it did not read, since other ranks may have read it.
+        """Gather what the model's forward did not read, since other ranks may have read it.
 
-        Waited for, because whoever has the model now may write into its weights.
+        Waited for, because the weights may be written to after the forward.
         """
         return self.everything()
 
     @property
     def learns(self) -> bool:
-        """Whether the backward under way is one that reduces everything at its end."""
+        """Whether the running backward is one that reduces everything at its end."""
         return self._learning
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def backward_begins(self, unit: int, weights_version: int) -> tuple[Operation, ...]:
-        """As in `Scheduler`; every bucket has to be reduced then, also one that gets no gradient on this rank."""
+        """Begin a backward, in which every bucket has to be reduced, even without a gradient on this rank."""
         operations = super().backward_begins(unit, weights_version)
         self._open_all()
         return operations
 
     def gradient_arrives(self, unit: int) -> None:
-        """As in `Scheduler`.
+        """Follow the first gradient of a bucket.
 
         Raises:
             ScheduleError: The bucket was reduced already in this backward.
@@ -129,7 +129,7 @@ class BucketScheduler(Scheduler):
         self._open_all()
 
     def gradient_counted(self, unit: int, parameter: int) -> tuple[Operation, ...]:
-        """A gradient of parameter `parameter` of a bucket is in; returns the reductions that can start, in order."""
+        """Count a gradient of parameter `parameter` of a bucket; return the reductions that can start, in order."""
         arrivals = self._arrivals[unit]
         arrivals.note(parameter)
         if arrivals.missing or self._learning or not self.config.reduces_early:
@@ -142,7 +142,7 @@ class BucketScheduler(Scheduler):
         return tuple(operations)
 
     def backward_ends(self) -> tuple[Operation, ...]:
-        """As in `Scheduler`; what came is what the next backward waits for."""
+        """End a backward; the next one waits for as many gradients."""
         for arrivals in self._arrivals:
             arrivals.learn()
         self._learning = False
@@ -150,7 +150,7 @@ class BucketScheduler(Scheduler):
         return super().backward_ends()
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
-        """As in `Scheduler`; what a backward brings is learnt again."""
+        """Change which parameters take gradients; their number per backward is recorded anew."""
         super().set_trainable(units)
         self._arrivals = [
             _Arrivals([0] * len(flags), [0] * len(flags), sum(flags), sum(flags)) for flags in map(list, units)
@@ -158,7 +158,7 @@ class BucketScheduler(Scheduler):
         self._learning = True
 
     def reset(self) -> tuple[Operation, ...]:
-        """As in `Scheduler`."""
+        """Drop passes that were interrupted."""
         self._learning = True
         self._forget_arrivals()
         return super().reset()

@@ -35,8 +35,8 @@ class DistributedDataParallel(MegatronFSDP):
         model = DistributedDataParallel(config, module)
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
 
-    The same engine as `MegatronFSDP`, with everything that wrapper offers (checkpoints, `full_parameters_context`,
-    `clip_grad_norm_`, reports); parameters are put together by size, in backward order, in place of by module. Plain
+    The same engine as in `MegatronFSDP`, with everything that wrapper offers (checkpoints, `full_parameters_context`,
+    `clip_grad_norm_`, reports); parameters are grouped by size, in backward order, in place of by module. Plain
     loops need no further call: gradients are final when `backward` returns. Megatron's schedules may use `no_sync`,
     `start_grad_sync`, `finish_grad_sync`, `start_param_sync`, `zero_grad_buffer` and `scale_gradients`.
 
@@ -160,7 +160,7 @@ def _check_types(config: Any, module: Any) -> None:
 def _resolve_together(
     config: DistributedDataParallelConfig, module: nn.Module, index: FSDPDistributedIndex, disable_bucketing: bool
 ) -> ResolvedDDP:
-    """What is made of the configuration; every rank gets the same or the same error, before groups are made."""
+    """Resolve the configuration; every rank gets the same result or the same error, before groups are made."""
     group = index.get_dp_group()
     trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
     resolved, problem, facts = None, None, []

@@ -1,4 +1,4 @@
-"""One object for everything that belongs to an optimizer step of a sharded model."""
+"""`DistributedOptimizer`: gradient sync, clipping, step and gathers of a sharded model in one object."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class DistributedOptimizer(Optimizer):
         self.grad_norm = self._model.clip_grad_norm_(self.clip_grad) if self.clip_grad else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, those included that were accumulated and are not shown as `.grad` yet."""
+        """Clear gradients, also those that were accumulated and are not in `.grad` yet."""
         self.inner_optimizer.zero_grad(set_to_none=set_to_none)
 
     def count_zeros(self) -> int:
-        """How many elements of all gradients are zero, counted once over all ranks; collective."""
+        """Return how many elements of all gradients are zero, counted once over all ranks; collective."""
         if self._model.has_deferred_gradients or not self._model.model_auto_sync:
             self._model.finish_grad_sync()
         total = self._model.gradient_statistics().total
@@ -140,13 +140,13 @@ class DistributedOptimizer(Optimizer):
         self.inner_optimizer.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is the wrapped optimizer's, such as defaults and hooks."""
+        """Return the wrapped optimizer's attribute, such as defaults and hooks."""
         if name == "inner_optimizer":
             raise AttributeError(name)
         return getattr(self.inner_optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the wrapped optimizer."""
+        """Return the state dict of the wrapped optimizer."""
         return self.inner_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class DistributedOptimizer(Optimizer):
         given: Any = param_group
         params = given.get("params") if isinstance(given, dict) else None
         if params is None or isinstance(params, set):
-            self.inner_optimizer.add_param_group(param_group)  # torch says what is wrong with it
+            self.inner_optimizer.add_param_group(param_group)  # torch raises for it
             return
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         known = self._model.sharded_names()

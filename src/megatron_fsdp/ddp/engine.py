@@ -1,4 +1,4 @@
-"""The engine with buckets in place of units: modules say what they read, gradients say when a bucket is complete."""
+"""The engine with buckets in place of units: modules report what they read, gradients complete a bucket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class BucketEngine(Engine):
-    """Every unit but the root is a bucket of parameters of many modules.
+    """An engine in which every unit but the root is a bucket of parameters of many modules.
 
-    While the model runs, a bucket's full parameters hang in the modules from the moment they are up to date until the
-    forward ends, and again during the whole backward. Before that the modules hold sharded parameters, in the dtype of
-    the full ones, so that code that reads a weight too early fails instead of computing with old values.
+    While the model runs, the modules hold a bucket's full parameters from the moment they are up to date until the
+    forward ends, and again during the whole backward. Before that they hold sharded parameters, in the dtype of the
+    full ones, so that code that reads a weight too early fails instead of computing with stale values.
 
     Args:
-        parts: See `Engine`; units are the root, then the buckets in forward order.
+        parts: As for `Engine`; units are the root, then the buckets in forward order.
         gather_mode: When changed weights are gathered.
     """
 
@@ -41,7 +41,7 @@ class BucketEngine(Engine):
                 for unit in self._buckets
                 if any(group.plan.precision.has_main_copy for group in unit.groups)
             }
-        self._stood_in: set[int] = set()  # units whose stand-ins hang in the modules
+        self._stood_in: set[int] = set()  # units whose stand-ins are in the modules
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -51,12 +51,12 @@ class BucketEngine(Engine):
         return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
 
     def pre_forward(self, index: int) -> None:
-        """The model's forward, or one inside a recomputation, is about to run."""
+        """Start the gathers of the model's forward, or of one inside a recomputation, and show what is ready."""
         super().pre_forward(index)
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
             return
-        # Fast paths of evaluation read weights of modules that training calls.
+        # Fast paths in evaluation read weights of modules that only training calls.
         reads_anything = not torch.is_grad_enabled()
         self.executor.run(self.scheduler.everything() if reads_anything else self.scheduler.forward_opens())
         if reads_anything or not self.waits_for_readers:
@@ -65,20 +65,20 @@ class BucketEngine(Engine):
             self._stand_in()
 
     def gather_all(self) -> None:
-        """Gather and show everything, where nobody knows who reads what."""
+        """Gather and show all weights, while it is not known which module reads what."""
         if all(unit.shows_unsharded for unit in self._buckets):
             return
         self.executor.run(self.scheduler.everything())
         self._show(self._buckets)
 
     def before_reading(self, buckets: Collection[int]) -> None:
-        """A module that reads the parameters of some buckets is about to run."""
+        """Gather and show the buckets that a module is about to read."""
         if self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.run(self.scheduler.weights_read(buckets))
             self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_unsharded])
 
     def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
-        """The model's forward has run or failed."""
+        """Gather the rest and show the sharded parameters: the model's forward has run or failed."""
         call = super().post_forward(index, needs_backward, failed)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
@@ -90,7 +90,7 @@ class BucketEngine(Engine):
         return call
 
     def prefetch_weights(self, wait: bool) -> None:
-        """Start what the next forward starts first; or gather everything and wait for it."""
+        """Start the first gathers of the next forward; or gather everything and wait for it."""
         self.executor.run(self.scheduler.everything() if wait else self.scheduler.forward_opens())
 
     def set_prefetch(self, numel: int) -> None:
@@ -113,7 +113,7 @@ class BucketEngine(Engine):
                 unit.show_unsharded()
 
     def _stand_in(self) -> None:
-        """Let code that asks for the dtype of a weight before its module runs find that of the compute weight."""
+        """Show parameters of the compute dtype, for code that reads a weight's dtype before its module runs."""
         for unit in self._buckets:
             if unit.index in self._stand_ins and unit.index not in self.opened and not unit.shows_unsharded:
                 unit.show_copies(self._stand_ins[unit.index])
@@ -122,7 +122,7 @@ class BucketEngine(Engine):
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """The backward of the model is about to run; recomputation may read any weight."""
+        """Gather and show all weights, which recomputation may read, before the model's backward."""
         super().pre_backward(call)
         if not self._installed.issuperset(unit.index for unit in self._buckets):
             self._run_backward(self.scheduler.everything())
@@ -130,7 +130,7 @@ class BucketEngine(Engine):
             self._installed.update(unit.index for unit in self._buckets)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
-        """As in `Engine`; then reduce the buckets that are complete."""
+        """Take a gradient as `Engine` does; then reduce the buckets that are complete."""
         if self.delayed is not None:
             super().take_gradient(index, position, parameter, param)
             return
@@ -148,7 +148,7 @@ class BucketEngine(Engine):
         learnt = self.scheduler.learns
         super()._post_backward()
         if learnt and self.scheduler.config.reduces_early:
-            self.executor.set_bucket_count(self.executor.bucket_count)  # all filled at once, this time only
+            self.executor.set_bucket_count(self.executor.bucket_count)  # only this backward filled all at once
 
     def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
         super()._follow(unit, position, trains)
@@ -157,6 +157,6 @@ class BucketEngine(Engine):
                 stand_in.requires_grad_(flag)
 
     def reset(self) -> None:
-        """As in `Engine`."""
+        """Reset as `Engine` does."""
         self._stood_in.clear()
         super().reset()

@@ -25,39 +25,39 @@ _ADVICE = (
 
 
 def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> list[RemovableHandle]:
-    """Register everything that one model needs.
+    """Register all hooks of one model.
 
     Args:
-        engine: Whom to report to; held weakly.
+        engine: The engine that they report to; held weakly.
         model: The model, with the engine's parameters in it.
     """
-    # Each of these goes in front of what is there already, and readers come after the engine has heard of a forward.
+    # Each hook is prepended, and readers have to run after the engine's pre-forward hook.
     readers = Readers(engine, model).register() if engine.waits_for_readers else []
     return [*readers, *register_hooks(engine, {ROOT: model})]
 
 
 class Readers:
-    """Which modules read which buckets: learnt in the first forward with gradients, which gathers everything first.
+    """The buckets that each module reads: recorded in the first forward with gradients, which gathers everything first.
 
-    So do forwards without gradients: evaluation may read weights of modules that it does not call.
+    Forwards without gradients gather everything, too: evaluation may read weights of modules that it does not call.
 
     Args:
-        engine: Whom to report to; held weakly.
+        engine: The engine that they report to; held weakly.
         model: The model.
     """
 
     def __init__(self, engine: BucketEngine, model: nn.Module) -> None:
         self._engine = weakref.ref(engine)
         bucket_of = {id(param): unit.index for unit in engine.units for group in unit.groups for param in group.sharded}
-        self._modules = dict(model.named_modules(remove_duplicate=False))  # a module may hang in several places
+        self._modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
         self._ids = {path: id(module) for path, module in self._modules.items()}
         self._owned = [
             (path, frozenset(bucket_of[id(param)] for param in module._parameters.values() if param is not None))
             for path, module in self._modules.items()
         ]
         self._called: set[int] = set()
-        self._learns = False  # the forward under way is one to learn from
-        self._whole = False  # the forward under way began at the model, not at a module inside
+        self._learns = False  # the running forward is one to record
+        self._whole = False  # the running forward began at the model, not at a module inside
         self._reads: dict[int, frozenset[int]] | None = None  # by the id of the module
 
     def register(self) -> list[RemovableHandle]:
@@ -71,11 +71,11 @@ class Readers:
         ]
         handles.append(model.register_forward_pre_hook(uncompiled(self._begin), prepend=True))
         handles.append(model.register_forward_hook(uncompiled(self._end), always_call=True))
-        self._modules = {}  # the model is not to be kept alive from here
+        self._modules = {}  # must not keep the model alive
         return handles
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
-        """The model's forward has begun, after the engine has heard of it."""
+        """Gather the weights that the model itself reads; runs after the engine's pre-forward hook."""
         engine = self._live()
         self._whole = True
         if self._reads is None:
@@ -96,7 +96,7 @@ class Readers:
             self._live().before_reading(buckets)
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """The first forward that came to its end has shown who is called."""
+        """Record which modules the first complete forward has called."""
         self._whole = False
         error = sys.exc_info()[1] if output is None else None
         if isinstance(error, ShardOperationError) and self._reads is not None:

@@ -1,4 +1,4 @@
-"""Cutting the data-parallel ranks into instances of the distributed optimizer."""
+"""Division of the data-parallel ranks into instances of the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def cut_into_instances(
     Args:
         index: Without an outer dimension.
         instances: How many instances, 2 or more; the same on every rank.
-        outer_strategy: Whether optimizers are sharded over the instances too.
+        outer_strategy: Whether optimizers are sharded over the instances, too.
 
     Raises:
-        ConfigurationError: The dimension is a flattened one, or has a number of ranks that cannot be cut like that.
+        ConfigurationError: The dimension is a flattened one, or the instances do not divide its ranks.
     """
     dim = index.dp_shard_dim
     assert dim is not None

@@ -1,4 +1,4 @@
-"""From the caller's configuration to what `DistributedDataParallel` does: nothing left open, nothing ignored. Pure."""
+"""Resolution of the caller's configuration for `DistributedDataParallel`: complete, with nothing ignored. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_YET: Mapping[str, str] = {
     "keep_fp8_transpose_cache": "float8 compute weights are not implemented",
     "megatron_fsdp_cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
 }
-"""Fields that only their default is accepted of, with the reason."""
+"""Fields that are accepted at their default only, with the reason."""
 
 _UNITS_ONLY = (
     "data_parallel_sharding_strategy",
@@ -52,19 +52,19 @@ _BUCKETS_ONLY = (
 
 @dataclass(frozen=True)
 class ResolvedDDP:
-    """What `DistributedDataParallel` does.
+    """The resolved configuration of `DistributedDataParallel`.
 
     Attributes:
-        config: The caller's wishes as they were, a copy.
-        uses_units: Hand over to the fully sharded engine with modules as units; else buckets.
+        config: The caller's configuration, a copy.
+        uses_units: Use the fully sharded engine with modules as units; else buckets.
         strategy: On the sharding axis.
         outer_strategy: On the axis over the instances of the distributed optimizer.
         num_instances: Into how many parts the data-parallel ranks are cut, each with a whole optimizer.
         policy: Dtypes.
         bucket_numel: Elements that close a bucket; None: one bucket per kind (or, with units, the engine's default).
-        numel_multiple: What the elements of a bucket are padded to a multiple of.
+        numel_multiple: Pad buckets to a multiple of this many elements.
         gather_mode: When changed weights are gathered.
-        engine_config: The same wishes as far as `MegatronFSDP` knows them.
+        engine_config: The same configuration as far as `MegatronFSDP` knows its fields.
         notices: What was adjusted or derived, and why, in words.
     """
 
@@ -84,10 +84,10 @@ class ResolvedDDP:
 def resolve_ddp(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool = False
 ) -> ResolvedDDP:
-    """Check a configuration against itself and the ranks; the caller's object is only read.
+    """Check and resolve a configuration for a number of ranks; the caller's object is only read.
 
     Args:
-        config: As the caller has it now; its fields may have been set after construction.
+        config: The caller's; its fields may have been set after construction.
         num_ranks: Data-parallel ranks, all instances together.
         num_parameters: Trainable elements of the model, as this rank holds it (its tensor-parallel part).
         disable_bucketing: Never cut parameters of one kind into several buckets.
@@ -213,7 +213,7 @@ def _check_bucket_fields(config: DistributedDataParallelConfig, disable_bucketin
 def _bucket_numel(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool
 ) -> tuple[int | None, str]:
-    """Elements that close a bucket, and how that came about."""
+    """Return the elements that close a bucket, and a notice that says where they come from."""
     if disable_bucketing:
         return None, "one bucket for each kind of parameter: disable_bucketing"
     if config.bucket_size is not None:
@@ -250,7 +250,7 @@ def _policy(config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
 def _engine_config(
     config: DistributedDataParallelConfig, strategy: ShardingStrategy, policy: MixedPrecisionPolicy
 ) -> DistributedDataParallelConfig:
-    """The configuration with what `MegatronFSDP` is told in other ways at its default."""
+    """Return the configuration for `MegatronFSDP`; fields that it gets in other ways are at their default."""
     return replace(
         config,
         grad_reduce_in_fp32=False,

@@ -1,10 +1,10 @@
-"""Random delays before, after and around communication, to show that no result depends on when something happens.
+"""Random delays before, after and around communication, to show that no result depends on timing.
 
     with inject_delays(model, seed=1, up_to_s=0.002):
         train(model)
 
-Ranks wait for other times (each draws from a seed of its own), so that collectives, waits and computation meet in
-orders that a quiet machine never shows. On CUDA the streams of communication and of compute are held up as well.
+Each rank draws from a seed of its own, so that collectives, waits and computation meet in orders that an idle machine
+never shows. On CUDA the streams of communication and of compute are delayed as well.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
 
 @dataclass(frozen=True)
 class Delays:
-    """What to draw delays from.
+    """The distribution of delays.
 
     Attributes:
-        seed: Of rank 0; rank r draws from `seed + r`.
+        seed: Seed of rank 0; rank r draws from `seed + r`.
         up_to_s: The longest, in seconds; they are uniform.
     """
 
@@ -43,10 +43,10 @@ class Delays:
 
 
 def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None:
-    """What `MFSDP_DELAYS=seed:seconds` says; None: no delays.
+    """Read `MFSDP_DELAYS=seed:seconds`; return None for no delays.
 
     Args:
-        environment: Where it may be.
+        environment: Environment variables.
 
     Raises:
         ConfigurationError: It is not a whole number and a positive number of seconds.
@@ -64,7 +64,7 @@ def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None
 
 
 def checked_delays(seed: int, up_to_s: float) -> Delays:
-    """Delays whose longest is positive, and at most a minute.
+    """Make `Delays`, of which the longest is positive and at most a minute.
 
     Raises:
         ConfigurationError: It is not.
@@ -88,14 +88,14 @@ class _Watched(Protocol):
 
 
 class DelayObserver(Observer):
-    """Holds things up.
+    """An observer that sleeps for random times.
 
     Args:
-        delays: What to draw from.
+        delays: Distribution of the delays.
         device: Where the model computes.
 
     Attributes:
-        count: How often it did.
+        count: Number of delays so far.
     """
 
     def __init__(self, delays: Delays, device: torch.device) -> None:
@@ -106,12 +106,12 @@ class DelayObserver(Observer):
         self.count = 0
 
     def begins(self, phase: Phase, unit: int) -> None:  # noqa: ARG002
-        """Hold compute up."""
+        """Delay compute."""
         if phase in _PHASES:
             self._delay()
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """Hold a launch up, what follows it, or a wait; at a launch the current stream is that of the lane."""
+        """Delay a launch, what follows it, or a wait; at a launch the current stream is that of the lane."""
         if moment in _MOMENTS:
             self._delay()
 
@@ -124,7 +124,7 @@ class DelayObserver(Observer):
 
 @contextmanager
 def inject_delays(model: _Watched, seed: int, up_to_s: float) -> Iterator[DelayObserver]:
-    """Delay what a wrapped model does inside the block, at random; results stay the same, bit for bit.
+    """Delay a wrapped model inside the block, at random; results stay the same, bit for bit.
 
     Args:
         model: A `MegatronFSDP` or `DistributedDataParallel`.
@@ -132,7 +132,7 @@ def inject_delays(model: _Watched, seed: int, up_to_s: float) -> Iterator[DelayO
         up_to_s: The longest delay, in seconds. A step has some ten of them for each unit.
 
     Yields:
-        What delays, which counts.
+        The observer, which counts the delays.
 
     Raises:
         ConfigurationError: `up_to_s` is not positive, or more than a minute.

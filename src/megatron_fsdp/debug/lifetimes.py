@@ -1,9 +1,9 @@
-"""A debug switch: every use of borrowed memory is checked, and released memory is poisoned.
+"""A debug switch: check every use of borrowed memory, and poison released memory.
 
 The checker watches what is done, not what the scheduler believes. Gathered weights, buckets and scratch go through the
-states below; what may not be done raises, naming unit, memory and state. Memory that is released, and
-memory that is lent and not written yet, holds NaN, so that a read that comes too late or too early is seen in the loss
-and never yields values of another unit. Fills are queued where compute runs; the host waits for nothing more.
+states below; an illegal use raises, naming unit, memory and state. Released memory, and memory that is lent and not
+written yet, holds NaN, so that a read that comes too late or too early shows in the loss and never yields values of
+another unit. Fills are queued on the compute stream; the host never waits longer.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from megatron_fsdp.engine.observer import Memory, Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
 
-# The states of borrowed memory, and what may be done with it in each: pure tables.
+# The states of borrowed memory:
 #
 #     gathered weights   SHARDED -> GATHERING -> READY -> SHARDED
 #     bucket             EMPTY -> FILLING -> REDUCING -> EMPTY
 #     scratch            EMPTY -> REDUCING -> EMPTY
 #
-# An exception may leave anything half done; after a reset memory is BROKEN until it is released or used anew.
+# An exception may interrupt anything; after a reset memory is BROKEN until it is released or used anew.
 
 
 class State(Enum):
-    """What memory holds."""
+    """The state of borrowed memory."""
 
-    SHARDED = "SHARDED"  # weights: nothing that anybody may read
+    SHARDED = "SHARDED"  # weights that nothing may read
     GATHERING = "GATHERING"  # a collective writes
     READY = "READY"  # compute may read
-    EMPTY = "EMPTY"  # nobody's
+    EMPTY = "EMPTY"  # not lent
     FILLING = "FILLING"  # gradients are copied in
     REDUCING = "REDUCING"  # a collective reads and writes
-    BROKEN = "BROKEN"  # a pass was broken off
+    BROKEN = "BROKEN"  # a forward or backward was interrupted
 
 
 class Event(Enum):
@@ -83,24 +83,24 @@ LEGAL: dict[Memory, Table] = {
         (State.BROKEN, Event.LEND): State.REDUCING,
     },
 }
-"""(state, event) -> the state after it; what is not here is illegal."""
+"""(state, event) -> the next state; what is not here is illegal."""
 
 AT_REST: dict[Memory, State] = {
     Memory.WEIGHTS: State.SHARDED,
     Memory.BUCKET: State.EMPTY,
     Memory.SCRATCH: State.EMPTY,
 }
-"""How memory begins, and where it has come back to when nothing is under way."""
+"""State of memory at the start and between steps."""
 
 
 def next_state(memory: Memory, state: State, event: Event, unit: str, where: str = "") -> State:
-    """The state after an event.
+    """Return the state after an event.
 
     Args:
         memory: The kind of memory.
-        state: Before.
+        state: The state before.
         event: What is done.
-        unit: Who does it, for the message.
+        unit: The unit that does it, for the message.
         where: Which memory, and what is known of it, for the message.
 
     Raises:
@@ -123,13 +123,13 @@ _FOLLOWED = (*_SENDING, Phase.RETIRE)
 
 
 def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether lifetimes are checked from the start; `model.check_lifetimes()` switches it on later.
+    """Return whether lifetimes are checked from the start; `model.check_lifetimes()` starts it later.
 
     Args:
-        environment: Where `MFSDP_CHECK_LIFETIMES` may be, 1 for on and 0 for off.
+        environment: Environment variables, of which `MFSDP_CHECK_LIFETIMES` may be 1 for on and 0 for off.
 
     Raises:
-        ConfigurationError: It is no switch.
+        ConfigurationError: It is neither.
     """
     value = environment.get(VARIABLE, "")
     if value not in _SWITCH:
@@ -146,12 +146,12 @@ class _Weights:
     state: State = State.SHARDED
     block: Block | None = None
     forwards: int = 0
-    on_its_way: set[int] = field(default_factory=set)  # collectives that nobody has waited for
+    on_its_way: set[int] = field(default_factory=set)  # collectives that were not waited for
 
 
 @dataclass
 class _Lent:
-    """A bucket or scratch."""
+    """A bucket or scratch block."""
 
     name: str
     state: State
@@ -160,10 +160,10 @@ class _Lent:
 
 
 class LifetimeChecker(Observer):
-    """Checks and poisons the memory of one model, from a moment at which nothing of it is gathered or lent.
+    """An observer that checks and poisons the memory of one model.
 
     Args:
-        units: All units, root first.
+        units: All units, root first; nothing of them is gathered or lent.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -172,10 +172,10 @@ class LifetimeChecker(Observer):
         ]
         self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
         self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
-        self._buckets: dict[int, _Lent] = {}  # by unit, what it was lent last
+        self._buckets: dict[int, _Lent] = {}  # the last one lent to each unit
         self._made = dict.fromkeys(Memory, 0)
         self._phases: list[tuple[Phase, int]] = []
-        self._places: dict[int, set[int]] = {}  # by number of a collective, where it is noted until it is waited for
+        self._places: dict[int, set[int]] = {}  # by number of a collective, the set that holds it until its wait
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class LifetimeChecker(Observer):
             weights.forwards += phase is Phase.FORWARD
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """Note, and check, what has been done."""
+        """Check what has been done, and follow the states."""
         weights = self._weights[unit]
         if phase in _FOLLOWED:
             self._phases.remove((phase, unit))
@@ -215,7 +215,7 @@ class LifetimeChecker(Observer):
             self._use(Memory.BUCKET, self._buckets.pop(unit), Event.REDUCE, weights.label)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """A forward that failed is over; whatever else did leaves a state that only a reset mends."""
+        """End a forward that failed; anything else that failed leaves a state that only a reset mends."""
         if phase is Phase.FORWARD:
             self.ends(phase, unit)
 
@@ -232,7 +232,7 @@ class LifetimeChecker(Observer):
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def lends(self, memory: Memory, unit: int, block: Block) -> None:
-        """Check that nobody else has the memory, and poison it."""
+        """Check that the memory is free, and poison it."""
         label = self._weights[unit].label
         if memory is Memory.WEIGHTS:
             self._hold(self._weights[unit], block)
@@ -273,7 +273,7 @@ class LifetimeChecker(Observer):
     # ---- communication ------------------------------------------------------------------------------------------
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """Note whose memory a collective works on, until it was waited for."""
+        """Record which memory a collective works on, until it was waited for."""
         if moment is Moment.LAUNCHED:
             phase, unit = next((place for place in reversed(self._phases) if place[0] in _SENDING), (None, 0))
             place = None
@@ -295,7 +295,7 @@ class LifetimeChecker(Observer):
             )
 
     def forgets(self) -> None:
-        """A pass was broken off: whatever was under way may be given up."""
+        """Mark everything as broken after a reset: whatever was in flight may be abandoned."""
         self._phases.clear()
         self._places.clear()
         self._holders.clear()

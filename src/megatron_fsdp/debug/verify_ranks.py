@@ -1,9 +1,9 @@
 """A debug switch: before anything is communicated, ranks compare what they are about to do.
 
-Ranks that gather or reduce different things mix their data or wait for each other for good. With the switch on, every
-gather and reduction, the end of every forward that gathered and of every backward that reduces are announced to the
-other ranks first, over a process group of their own, and where announcements differ every rank raises the same error.
-Numbers of optimizer steps travel with them: a step that one rank skips leaves its weights behind those of the others.
+Ranks that gather or reduce different units mix their data or hang. With the switch on, every all-gather and
+reduction, the end of every forward that gathered and of every backward that reduces are announced to the other ranks
+first, over a process group of their own, and where announcements differ every rank raises the same error. The number
+of optimizer steps is compared as well: a rank that skips one has weights that do not match the others'.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ import torch.distributed as dist
 from megatron_fsdp.comm.groups import go_with, twin_of
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
-# A few numbers from every rank to every rank, with a time limit that names who did not come.
-
 
 class AbsentError(RuntimeError):
-    """Some ranks did not come in time.
+    """Some ranks did not arrive in time.
 
     Attributes:
-        positions: Which, by their place in the group.
+        positions: Their places in the group.
     """
 
     def __init__(self, positions: Sequence[int]) -> None:
@@ -39,7 +37,7 @@ class AbsentError(RuntimeError):
 
 
 class RowExchange:
-    """Exchanges rows over a gloo group of its own, which goes with it. Collective to make.
+    """Exchanges rows over a gloo group of its own, which is destroyed with it. Collective to make.
 
     Args:
         group: The ranks.
@@ -55,23 +53,23 @@ class RowExchange:
         self.ranks = dist.get_process_group_ranks(group)
         self.me = dist.get_rank(group)
         self.timeout_s = timeout_s
-        # torch names a group by how many there are, which groups that were taken down make ambiguous.
+        # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
         told = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
         dist.broadcast_object_list(told, group=group, group_src=0)
         self._group = twin_of(group, str(told[0]), backend="gloo")
         go_with(self, [self._group])
-        # Ranks leave together: a slow start is not charged to the first exchange, and no rank takes its side of the
-        # group down while another still connects.
+        # Ranks start together: a slow start does not count against the first exchange, and no rank destroys its side
+        # of the group while another still connects.
         dist.barrier(group=self._group)
 
     def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of all ranks, in order.
+        """Gather the rows of all ranks, in order.
 
         Args:
             row: This rank's, of the same shape and dtype on all of them; on the CPU.
 
         Raises:
-            AbsentError: Ranks did not come in time; its cause is what the back end said.
+            AbsentError: Ranks did not arrive in time; its cause is the back end's error.
         """
         rows = [row.clone() for _ in self.ranks]
         peers = [position for position in range(len(self.ranks)) if position != self.me]
@@ -102,7 +100,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 class Deed(IntEnum):
-    """What a rank can be about to do."""
+    """An action that ranks announce."""
 
     GATHER = 0
     REDUCE = 1
@@ -114,14 +112,14 @@ class Deed(IntEnum):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one rank is about to do.
+    """The action that one rank is about to take.
 
     Attributes:
-        deed: What.
-        unit: To which unit; the root where a pass ends.
+        deed: The action.
+        unit: Its unit; the root where a pass ends.
         num_bytes: Size of the gathered weights or of the bucket on this rank.
-        in_backward: Whether a backward is under way; told, not compared.
-        steps: Of optimizers of the model, until now.
+        in_backward: Whether a backward is running; shown, not compared.
+        steps: Steps of the model's optimizers so far.
     """
 
     deed: Deed
@@ -131,12 +129,12 @@ class Announcement:
     steps: int = 0
 
     def agrees_with(self, other: Announcement) -> bool:
-        """Whether both may go on together."""
+        """Return whether both may go on together."""
         mine = self.deed, self.unit, self.num_bytes, self.steps
         return mine == (other.deed, other.unit, other.num_bytes, other.steps)
 
     def told(self, labels: Sequence[str]) -> str:
-        """In words, as the predicate of a sentence about one rank."""
+        """Describe it, as the predicate of a sentence about one rank."""
         if self.deed is Deed.END_FORWARD:
             return "ends its forward"
         if self.deed is Deed.END_BACKWARD:
@@ -151,11 +149,11 @@ class Announcement:
 
 
 def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
-    """How long to wait for a rank, in seconds; 0.0: ranks are not compared.
+    """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared.
 
     Args:
-        verify_ranks: The argument: True, False, seconds to wait for a rank, or None to ask the environment.
-        environment: Where `MFSDP_VERIFY_RANKS` may be: 1 for on, 0 for off, seconds, or as the argument.
+        verify_ranks: The argument: True, False, seconds to wait for a rank, or None to read the environment.
+        environment: Environment variables, of which `MFSDP_VERIFY_RANKS` may be 1 for on, 0 for off, or seconds.
 
     Raises:
         ConfigurationError: Neither a switch nor a number of seconds.
@@ -201,17 +199,17 @@ class RankVerifier:
         self._steps = 0
 
     def gather(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to gather a unit's weights."""
+        """Announce the all-gather of a unit's weights."""
         in_backward = torch._C._current_graph_task_id() != -1
         self._gathered_in_forward |= not in_backward
         self._compare(Announcement(Deed.GATHER, unit, num_bytes, in_backward))
 
     def reduce(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to reduce a unit's gradients."""
+        """Announce the reduction of a unit's gradients."""
         self._compare(Announcement(Deed.REDUCE, unit, num_bytes, in_backward=True))
 
     def end_forward(self, failed: bool) -> None:
-        """The outermost forward is over. Told where it gathered; one that did not concerns nobody else.
+        """Announce the end of the outermost forward, where it gathered; others concern no other rank.
 
         Args:
             failed: By an exception, which goes on here; only the other ranks are stopped.
@@ -224,26 +222,26 @@ class RankVerifier:
             self._compare(Announcement(deed, 0, 0, in_backward=False))
 
     def end_backward(self) -> None:
-        """A backward that reduces is over."""
+        """Announce the end of a backward that reduces."""
         self._compare(Announcement(Deed.END_BACKWARD, 0, 0, in_backward=True))
 
     def note_step(self) -> None:
-        """An optimizer of the model has stepped."""
+        """Count a step of an optimizer of the model."""
         self._steps += 1
 
     def change(self) -> None:
-        """`requires_grad` of some parameter was changed."""
+        """Announce a change of `requires_grad` of some parameter."""
         self._compare(Announcement(Deed.CHANGE, 0, 0, in_backward=False))
 
     def forget(self) -> None:
-        """The model was brought to rest. What was lost stays lost: a message may still be under way."""
+        """Reset the step count. Ranks that were lost stay lost: a message may still be in flight."""
         self._steps = 0
 
     def _compare(self, mine: Announcement) -> None:
         """Exchange announcements and go on only if all are the same.
 
         Raises:
-            ScheduleError: They differ (the same message on every rank), or a rank did not come.
+            ScheduleError: They differ (the same message on every rank), or a rank did not arrive.
         """
         if self._lost is not None:
             raise ScheduleError(self._lost)
@@ -292,7 +290,7 @@ class RankVerifier:
 
 
 def tell_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
-    """What to say of ranks whose optimizers have stepped a different number of times; empty where they have not."""
+    """Describe ranks whose optimizers have stepped a different number of times; empty where they have not."""
     if len(set(steps)) == 1:
         return ""
     counts = {

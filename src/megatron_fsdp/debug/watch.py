@@ -1,4 +1,4 @@
-"""What watches a model because a debug switch asks for it: ranks are compared, memory is checked, lanes are held up."""
+"""The observers that debug switches add to a model: comparison of ranks, checks of memory, delays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def watch(engine: Engine, verify_ranks_s: float) -> None:
     """Add the observers that arguments and environment ask for. Collective where ranks are compared.
 
     Args:
-        engine: Of a model that has just been wrapped.
-        verify_ranks_s: Compare ranks before they communicate and wait so many seconds for each; 0.0: do not.
+        engine: Engine of a model that has just been wrapped.
+        verify_ranks_s: Compare ranks before they communicate, and wait this many seconds for each; 0.0: do not.
     """
     if verify_ranks_s and engine.dense.group is not None:
         labels = [unit.label for unit in engine.units]
@@ -27,10 +27,10 @@ def watch(engine: Engine, verify_ranks_s: float) -> None:
 
 
 def check_lifetimes(engine: Engine) -> None:
-    """Check every use of borrowed memory from now on; once.
+    """Check every use of borrowed memory from now on; further calls do nothing.
 
     Raises:
-        ScheduleError: A forward or backward is under way.
+        ScheduleError: A forward or backward is running.
     """
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")

@@ -1,1 +1,1 @@
-"""What a sharded model does, as applied: the report that describe() prints."""
+"""The report that describe() returns: what a sharded model does."""

@@ -1,4 +1,4 @@
-"""What a wrapped model is, as it was applied: plain data, for people (`str`) and for programs (`to_dict`). Pure."""
+"""The description of a wrapped model: plain data, for people (`str`) and for programs (`to_dict`). Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-# A description as lines of text: runs of equal units in one line, options only where they were given. Pure.
-
 _RANKS_SHOWN = 8
 _NAMES_SHOWN = 4
 
 
 def lines_of(told: Description) -> list[str]:
-    """A description for people.
+    """Format a description as text: runs of equal units in one line, options only where they were given.
 
     Args:
         told: What to describe.
@@ -75,7 +73,7 @@ def _unit_lines(told: Description) -> Iterator[str]:
 
 
 def _pattern(unit: UnitDescription) -> tuple[object, ...]:
-    """Units with the same pattern that follow one another are described together."""
+    """Return what consecutive units that are described together have in common."""
     return (unit.index == 0, re.sub(r"\d+", "#", unit.label), unit.class_name, unit.numel, unit.groups)
 
 
@@ -141,7 +139,7 @@ def _option_lines(told: Description) -> Iterator[str]:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes with a binary unit."""
+    """Format a number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -154,12 +152,12 @@ class AxisDescription:
     """One mesh axis as seen from this rank.
 
     Attributes:
-        name: Of its mesh dimension.
+        name: Name of its mesh dimension.
         role: "shard", "outer", "tensor parallel", "expert shard" or "expert outer".
         size: Ranks on it.
         position: This rank's, from 0.
         ranks: Global ranks of its group, in order; just this one where it never communicates.
-        backend: Of its group; None for a single rank.
+        backend: Back end of its group; None for a single rank.
         has_gather_group: Whether gathers run over a second group of the same ranks.
     """
 
@@ -177,27 +175,27 @@ class GroupDescription:
     """Parameters of one unit that share their buffers.
 
     Attributes:
-        parameters: How many.
-        numel: Elements of them, on this tensor-parallel rank.
+        parameters: Number of parameters.
+        numel: Their elements, on this tensor-parallel rank.
         padding_numel: Further elements of the buffer.
         shard_numel: Elements of main weights, and of optimizer state, on this rank, padding included.
         granularity: What shard edges may not cut, the finest wish first.
         is_trainable: Whether they take gradients.
         is_expert: Whether they belong to experts.
         tensor_parallel: How many of them tensor parallelism has cut before.
-        storage: Dtype of compute weights at rest.
-        compute: In forward and backward.
-        gather: In which weights travel; None where they do not.
-        reduce: In which gradients travel; None where they do not.
-        accumulate: Of main gradients; None where frozen.
-        main: Of main weights.
-        optimizer_state: Of the optimizer's state, as far as there is any.
+        storage: Dtype of compute weights while they are sharded.
+        compute: Dtype of forward and backward.
+        gather: Dtype in which weights travel; None where they do not.
+        reduce: Dtype in which gradients travel; None where they do not.
+        accumulate: Dtype of main gradients; None where frozen.
+        main: Dtype of main weights.
+        optimizer_state: Dtypes of the optimizer's state, as far as there is any.
         compute_weight: Placements of compute weights, outermost axis first.
-        main_gradient: Of main gradients after a sync; empty where frozen.
-        main_weight: Of main weights.
-        compute_bytes: Held for compute weights at rest.
-        main_bytes: Held for main weights that are memory of their own.
-        gradient_bytes: Held for main gradients.
+        main_gradient: Placements of main gradients after a sync; empty where frozen.
+        main_weight: Placements of main weights.
+        compute_bytes: Bytes of compute weights while they are sharded.
+        main_bytes: Bytes of main weights that have memory of their own.
+        gradient_bytes: Bytes of main gradients.
     """
 
     parameters: int
@@ -224,18 +222,18 @@ class GroupDescription:
 
     @property
     def padding_fraction(self) -> float:
-        """Padding in relation to the parameters."""
+        """Padding divided by the elements of the parameters."""
         return self.padding_numel / max(1, self.numel)
 
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """What is gathered and reduced together.
+    """Parameters that are gathered and reduced together.
 
     Attributes:
         index: 0 is the root.
         label: Its name, "(root)" for the root.
-        class_name: Of its module, or what else it is.
+        class_name: Class of its module, or what else it is.
         numel: Elements of its parameters.
         groups: Its parameter groups.
     """
@@ -252,13 +250,13 @@ class MemoryDescription:
     """Memory of this rank, in bytes, and how it is borrowed.
 
     Attributes:
-        allocator: Of gathered weights.
-        slots: How many units besides the root are gathered at a time, where weights are sharded at rest; else 0.
-        slot_bytes: Of each slot.
+        allocator: Allocator of gathered weights.
+        slots: How many units besides the root are gathered at a time, where weights are sharded; else 0.
+        slot_bytes: Bytes of each slot.
         buckets: How many units besides the root fill a bucket or have one in reduction at a time.
-        bucket_bytes: Of each bucket.
+        bucket_bytes: Bytes of each bucket.
         forward_prefetch: Units gathered ahead in forward.
-        backward_prefetch: The same in backward.
+        backward_prefetch: Units gathered ahead in backward.
         persistent_bytes: Weights and gradients between steps.
         optimizer_bytes: State of connected optimizers.
         gathered_bytes: What gathered weights take now.
@@ -283,9 +281,9 @@ class OptimizerDescription:
     """A connected optimizer.
 
     Attributes:
-        class_name: Of it.
-        param_groups: How many.
-        parameters: How many of the model's.
+        class_name: Its class.
+        param_groups: Number of its groups.
+        parameters: Number of its parameters that are the model's.
         steps_locally: Whether it takes the fast step on plain local tensors.
     """
 
@@ -345,13 +343,13 @@ class Description:
         return sum(unit.numel for unit in self.units)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values that JSON can hold."""
+        """Return plain values that JSON can hold."""
         plain = _plain(dataclasses.asdict(self))
         assert isinstance(plain, dict)
         return plain
 
     def __str__(self) -> str:
-        """For people."""
+        """Format for people."""
         return "\n".join(lines_of(self))
 
 

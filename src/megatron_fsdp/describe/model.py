@@ -1,4 +1,4 @@
-"""Putting a description of a whole model together: live engine, options and their effects. Nothing is sent."""
+"""The description of a whole model: read off the live engine and its options. Nothing is communicated."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import UnitPlan
 
-# What a wrapped model holds and costs, read off the live objects.
-
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes that the engine holds on this rank.
 
     Attributes:
-        compute_weight_bytes: Compute weights at rest.
-        main_weight_bytes: Main weights that are memory of their own.
+        compute_weight_bytes: Compute weights while they are sharded.
+        main_weight_bytes: Main weights that have memory of their own.
         main_grad_bytes: Main gradients while there are any: from a backward until they are cleared.
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
-            as taken.
+            as allocated.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
     """
 
@@ -73,15 +71,12 @@ def memory_of(engine: Engine) -> MemoryUse:
 
 
 def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
-    """What the formulas of `megatron_fsdp.sharding.accounting` take, one entry per parameter group."""
+    """Return the input of the formulas of `megatron_fsdp.sharding.accounting`, one entry per parameter group."""
     return tuple(group.plan.footprint(unit.index) for unit in engine.units for group in unit.groups)
 
 
-# Reading a description off a live engine: groups, units, axes, memory and optimizers. Nothing is sent.
-
-
 def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:
-    """The mesh axes of dense parameters, of experts, and the tensor-parallel one."""
+    """Describe the mesh axes of dense parameters, of experts, and the tensor-parallel one."""
     found = list(_axes_of_domain(engine.dense, ""))
     if engine.experts is not None:
         found += _axes_of_domain(engine.experts, "expert ")
@@ -116,7 +111,7 @@ def _rank() -> int:
 
 
 def units_of(engine: Engine, plan: UnitPlan) -> tuple[UnitDescription, ...]:
-    """All units, root first."""
+    """Describe all units, root first."""
     states = _state_dtypes(engine)
     return tuple(
         UnitDescription(
@@ -131,7 +126,7 @@ def units_of(engine: Engine, plan: UnitPlan) -> tuple[UnitDescription, ...]:
 
 
 def _state_dtypes(engine: Engine) -> dict[int, tuple[str, ...]]:
-    """Dtypes of the tensors that optimizers keep for each parameter and that have its shape, by the parameter's id."""
+    """Map the id of each parameter to the dtypes of the optimizer state of its shape."""
     found: dict[int, tuple[str, ...]] = {}
     for optimizer in engine.connected:
         for param, state in optimizer.state.items():
@@ -181,7 +176,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def memory_description(engine: Engine) -> MemoryDescription:
-    """Bytes held now, and how memory is borrowed."""
+    """Describe the bytes held now, and how memory is borrowed."""
     held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory.weights
     others = engine.units[ROOT + 1 :]
     return MemoryDescription(
@@ -206,7 +201,7 @@ def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
 
 
 def optimizers_of(engine: Engine) -> tuple[OptimizerDescription, ...]:
-    """The connected optimizers, in the order of the first parameter of each."""
+    """Describe the connected optimizers, in the order of the first parameter of each."""
     order = {key: position for position, key in enumerate(engine.positions)}
     found = []
     for optimizer in engine.connected:
@@ -224,7 +219,7 @@ def optimizers_of(engine: Engine) -> tuple[OptimizerDescription, ...]:
 
 
 def unused_of(engine: Engine) -> tuple[str, ...] | None:
-    """Trainable parameters without a gradient since gradients were last cleared; None where none has one."""
+    """List trainable parameters without a gradient since gradients were last cleared; None where none has one."""
     used = {
         name: live
         for group in engine.groups()
@@ -236,15 +231,15 @@ def unused_of(engine: Engine) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is described.
+    """The model to describe, and what was chosen for it.
 
     Attributes:
         wrapper: Class of the wrapper.
         module: The model inside.
         assembly: Engine and units.
-        options: What was chosen for the model.
+        options: The options of the engine.
         index: Mesh and process groups.
-        config: The configuration whose fields are told, of wrappers that take one; None: arguments say all.
+        config: The configuration whose fields are shown, of wrappers that take one; None: arguments say all.
         auto_sync: Whether every backward ends with a sync.
         notices: What was adjusted or derived.
     """
@@ -303,7 +298,7 @@ _TOLD = {
 
 
 def _options(options: EngineOptions, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
-    """Collect what was chosen and is not the default, by the name of the argument or field that says it."""
+    """Collect the options that are not at their defaults, by the name of the argument or field."""
     values = [(field.name, getattr(config, field.name), field.default) for field in fields(config)] if config else []
     said = {name for name, _, _ in values}  # the configuration has defaults of its own
     defaults = EngineOptions()

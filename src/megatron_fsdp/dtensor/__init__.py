@@ -1,1 +1,1 @@
-"""Tensors whose shards are not torch's even cut: what they are, how operations run on them, how they are gathered."""
+"""DTensors with uneven shards: their description, the operations on them, and gathering them."""

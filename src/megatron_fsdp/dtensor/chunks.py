@@ -1,9 +1,9 @@
-"""Tell torch.distributed.checkpoint which boxes of a global tensor a local tensor holds, by arithmetic.
+"""Tell torch.distributed.checkpoint which boxes of a global tensor a local tensor holds, without communication.
 
 torch asks a DTensor for its chunks, and the DTensor asks its local tensor (`__create_chunk_list__`,
-`__create_write_items__`, `__get_tensor_shard__`) before it assumes an even split along dim 0. Ours are not even, and
-may be cut inside a row. Our own tensors answer themselves; for tools that look at the local tensor it can be given
-these three as attributes, too.
+`__create_write_items__`, `__get_tensor_shard__`) before it assumes an even split along dim 0. Our shards are uneven,
+and may be cut inside a row. `UnevenDTensor` implements the three methods itself; for tools that look at the local
+tensor they can be attached to that, too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
-# Whole tensors out of uneven shards: padded to one length, gathered along each mesh dimension, put in place.
-
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Gather differing numbers of elements by one padded collective per group.
+    """All-gather a differing number of elements per rank by one padded collective per group.
 
     Args:
         flat: (n,) this rank's elements, n <= padded_numel.
@@ -45,7 +43,7 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
     if flat.numel() != padded_numel:
         sent = flat.new_empty(padded_numel)
         sent[: flat.numel()].copy_(flat)
-    sent = sent.contiguous().view(torch.uint8)  # every back end moves bytes, not every one each dtype
+    sent = sent.contiguous().view(torch.uint8)  # all back ends support bytes, but not all support every dtype
     for group in groups:
         received = sent.new_empty(sent.numel() * dist.get_world_size(group))
         if sent.numel():
@@ -55,7 +53,7 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
 
 
 def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    """The whole tensor from every rank's elements; a new tensor on every rank, collective over `frame.groups`.
+    """All-gather the whole tensor; returns a new tensor on every rank. Collective over `frame.groups`.
 
     Args:
         local: This rank's elements, of shape `frame.description.local_shape`.
@@ -98,10 +96,10 @@ def _gather_parts(part: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """The boxes of one local tensor; holds no reference to the tensor, which may hold this.
+    """The boxes of one local tensor; keeps no reference to the tensor, which may refer to this.
 
     Attributes:
-        shape: Of the global tensor.
+        shape: Shape of the global tensor.
         boxes: In the order of the local tensor's elements.
         properties: Of the local tensor.
         writes: Whether this rank saves them; False where another rank saves the same elements in other boxes.
@@ -116,17 +114,17 @@ class LocalChunks:
 
     @classmethod
     def of(cls, local: torch.Tensor, shape: torch.Size, boxes: Sequence[Box]) -> LocalChunks:
-        """The chunks of a local tensor with these boxes; boxes without elements are left out."""
+        """Make the chunks of a local tensor with these boxes; boxes without elements are left out."""
         return cls(shape, tuple(box for box in boxes if box.numel), TensorProperties.create_from_tensor(local))
 
     @classmethod
     def in_frame(cls, local: torch.Tensor, frame: ShardFrame) -> LocalChunks:
-        """The chunks of a local tensor of a frame."""
+        """Make the chunks of a local tensor of a frame."""
         found = cls.of(local, frame.shape, frame.description.boxes())
         return replace(found, writes=frame.description.is_saved_here, problem=frame.problem)
 
     def chunk_list(self) -> list[ChunkStorageMetadata]:
-        """One chunk per box.
+        """List one chunk per box.
 
         Raises:
             ConfigurationError: Chunks of this tensor would be taken for those of another one.
@@ -136,7 +134,7 @@ class LocalChunks:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
 
     def write_items(self, fqn: str, _tensor: object) -> list[WriteItem]:
-        """One item per box; none where this rank holds nothing, or another one saves it.
+        """List one item per box; none where this rank holds nothing, or another one saves it.
 
         A tensor without any element is one item all the same, or the checkpoint would not have it.
         """
@@ -154,7 +152,7 @@ class LocalChunks:
         ]
 
     def shard_at(self, local: torch.Tensor | None, index: MetadataIndex) -> torch.Tensor:
-        """The elements of one box, as a view of the local tensor.
+        """Return the elements of one box, as a view of the local tensor.
 
         Raises:
             ValueError: There is no such box, or no local tensor any more.
@@ -176,7 +174,7 @@ class LocalChunks:
 
 
 class _ShardReader:
-    """Finds a chunk in one local tensor, held weakly; a pickled copy keeps the description only."""
+    """A function that returns a chunk of one local tensor, held weakly; a pickled copy keeps the description only."""
 
     def __init__(self, chunks: LocalChunks, local: torch.Tensor | None) -> None:
         self._chunks = chunks
@@ -190,14 +188,14 @@ class _ShardReader:
 
 
 def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let a copy of a local tensor answer for its own elements what the original answers for its own.
+    """Attach to a copy of a local tensor the chunk functions of the original, for the copy's own elements.
 
     Args:
         source: With or without a description.
         target: A copy of the same shape.
 
     Raises:
-        ConfigurationError: The description comes from another library and would hand out the elements of the original.
+        ConfigurationError: The description comes from another library and would return the elements of the original.
     """
     described = vars(source).get("__get_tensor_shard__")
     if isinstance(described, _ShardReader):
@@ -210,11 +208,11 @@ def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
-    """Attach the description of a DTensor's local elements to its local tensor.
+    """Attach the chunk functions of a DTensor's local elements to its local tensor.
 
     Args:
         tensor: Its local tensor holds just these elements, in order.
-        frame_or_boxes: Who holds what of it, or what this rank holds in global coordinates.
+        frame_or_boxes: The shards of all ranks, or the boxes of this rank in global coordinates.
 
     Returns:
         The same DTensor.
@@ -229,12 +227,12 @@ def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box])
 
 
 def leave_to_others(tensor: torch.Tensor) -> None:
-    """Let torch.distributed.checkpoint save nothing of a plain tensor here; it is loaded like any other."""
+    """Make torch.distributed.checkpoint save nothing of a plain tensor here; it is loaded like any other."""
     tensor.__create_write_items__ = no_write_items  # type: ignore[attr-defined]
 
 
 def no_write_items(_fqn: str, _tensor: object) -> list[WriteItem]:
-    """Name nothing to be saved."""
+    """Return no write items."""
     return []
 
 

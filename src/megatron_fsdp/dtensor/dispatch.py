@@ -1,4 +1,4 @@
-"""How torch's operations run on shards: rules by kind of operation, chosen once per operation."""
+"""Dispatch of torch's operations to shards: rules by kind of operation, chosen once per operation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Kwargs = Mapping[str, Any]
 
 
 def bound(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Arguments by name, defaults filled in."""
+    """Return arguments by name, defaults filled in."""
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
@@ -48,7 +48,7 @@ def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a reduction goes over all dimensions and gives one number."""
+    """Return whether a reduction goes over all dimensions and gives one number."""
     named = bound(func, args, kwargs)
     dim = named.get("dim")
     dims = () if dim is None else tuple(dim) if isinstance(dim, list | tuple) else (dim,)
@@ -58,7 +58,7 @@ def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _number(reduction: Reduction, tensor: torch.Tensor, keepdim: bool = False) -> ReducedScalar:
-    """What a reduction of a tensor gives, with as many dimensions of length 1 as the tensor has if `keepdim`."""
+    """Return the result of a reduction of a tensor, with as many dimensions of length 1 as it has if `keepdim`."""
     unite = None
     if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_frame.shard_groups:
         frame = tensor.shard_frame
@@ -137,7 +137,7 @@ def _all(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> 
 
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
-    """A norm, which waits until it is used, so that the norms of many tensors share a collective."""
+    """Return a norm that is reduced when it is used, so that the norms of many tensors share a collective."""
     named = bound(func, args, kwargs)
     tensor = named["self"]
     if not is_total(func, args, kwargs):
@@ -151,7 +151,7 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
 
 
 def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
-    """`_foreach_norm`: a list of norms, none of which is waited for."""
+    """Run `_foreach_norm`: return a list of norms that are reduced when they are used."""
     named = bound(func, args, kwargs)
     return _norms(named["self"], float(named["ord"]), named.get("dtype"))
 
@@ -178,7 +178,7 @@ def _foreign_groups(tensor: torch.Tensor) -> Any:
 
 
 def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
-    """`torch.equal`, over all ranks."""
+    """Run `torch.equal` over all ranks."""
     first, second = args
     if first.shape != second.shape:
         return False
@@ -199,23 +199,20 @@ RULES: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     "norm": _norm,
     "sum": _total(_sum),
 }
-"""By the name of the operation."""
-
-
-# What an operation on shards may be given besides, and the elements of it that this rank needs.
+"""Rule of each reduction, by the name of the operation."""
 
 
 def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
-    """The elements of an operand that belong to this rank's shard of a tensor cut as `frame`; no communication.
+    """Return the elements of an operand that belong to this rank's shard of a tensor cut as `frame`; no communication.
 
     Args:
-        frame: Of the tensor that is computed.
-        value: Any argument; what is no tensor is handed back.
+        frame: Frame of the tensor that is computed.
+        value: Any argument; what is no tensor is returned as it is.
         func: The operation, for messages.
-        elementwise: Whether a plain tensor of one number, spread, says the same at every element.
+        elementwise: Whether a plain tensor that expands one number may be used as that number.
 
     Raises:
-        ShardOperationError: The operand's elements lie elsewhere, or it does not say whether ranks agree on it.
+        ShardOperationError: The operand's elements are on other ranks, or it may differ between ranks.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -246,7 +243,7 @@ def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwis
     lengths = zip(value.shape, value.stride(), strict=True)
     spreads = elementwise or _in_backward()
     if spreads and value.numel() and all(length == 1 or stride == 0 for length, stride in lengths):
-        one = value[(0,) * value.ndim]  # one number, spread: such are gradients of sums
+        one = value[(0,) * value.ndim]  # one number, expanded, as the gradients of sums are
         return one.expand(frame.description.local_shape) if frame.shape else one
     if _in_backward():
         return frame.take(value)
@@ -259,7 +256,7 @@ def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwis
 
 
 def _in_backward() -> bool:
-    """Whether autograd is calling: its full-size tensors come from reductions, which are the same on every rank."""
+    """Return whether autograd calls: its full-size tensors come from reductions, the same on every rank."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -271,7 +268,7 @@ def _differently_cut(func: Any, frame: ShardFrame, other: DTensor) -> str:
     )
 
 
-# Operations on lists of tensors, which optimizers and clipping use: each tensor on its shards.
+# Operations on lists of tensors, which optimizers and clipping use.
 
 Frames = list[ShardFrame | None]
 
@@ -330,7 +327,7 @@ def _wrap(result: Any, frames: Frames) -> Any:
 
 
 def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """`GradScaler`'s check and unscaling: all ranks that share a tensor learn whether any of them found infinity."""
+    """Run `GradScaler`'s check and unscaling; all ranks that share a tensor learn whether any found infinity."""
     grads, found_inf, *rest = args
     func(
         [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in grads], found_inf, *rest, **kwargs
@@ -374,7 +371,7 @@ def _rule(func: Any) -> Rule:
 
 
 def _unless_whole(rule: Rule, reduces: bool = False) -> Rule:
-    """The rule where elements are spread over ranks; where every rank has all of them, the operation itself."""
+    """Apply the rule where elements are spread over ranks; the operation itself where every rank has all of them."""
 
     def either(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if reduces and reduce_rules.is_total(func, args, kwargs):
@@ -411,7 +408,7 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The tensor that an operation writes to; None if it makes a new one."""
+    """Return the tensor that an operation writes to; None if it makes a new one."""
     if "out" in kwargs:
         return kwargs["out"]
     name = func._schema.name
@@ -445,7 +442,7 @@ def _wrapped(func: Any, result: Any, frame: ShardFrame) -> Any:
 
 
 def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """An operation that writes into a tensor that is not ours, such as a plain one."""
+    """Run an operation that writes into a tensor that is not ours, such as a plain one."""
     frames = _frames(args, kwargs)
     if not all(frame.is_whole for frame in frames):
         return _refuse(func, args, kwargs)
@@ -457,7 +454,7 @@ def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame, elementwise: bool = True) -> Any:
-    """Any operation, on tensors that every rank has whole."""
+    """Run any operation on tensors that every rank holds whole."""
     target = _written(func, args, kwargs)
     operand = functools.partial(_whole_operand, frame, func, elementwise)
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
@@ -506,7 +503,7 @@ def _no_shard(func: Any, value: Any) -> Any:
 
 
 def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view or expansion to the tensor's own shape."""
+    """View or expand a tensor to its own shape."""
     tensor, size = args[0], args[1]
     if isinstance(tensor, UnevenDTensor):
         wanted = [own if n == -1 else n for n, own in zip(size, tensor.shape, strict=False)]
@@ -517,7 +514,7 @@ def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`new_zeros` and the like, of the tensor's own shape."""
+    """Run `new_zeros` and the like for the tensor's own shape."""
     tensor, size, *rest = args
     frame = tensor.shard_frame
     if list(size) != list(tensor.shape) or frame.is_whole:
@@ -532,7 +529,7 @@ def _is_same_size(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
 
 
 def _local_only(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What concerns memory and not elements."""
+    """Run an operation that concerns memory and not elements."""
     result = func(*tree_map(_local, args), **kwargs)
     return UnevenDTensor.wrap(result, args[0].shard_frame) if isinstance(result, torch.Tensor) else result
 
@@ -547,7 +544,7 @@ def _local(value: Any) -> Any:
 
 def _refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        result = func.decompose(*args, **kwargs)  # under inference mode, compositions arrive here unopened
+        result = func.decompose(*args, **kwargs)  # under inference mode, composite operations arrive here undecomposed
         if result is not NotImplemented:
             return result
     frames = _frames(args, kwargs)

@@ -1,4 +1,4 @@
-"""Where the elements of any uneven DTensor lie: asked of the ranks where nothing describes the cut."""
+"""Shards of any uneven DTensor: read from its description, else gathered from the local shapes of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_fsdp.sharding.shards import (
 
 
 def check_dtensor(tensor: object) -> DTensor:
-    """The argument, if it is a DTensor.
+    """Return the argument, if it is a DTensor.
 
     Raises:
         TypeError: It is not.
@@ -34,7 +34,7 @@ def check_dtensor(tensor: object) -> DTensor:
 
 
 def boxes_here(tensor: DTensor) -> tuple[Box, ...]:
-    """What this rank holds, in the order of the local elements; collective for tensors that do not say it themselves.
+    """Return this rank's boxes, in the order of the local elements; collective for tensors without a description.
 
     Raises:
         ValueError: A placement is none of `Shard`, torch's strided shard and `Replicate`, or two are strided.
@@ -49,10 +49,10 @@ def boxes_here(tensor: DTensor) -> tuple[Box, ...]:
 
 
 def single_chunk(tensor: DTensor) -> ChunkStorageMetadata:
-    """What this rank holds as one chunk; of no elements where it holds nothing.
+    """Return this rank's elements as one chunk; an empty one where it holds nothing.
 
     Raises:
-        ValueError: It is several boxes, or a placement is not offered.
+        ValueError: They are several boxes, or a placement is not supported.
     """
     if not isinstance(tensor, UnevenDTensor):
         return _asked_chunk(tensor)
@@ -69,7 +69,7 @@ def single_chunk(tensor: DTensor) -> ChunkStorageMetadata:
 
 
 def _empty_box(description: ShardDescription) -> Box:
-    """Where elements would be, between those of the neighbours."""
+    """Return an empty box where this rank's elements would be, between those of the neighbours."""
     shape, offset = description.part_shape(), description.part_offset()
     if not shape:
         return Box((), ())
@@ -79,7 +79,7 @@ def _empty_box(description: ShardDescription) -> Box:
 
 
 def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
-    """Mesh dimensions that a foreign DTensor is sharded over, the one that was split last first.
+    """Return the mesh dimensions that a foreign DTensor is sharded over, the one that was split last first.
 
     Raises:
         ValueError: A placement is none of `Shard`, torch's strided shard and `Replicate`, or two are strided.
@@ -107,7 +107,7 @@ def _is_strided(placement: object) -> bool:
 
 
 def _asked_chunk(tensor: DTensor) -> ChunkStorageMetadata:
-    """One chunk from the local shapes of all ranks: one small collective per sharded mesh dimension."""
+    """Compute one chunk from the local shapes of all ranks: one small collective per sharded mesh dimension."""
     sizes = list(tensor._local_tensor.shape)
     if len(sizes) != tensor.ndim:
         raise ValueError(
@@ -132,7 +132,7 @@ def _lengths(tensor: DTensor, mesh_dim: int, length: int) -> list[int]:
 
 
 def foreign_full(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor of a foreign DTensor on every rank; collective over the dims it is sharded along."""
+    """All-gather the whole tensor of a foreign DTensor; collective over the dims it is sharded along."""
     dims = sharded_dims(tensor)
     boxes, local = boxes_here(tensor), tensor._local_tensor.detach()
     full = local.new_zeros(tensor.shape)
@@ -160,22 +160,19 @@ def place(full: torch.Tensor, boxes: Sequence[Box], elements: torch.Tensor) -> N
         first += box.numel
 
 
-# Splitting an uneven DTensor along a dimension, without moving an element between ranks.
-
-
 def split_tensor(
     tensor: DTensor, size_or_sections: int | Sequence[int], dim: int, describes: bool
 ) -> Iterator[DTensor]:
-    """The pieces that `torch.split` makes of the global tensor; each rank keeps what it has of them, as views.
+    """Split as `torch.split` splits the global tensor; each rank keeps what it has of the pieces, as views.
 
     Args:
         tensor: Any DTensor of `Shard` and `Replicate` placements.
-        size_or_sections: As of `torch.split`.
+        size_or_sections: As for `torch.split`.
         dim: The dimension, counted from the end if negative.
         describes: Attach the description of its chunks to the local tensor of each piece.
 
     Raises:
-        TypeError: No DTensor.
+        TypeError: It is no DTensor.
         ValueError: The sizes do not fit, or shards that are cut inside rows would be split along another dimension
             than the first.
     """

@@ -1,4 +1,4 @@
-"""A frame: the description of a tensor's shards together with the mesh they lie on, shared by all tensors cut alike."""
+"""A frame: the description of a tensor's shards and their mesh, shared by all tensors that are cut alike."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class OwningUnit(NamedTuple):
 
 
 class ShardFrame:
-    """Where the elements of a tensor lie, for a parameter, its gradient and its optimizer state alike.
+    """The shards of a tensor on a mesh, for a parameter, its gradient and its optimizer state alike.
 
     Attributes:
         mesh: The ranks.
-        description: Who holds what.
+        description: The elements that each rank holds.
         placements: One per mesh dimension, as checkpoints and optimizers read them: `Shard(0)` along dimensions that
             shards are spread over, even where the cut is not torch's.
         foreign_groups: Groups of ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of
-            all gradients crosses them too.
+            all gradients is reduced over them, too.
         adds_up: Whether gradients of the model are the sum over data-parallel ranks, else their mean.
-        belongs: The parameter that it is the frame of, and to whom that belongs; None where nobody has said.
+        belongs: Name and unit of the parameter that it is the frame of; None where unknown.
         problem: Why such tensors can be neither saved nor loaded by torch.distributed.checkpoint; None where they can.
-        is_from_file: Whether such tensors were unpickled, so that other ranks may have been given the same ones.
+        is_from_file: Whether such tensors were unpickled, so that other ranks may have read the same ones.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ShardFrame:
 
     @functools.cached_property
     def shape(self) -> torch.Size:
-        """Of the global tensor."""
+        """Shape of the global tensor."""
         return torch.Size(self.description.shape)
 
     @property
@@ -85,7 +85,7 @@ class ShardFrame:
 
     @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that a reduction over all elements has to cross, one after another."""
+        """The process groups that a reduction over all elements spans, one after another."""
         return tuple(self.mesh.get_group(dim) for dim in self.description.spread_dims)
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class ShardFrame:
         return tuple(self.mesh.get_group(dim) for dim in others if use.sizes[dim] > 1)
 
     def spec(self, dtype: torch.dtype) -> Any:
-        """What torch's DTensor wants to know besides the local tensor."""
+        """Return the `DTensorSpec` of a tensor of this frame."""
         found = self._specs.get(dtype)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -119,7 +119,7 @@ class ShardFrame:
         return found
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a whole tensor that broadcasts to the global shape; a view where possible."""
+        """Return this rank's elements of a whole tensor that broadcasts to the global shape; a view where possible."""
         description = self.description
         full = full if full.shape == self.shape else full.expand(self.shape)
         if description.tensor_cut is not None:
@@ -134,13 +134,13 @@ class ShardFrame:
         return full.reshape(-1)[start:stop]
 
     def for_another(self) -> ShardFrame:
-        """The frame of another tensor that is cut alike: what was worked out is shared, what is said of one is not."""
+        """Return the frame of another tensor cut alike; shares what was computed, but not `belongs` and `problem`."""
         other = copy.copy(self)
         other.belongs = other.problem = None
         return other
 
     def whole_like(self, shape: torch.Size) -> ShardFrame:
-        """The frame of another shape that every rank of this mesh holds whole."""
+        """Return the frame of another shape that every rank of this mesh holds whole."""
         if shape == self.shape:
             return self
         use = self.description.use
@@ -150,7 +150,7 @@ class ShardFrame:
 
     @property
     def advice(self) -> str:
-        """The end of a message about an operation that needs the whole parameter; empty where nobody has said whose."""
+        """The end of a message about an operation that needs the whole parameter; empty where its unit is unknown."""
         if self.belongs is None:
             return ""
         name, owner = self.belongs
@@ -158,7 +158,7 @@ class ShardFrame:
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     stride, running = [], 1
     for length in reversed(shape):
         stride.append(running)

@@ -1,4 +1,4 @@
-"""Reductions of shards to one number: each rank's part, and what the ranks make of the parts."""
+"""Reductions of shards to one number: each rank's part, and combining the parts over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 class Combine(enum.Enum):
-    """How the parts of ranks become one."""
+    """The operation that combines the parts of all ranks."""
 
     SUM = "sum"
     MAX = "max"
@@ -33,12 +33,12 @@ class Reduction:
     Attributes:
         part: () in the dtype that travels: float32, float64, complex or int64.
         combine: SUM, MAX, or POWER: the root of the sum of powers.
-        groups: Crossed one after another; none where every rank has everything.
-        dtype: Of the result.
-        power: Of `POWER`.
+        groups: Reduced over one after another; none where every rank has everything.
+        dtype: Dtype of the result.
+        power: Exponent of `POWER`.
         divisor: The result is divided by it.
         negate: The result is negated: a minimum is the negative maximum of negatives.
-        further: Crossed in addition where norms are stacked, to become one: groups of ranks with other tensors in the
+        further: Groups to reduce over in addition where norms are stacked to become one: ranks with other tensors in
             place of this one, as expert-parallel ranks have.
         value: The result, once known.
     """
@@ -54,12 +54,12 @@ class Reduction:
     value: torch.Tensor | None = field(default=None, compare=False)
 
     def key(self) -> tuple[Any, ...]:
-        """What has to agree for two reductions to share a collective."""
+        """Return what has to agree for two reductions to share a collective."""
         names = tuple(group.group_name for group in self.groups)
         return self.combine.value, names, self.part.dtype, self.part.device, self.power
 
     def finish(self, total: torch.Tensor) -> None:
-        """Take the combined parts, ()."""
+        """Compute the value from the combined parts, ()."""
         if self.negate:
             total = -total
         if self.divisor != 1:
@@ -68,7 +68,7 @@ class Reduction:
 
 
 def resolve(reductions: Iterable[Reduction]) -> None:
-    """Finish reductions together: one collective for all that cross the same ranks in the same way.
+    """Finish reductions together: one collective for all that reduce over the same groups in the same way.
 
     Every rank has to resolve the same reductions in the same order.
     """
@@ -96,7 +96,7 @@ def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
 
 
 def _largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The largest of each; NaN wins, which a back end's own maximum does not promise."""
+    """Reduce to the largest of each; NaN wins, which a back end's own maximum does not promise."""
     if not groups or not parts.is_floating_point():
         for group in groups:
             dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
@@ -109,17 +109,17 @@ def _largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 class ReducedScalar(torch.Tensor):
-    """One number that is the same on every rank: a plain tensor as soon as any operation touches it.
+    """One number that is the same on every rank: a plain tensor as soon as any operation uses it.
 
     The norms that `torch.nn.utils.clip_grad_norm_` takes of each tensor wait until they are stacked, and are then
     reduced together. All other reductions are finished when this is made.
 
-    Every rank puts the number into a loss of its own, so that what comes back for it differs between ranks: it becomes
-    one gradient for all of them before autograd goes on to their shards.
+    Every rank puts the number into a loss of its own, so its gradient differs between ranks: `unite` makes one gradient
+    for all of them before autograd goes on to their shards.
 
     Attributes:
-        reduction: What gives the number.
-        unite: Makes that gradient; None where all elements are on every rank, or nobody differentiates.
+        reduction: The reduction that gives the number.
+        unite: Makes that gradient; None where all elements are on every rank, or no gradient is needed.
     """
 
     reduction: Reduction
@@ -129,7 +129,7 @@ class ReducedScalar(torch.Tensor):
     def of(
         cls, reduction: Reduction, unite: Callable[[torch.Tensor], torch.Tensor] | None = None, ndim: int = 0
     ) -> ReducedScalar:
-        """The number that a reduction has given or will give, with `ndim` dimensions of length 1."""
+        """Wrap the result of a reduction, finished or not, with `ndim` dimensions of length 1."""
         device = reduction.part.device
         made: ReducedScalar = torch.Tensor._make_wrapper_subclass(
             cls, (1,) * ndim, dtype=reduction.dtype, device=device
@@ -138,17 +138,17 @@ class ReducedScalar(torch.Tensor):
         return made
 
     def _is_used(self) -> None:
-        """The first operation on it in a graph: only now does autograd know the number, and take a hook for it."""
+        """Register `unite` at the first operation in a graph: autograd takes no hook for the number before that."""
         if self.unite is not None and self.requires_grad and torch.is_grad_enabled():
             self.register_hook(self.unite)  # type: ignore[no-untyped-call]  # torch's own, without hints
             self.unite = None
 
     def full_tensor(self) -> torch.Tensor:
-        """The number as a plain tensor, as of a DTensor."""
+        """Return the number as a plain tensor, for code that expects a DTensor."""
         return self.clone()
 
     def to_local(self) -> torch.Tensor:
-        """The number as a plain tensor, as of a DTensor."""
+        """Return the number as a plain tensor, for code that expects a DTensor."""
         return self.clone()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -181,10 +181,10 @@ class ReducedScalar(torch.Tensor):
 
 
 def _values_to_stack(scalars: Sequence[torch.Tensor]) -> list[Any]:
-    """Numbers that are stacked, of which one norm is going to be taken.
+    """Return the values of stacked numbers, of which one norm is going to be taken.
 
-    Where other ranks have other tensors (`Reduction.further`), and maybe another number of them, the first one becomes
-    the norm of all such tensors on all ranks, and the others what does not count.
+    Where other ranks have other tensors (`Reduction.further`), and maybe another number of them, the first value
+    becomes the norm of all such tensors on all ranks, and the others become neutral.
     """
     pending = [each.reduction if isinstance(each, ReducedScalar) else None for each in scalars]
     resolve(each for each in pending if each is not None)
@@ -206,7 +206,7 @@ def _values_to_stack(scalars: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _together(values: torch.Tensor, like: Reduction) -> torch.Tensor:
-    """One rank's part of a number that several of its numbers make up."""
+    """Combine several numbers of one rank into its part of their common reduction."""
     if like.combine is Combine.SUM:
         return values.sum()
     if like.combine is Combine.MAX:
@@ -215,7 +215,7 @@ def _together(values: torch.Tensor, like: Reduction) -> torch.Tensor:
 
 
 def plain(value: Any) -> Any:
-    """The number in a resolved scalar; anything else as it is."""
+    """Return the number in a reduced scalar as a plain tensor; anything else as it is."""
     if not isinstance(value, ReducedScalar):
         return value
     if value.reduction.value is None:
@@ -225,14 +225,14 @@ def plain(value: Any) -> Any:
 
 
 def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.Tensor:
-    """One gradient for all ranks, of something that is the same on all of them and that each used for its own loss.
+    """Make one gradient for all ranks, of something that all of them hold and each used for its own loss.
 
     It is the mean over ranks, as the gradient of the model is that of the mean of their losses. Where gradients are
-    summed instead, nothing says whether such a gradient stands for its rank alone or for all, so they have to agree.
+    summed instead, such a gradient may stand for its rank alone or for all, so they have to agree.
 
     Args:
         grad: This rank's, of any shape; a plain tensor or one that every rank has whole.
-        groups: Crossed one after another.
+        groups: Reduced over one after another.
         adds_up: Whether gradients of the model are summed over ranks.
 
     Raises:
@@ -262,14 +262,14 @@ def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parts of a reduction over tensors of `dtype` travel."""
+    """Return the dtype in which parts of a reduction over tensors of `dtype` travel."""
     if dtype.is_complex or dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norm of each local tensor, 0 (or what else does not count) for one without elements."""
+    """Return the norm of each local tensor; the neutral value (0 or infinity) for one without elements."""
     filled = [local for local in locals_ if local.numel()]
     found = iter(torch._foreach_norm(filled, order, dtype=dtype) if filled else ())
     neutral = math.inf if order < 0 else 0.0
@@ -281,7 +281,7 @@ def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype
 def norm_reduction(
     part: torch.Tensor, order: float, groups: Groups, dtype: torch.dtype, further: Groups = ()
 ) -> Reduction:
-    """The norm of a whole tensor from this rank's norm of its elements, which is not waited for."""
+    """Make the reduction of a whole tensor's norm from this rank's norm of its elements; it is not resolved."""
     if math.isinf(order):
         negate = order < 0
         return Reduction(-part if negate else part, Combine.MAX, groups, dtype, negate=negate, further=further)

@@ -1,4 +1,4 @@
-"""A DTensor that knows how it is really cut."""
+"""A DTensor with uneven shards that knows its true cut."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_fsdp.sharding.shards import BufferCut, ListedCut, MeshUse, ShardDe
 
 
 class UnevenDTensor(DTensor):
-    """A DTensor over shards of any length, cut between or inside rows; parameters, gradients and states are such.
+    """A DTensor over shards of any length, cut between or inside rows: parameters, gradients and optimizer state.
 
     To torch it is a DTensor with a mesh, placements and a global shape, but torch never computes on it as if it were
     cut evenly: elementwise operations between tensors cut alike run on the local tensors; reductions to one number
-    (`sum`, `mean`, `max`, `min`, `any`, `all`, norms) cross the ranks; random fills draw the whole tensor and keep
+    (`sum`, `mean`, `max`, `min`, `any`, `all`, norms) communicate; random fills draw the whole tensor and keep
     this rank's elements, so that equal seeds give what one process would have; `full_tensor` and `redistribute` gather
     by the true cut; everything else raises. Where every rank holds the whole tensor, any operation is allowed.
 
@@ -41,7 +41,7 @@ class UnevenDTensor(DTensor):
     shard_frame: ShardFrame
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Use `wrap`: the constructor is torch's and takes what torch gives it."""
+        """Do nothing, as torch's constructor needs; use `wrap`."""
 
     @classmethod
     def wrap(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool = False) -> UnevenDTensor:
@@ -50,7 +50,7 @@ class UnevenDTensor(DTensor):
         Args:
             local: Of shape `frame.description.local_shape`.
             frame: How the tensor is cut.
-            requires_grad: As of any tensor.
+            requires_grad: As for any tensor.
         """
         made: UnevenDTensor = cls(local, frame.spec(local.dtype), requires_grad=requires_grad)
         made.shard_frame = frame
@@ -58,7 +58,7 @@ class UnevenDTensor(DTensor):
 
     @classmethod
     def as_parameter(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool) -> nn.Parameter:
-        """The same as a parameter, which `nn.Parameter` would make of a second tensor."""
+        """Wrap this rank's elements as a parameter, without the second tensor that `nn.Parameter` would make."""
         made: Any = cls.wrap(local, frame, requires_grad)
         made._is_param = True
         return made
@@ -79,11 +79,11 @@ class UnevenDTensor(DTensor):
         return dispatch(func, args, kwargs or {})
 
     def detach(self) -> torch.Tensor:
-        """The same elements without history.
+        """Return the same elements without history.
 
         Raises:
-            ConfigurationError: torch's DistributedDataParallel asks, which begins by detaching all parameters to send
-                those of the first rank to the others: there is no sooner sign of it, whatever lies around the model.
+            ConfigurationError: The caller is torch's DistributedDataParallel, which begins by detaching all parameters
+                to send those of the first rank to the others: the earliest sign that it wraps the model.
         """
         if sys._getframe(1).f_code is _sync_module_states.__code__:
             raise ConfigurationError(
@@ -94,7 +94,7 @@ class UnevenDTensor(DTensor):
         return super().detach()
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's elements; a gradient that comes back is this rank's gradient.
+        """Return this rank's elements; a gradient that comes back is this rank's gradient.
 
         Raises:
             ShardOperationError: `grad_placements` is given and differs from the tensor's own.
@@ -109,7 +109,7 @@ class UnevenDTensor(DTensor):
         return _ToLocal.apply(self)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank; collective over the ranks that hold different elements.
+        """All-gather the whole tensor; collective over the ranks that hold different elements.
 
         Gradients that come back are averaged over ranks (`unite_gradients`); each rank keeps its own elements.
 
@@ -132,12 +132,12 @@ class UnevenDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """A stock DTensor with other placements on the same mesh, by way of the whole tensor.
+        """Return a stock DTensor with other placements on the same mesh, by gathering the whole tensor.
 
         Args:
             device_mesh: The tensor's own, or None.
             placements: Wanted; the tensor's own give the tensor itself, with its own cut.
-            async_op: The result is always ready.
+            async_op: Ignored; the result is always ready.
             forward_dtype: None.
             backward_dtype: None.
 
@@ -160,7 +160,7 @@ class UnevenDTensor(DTensor):
         return whole if wanted == tuple(everywhere) else whole.redistribute(placements=wanted)
 
     def norm(self, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-        """As `torch.Tensor.norm`, reduced over the ranks at once (`torch.linalg.vector_norm` waits to be used)."""
+        """Take `torch.Tensor.norm`, reduced over the ranks at once (`torch.linalg.vector_norm` waits to be used)."""
         result = super().norm(p, dim, keepdim, dtype)
         plain(result)
         return result
@@ -181,7 +181,7 @@ class UnevenDTensor(DTensor):
         for key, value in self.__dict__.items():
             if key not in _OWN and not isinstance(
                 value, weakref.ProxyTypes
-            ):  # a way back to whom only this one belongs to
+            ):  # a reference to the model, to which the copy does not belong
                 made.__dict__[key] = copy.deepcopy(value, memo)
         return made
 
@@ -229,14 +229,14 @@ def _rebuild(local: torch.Tensor, frame: ShardFrame, requires_grad: bool, is_par
 def _unpickle(
     local: torch.Tensor, mesh: DeviceMesh, description: ShardDescription, requires_grad: bool, is_parameter: bool
 ) -> UnevenDTensor:
-    """A tensor as it was pickled, on this rank, whatever this rank is now."""
+    """Rebuild a tensor as it was pickled, on this rank, whatever this rank is now."""
     frame = ShardFrame(mesh, description)
     frame.is_from_file = True
     return _rebuild(local, frame, requires_grad, is_parameter)
 
 
 class _ToLocal(torch.autograd.Function):
-    """Out of the DTensor and, for gradients, back into it."""
+    """The local tensor in forward; its gradient as a DTensor in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """Gather; of the gradients of the whole tensor on all ranks, one is made, and each rank takes its elements."""
+    """An all-gather; in backward the gradients of all ranks become one, and each rank takes its elements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
@@ -264,10 +264,10 @@ class _FullTensor(torch.autograd.Function):
 
 @functools.cache
 def introduce_to_torch() -> None:
-    """Let torch use its list kernels on these tensors and load them with `weights_only`, as it does for DTensors.
+    """Register these tensors for torch's list kernels and for loading with `weights_only`, as DTensors are.
 
-    torch keeps both as lists of exact classes, which it extends in the same way for DTensor. Whole tensors that it has
-    broadcast it cuts by a function of its own, into equal shards, without asking the DTensor; ours are cut before that.
+    torch keeps both as lists of exact classes. Where torch distributes whole tensors that it has broadcast, it cuts
+    them into equal shards without asking the DTensor; ours are cut before that.
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -295,7 +295,7 @@ def _cut_as_ours(
     Args:
         distribute: torch's function; it leaves entries alone that are tensors already.
         local_state_dict: Pairs of a DTensor and the whole tensor, to be replaced by the DTensor.
-        keys: Of the pairs.
+        keys: Keys of the pairs.
         args: For `distribute`.
         kwargs: For `distribute`.
     """
@@ -306,14 +306,15 @@ def _cut_as_ours(
             fits = full.shape == shard.shape
             if fits:
                 shard._local_tensor.copy_(shard.shard_frame.take(full))
-            local_state_dict[key] = shard if fits else full  # which `load_state_dict` refuses, or knows what to do with
+            local_state_dict[key] = shard if fits else full  # a misfit, which `load_state_dict` refuses or handles
     distribute(local_state_dict, keys, *args, **kwargs)
 
 
 def as_sharded(grad: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    """A gradient of a sharded parameter as a tensor cut like the parameter.
+    """Cut a gradient of a sharded parameter like the parameter.
 
-    A reduction hands back gradients of the global shape, the same on every rank; each rank keeps its own elements.
+    The backward of a reduction gives gradients of the global shape, the same on every rank; each rank keeps its own
+    elements.
     """
     if isinstance(grad, UnevenDTensor):
         return grad

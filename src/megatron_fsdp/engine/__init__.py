@@ -1,1 +1,1 @@
-"""One training step: the schedule (pure), its executor, hooks, units, parameter groups, gradients and their memory."""
+"""One training step: the scheduler (pure), its executor, hooks, units, parameter groups, gradients and their memory."""

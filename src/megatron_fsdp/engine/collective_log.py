@@ -1,7 +1,7 @@
-"""A ring log: an observer that keeps what one rank did last in a memory-mapped file, for whoever explains a hang.
+"""A ring log: an observer that writes this rank's latest events to a memory-mapped file, to explain a hang.
 
-The pages belong to the operating system, so they are there after `kill -9`, and others may read them at any time. An
-event costs one packed record of 64 bytes.
+The pages belong to the operating system, so they survive `kill -9`, and others may read them at any time. An event
+costs one packed record of 64 bytes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 
-# The file of a ring log: what one rank did last, in a form that survives its sudden end. Bytes only; no process.
+# The file of a ring log:
 #
 #     0       magic, version, sizes (`_HEAD`), and a checksum over the text that follows
-#     64      who wrote it: JSON, padded to a multiple of 64 bytes
-#     ...     a sign of life (`_BEAT`), padded to 64 bytes
-#     ...     the last words: 4 bytes of length, 4 of checksum, then UTF-8
+#     64      the writer: JSON, padded to a multiple of 64 bytes
+#     ...     the heartbeat (`_BEAT`), padded to 64 bytes
+#     ...     the last error: 4 bytes of length, 4 of checksum, then UTF-8
 #     ...     the ring: records of 64 bytes; record number n lies at place n modulo their count
 #     ...     after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
 #
-# All numbers are little-endian. Each record ends with a checksum over its other bytes, so that one that was being
-# written while the process died, or while somebody reads, is known for what it is.
+# All numbers are little-endian. Each record ends with a checksum over its other bytes, so that a half-written one is
+# recognised.
 
 MAGIC = b"MFSDPLOG"
 VERSION = 1
 SUFFIX = ".mfsdplog"
 WORDS_BYTES = 4096
 NO_NUMBER = -1
-"""In place of a collective's number where there is none."""
+"""A collective's number where there is none."""
 
 _ALIGN = 64
 _HEAD = struct.Struct("<8sIIIII")  # magic, version, length of the text, its checksum, records, bytes of a record
@@ -63,20 +63,20 @@ RECORD_BYTES = _RECORD.size + _CHECK.size
 assert RECORD_BYTES == _ALIGN
 
 
-# A number for a sequence of operations, to compare what ranks did without sending it.
-
 _LIMIT = 2**61 - 1  # a Mersenne prime; sums and differences fit into int64
 _FACTOR = 1_000_003
 
 
 def fold(so_far: int, operation: int, unit: int, num_bytes: int) -> int:
-    """The hash of a sequence with one more operation: a polynomial in the operations, modulo 2 ** 61 - 1.
+    """Hash a sequence with one more operation: a polynomial in the operations, modulo 2 ** 61 - 1.
+
+    Ranks compare such hashes to find out whether they did the same.
 
     Args:
         so_far: The hash before it; 0 for an empty sequence.
-        operation: Which, 0 or more.
-        unit: Of which unit, 0 or more.
-        num_bytes: Of how many bytes.
+        operation: Number of the operation, 0 or more.
+        unit: Index of the unit, 0 or more.
+        num_bytes: Its bytes.
     """
     for part in (operation, unit, num_bytes):
         so_far = (so_far * _FACTOR + part + 1) % _LIMIT
@@ -84,33 +84,33 @@ def fold(so_far: int, operation: int, unit: int, num_bytes: int) -> int:
 
 
 class Mark(IntEnum):
-    """What a record says of its phase and unit."""
+    """The kind of an event."""
 
     BEGINS = 0
     ENDS = 1
     LAUNCHES = 2  # the phase has started to communicate; counted, and folded into the hash
-    FAILED = 3  # an exception passed through
-    RESET = 4  # the pass was broken off, and the model was brought to rest
-    GOODBYE = 5  # the process ends, or the log was switched off
+    FAILED = 3  # it raised an exception
+    RESET = 4  # the model was reset after an exception
+    GOODBYE = 5  # the process ends, or the log is closed
 
 
 @dataclass(frozen=True)
 class Record:
-    """One thing that happened on one rank.
+    """One event on one rank.
 
     Attributes:
-        number: Which one, from 0.
-        time_ns: When, in nanoseconds since 1970 by this rank's clock.
+        number: Its number, from 0.
+        time_ns: Nanoseconds since 1970 by this rank's clock.
         step: How many times weights had been installed.
         unit: The unit's index.
         phase: Index of the phase in the log's list of phases.
-        mark: What of it.
+        mark: Kind of the event.
         in_backward: Whether autograd ran.
         collective: Number of the collective that was launched last; `NO_NUMBER` before the first.
         num_bytes: What the phase communicates, in bytes; 0 for phases that send a few numbers.
         count: How many phases have communicated, this one included.
         hash: Over (phase, unit, bytes) of all of these.
-        epoch: How often the model was reset, modulo 256; `count` and `hash` begin anew each time.
+        epoch: How often the model was reset, modulo 256; `count` and `hash` restart each time.
     """
 
     number: int
@@ -129,13 +129,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life, given about once a second by a thread of its own.
+    """A heartbeat, written about once a second by a thread of its own.
 
     Attributes:
-        time_ns: When, in nanoseconds since 1970.
+        time_ns: Nanoseconds since 1970.
         unfinished: Number of the oldest collective that an accelerator has not completed; `NO_NUMBER`: none, or the
-            host waits for collectives itself, so that records say it.
-        unit: Whose it is.
+            host waits for collectives itself, so that records show it.
+        unit: Unit of that collective.
         phase: Index of the phase that launched it.
     """
 
@@ -147,11 +147,11 @@ class Beat:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parts of a file lie, in bytes from its beginning.
+    """The offsets of the parts of a file, in bytes.
 
     Attributes:
-        beat: The sign of life.
-        words: The last words.
+        beat: The heartbeat.
+        words: The last error.
         ring: The first record.
         capacity: Records in the ring.
     """
@@ -167,7 +167,7 @@ class Places:
         return self.ring + self.capacity * RECORD_BYTES
 
     def record(self, number: int) -> int:
-        """Where record `number` lies."""
+        """Return the offset of record `number`."""
         return self.ring + number % self.capacity * RECORD_BYTES
 
 
@@ -182,10 +182,10 @@ def _places(text_bytes: int, capacity: int) -> Places:
 
 
 def new_file(who: Mapping[str, Any], capacity: int) -> tuple[bytes, Places]:
-    """The bytes of a log without records, and where things go in it.
+    """Return the bytes of a log without records, and the offsets of its parts.
 
     Args:
-        who: What to know about the writer; JSON.
+        who: Facts about the writer; JSON.
         capacity: Records to hold, at least 1.
     """
     text = json.dumps(who, ensure_ascii=False).encode()
@@ -197,7 +197,7 @@ def new_file(who: Mapping[str, Any], capacity: int) -> tuple[bytes, Places]:
 
 
 def read_head(content: bytes) -> tuple[dict[str, Any], Places]:
-    """Who wrote a file, and where things are in it.
+    """Read the facts about the writer of a log, and the offsets of its parts.
 
     Raises:
         ValueError: It is no log, one of another version, or damaged; says which.
@@ -217,12 +217,12 @@ def read_head(content: bytes) -> tuple[dict[str, Any], Places]:
 
 
 def write_record(memory: Any, places: Places, record: tuple[int, ...]) -> None:
-    """Put a record in its place.
+    """Write a record into its place.
 
     Args:
         memory: The file, writable.
-        places: Where things are in it.
-        record: The fields of `Record`, in order; a bare tuple, because this is done for every event.
+        places: The offsets of its parts.
+        record: The fields of `Record`, in order; a bare tuple, because this runs for every event.
     """
     packed = _RECORD.pack(*record[:7], record[11], *record[7:11])
     at = places.record(record[0])
@@ -230,7 +230,7 @@ def write_record(memory: Any, places: Places, record: tuple[int, ...]) -> None:
 
 
 def read_records(content: bytes, places: Places) -> tuple[list[Record], int]:
-    """All whole records, in order, and how many places hold something else.
+    """Return all intact records, in order, and the number of places that hold something else.
 
     A place that was never written is not counted; one that was being overwritten is, as is a record in a wrong place.
     """
@@ -266,14 +266,14 @@ def _record(raw: bytes) -> Record | None:
 
 
 def write_beat(memory: Any, places: Places, beat: Beat) -> None:
-    """Give a sign of life."""
+    """Write a heartbeat."""
     packed = _BEAT.pack(beat.time_ns, beat.unfinished, beat.unit, beat.phase, 0)
     packed = packed[:-4] + _CHECK.pack(zlib.crc32(packed[:-4]))
     memory[places.beat : places.beat + _BEAT.size] = packed
 
 
 def read_beat(content: bytes, places: Places) -> Beat | None:
-    """The last sign of life; None where there is none, or it was being written."""
+    """Read the last heartbeat; None where there is none, or it was being written."""
     raw = content[places.beat : places.beat + _BEAT.size]
     if len(raw) < _BEAT.size:
         return None
@@ -282,7 +282,7 @@ def read_beat(content: bytes, places: Places) -> Beat | None:
 
 
 def write_words(memory: Any, places: Places, text: str) -> None:
-    """Leave the last words; the end of a text that is too long is what is kept, since it names the error."""
+    """Write the last error; of a text that is too long the end is kept, since it names the error."""
     said = text.encode("utf-8", "backslashreplace")[-(WORDS_BYTES - _WORDS.size) :]
     at = places.words + _WORDS.size
     memory[at : at + len(said)] = said
@@ -290,7 +290,7 @@ def write_words(memory: Any, places: Places, text: str) -> None:
 
 
 def read_words(content: bytes, places: Places) -> str:
-    """The last words; empty where there are none, or they were being written."""
+    """Read the last error; empty where there is none, or it was being written."""
     if len(content) < places.ring:
         return ""
     length, check = _WORDS.unpack_from(content, places.words)
@@ -299,11 +299,9 @@ def read_words(content: bytes, places: Places) -> str:
 
 
 def read_termination(content: bytes, places: Places) -> str:
-    """What Python ran when SIGTERM came last, as `faulthandler` tells it; empty where none came."""
+    """Read Python's stack at the last SIGTERM, as `faulthandler` wrote it; empty where none came."""
     return content[places.end :].decode("utf-8", "replace").strip()[-WORDS_BYTES:]
 
-
-# Whether a model keeps a log for hangs, where, and when to speak up.
 
 FOLDER_VARIABLE = "MFSDP_HANG_LOG"
 TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
@@ -311,11 +309,11 @@ TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
 
 @dataclass(frozen=True)
 class HangSettings:
-    """A log for hangs.
+    """Settings of a log for hangs.
 
     Attributes:
         folder: Where the ranks keep their logs; one that all of them see, where there is one.
-        timeout_s: Explain when a phase has been under way for so long without news; None: only when asked.
+        timeout_s: Report when a phase has taken this many seconds without news; None: only when asked.
     """
 
     folder: Path
@@ -323,7 +321,7 @@ class HangSettings:
 
 
 def check_timeout(timeout_s: float | None, name: str = "timeout_s") -> None:
-    """Refuse times that are none.
+    """Refuse times that are no time.
 
     Raises:
         ConfigurationError: Not positive, or not finite.
@@ -333,10 +331,10 @@ def check_timeout(timeout_s: float | None, name: str = "timeout_s") -> None:
 
 
 def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
-    """What the environment says; None: keep no log.
+    """Read the settings from the environment; None: keep no log.
 
     Args:
-        environment: Where `MFSDP_HANG_LOG` may name a folder, and `MFSDP_HANG_TIMEOUT` seconds.
+        environment: Environment variables, of which `MFSDP_HANG_LOG` names a folder and `MFSDP_HANG_TIMEOUT` seconds.
 
     Raises:
         ConfigurationError: The time is no positive number, or there is one without a folder.
@@ -368,18 +366,18 @@ _FRAMES_SHOWN = 4
 
 
 class Ring:
-    """The file.
+    """The file of a ring log.
 
     Args:
-        path: Where; what is there is replaced.
-        who: What to know about the writer; JSON.
+        path: Where; an existing file is replaced.
+        who: Facts about the writer; JSON.
         capacity: Records to hold.
 
     Attributes:
         path: As given.
         written: Records so far.
         last_ns: When the last one was written; when the file was made, before the first.
-        fails: Whether an error is what its last words tell of.
+        fails: Whether an error was written.
     """
 
     def __init__(self, path: Path, who: Mapping[str, Any], capacity: int = RECORDS) -> None:
@@ -390,7 +388,7 @@ class Ring:
         self.fails = False
         self._pid = os.getpid()
         self._last: tuple[int, ...] = (0, NO_NUMBER, 0, 0, 0, 0)
-        # A reader of what was there keeps its pages, and none ever sees half a header.
+        # Renamed into place: a reader of an old file keeps its pages, and none ever sees half a header.
         beside = path.with_name(f"{path.name}.{self._pid}")
         beside.write_bytes(content)
         with beside.open("r+b") as file:
@@ -398,14 +396,14 @@ class Ring:
         beside.replace(path)
 
     def note_terminations(self) -> None:
-        """From now on append Python's stack to the file when SIGTERM comes, before whatever that does here.
+        """Append Python's stack to the file when SIGTERM comes, before what SIGTERM does otherwise.
 
-        At once, also while this process waits in a collective, where a handler in Python would have to wait too, and
-        would keep the process from ending. Of several logs of a process the last that asked gets it. A handler that
-        somebody installs later replaces this one.
+        It works while this process waits in a collective, where a handler in Python would have to wait too, and would
+        keep the process from ending. Of several logs of a process the last that asked gets it. A handler that is
+        installed later replaces this one.
         """
         if hasattr(faulthandler, "register"):  # not on Windows
-            file = self.path.open("ab", buffering=0)  # kept open by what it is given to
+            file = self.path.open("ab", buffering=0)  # `faulthandler` keeps it open
             faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
             os.register_at_fork(after_in_child=_forget_terminations)
 
@@ -413,9 +411,9 @@ class Ring:
         """Write a record.
 
         Args:
-            mark: What of the phase.
-            phase: Which.
-            unit: Of which unit.
+            mark: Kind of the event.
+            phase: Index of the phase.
+            unit: Index of the unit.
             in_backward: Whether autograd runs.
             after: Step, collective, bytes, count, hash and epoch.
         """
@@ -442,30 +440,30 @@ class Ring:
         self._last = after
 
     def beat(self, beat: Beat) -> None:
-        """Give a sign of life."""
+        """Write a heartbeat."""
         if self._memory is not None:
             write_beat(self._memory, self._places, beat)
 
     def say(self, error: BaseException) -> None:
-        """Leave an error as the last words."""
+        """Write an error as the last one."""
         if self._memory is not None:
             self.fails = True
             write_words(self._memory, self._places, told(error))
 
     def close(self) -> None:
-        """Say goodbye, with the error that ends the process if one does; later events are not written."""
-        if self._memory is None or os.getpid() != self._pid:  # a forked child shares the pages and says nothing
+        """Write the last record, and the error that ends the process if one does; later events are not written."""
+        if self._memory is None or os.getpid() != self._pid:  # a forked child shares the pages and must not write
             return
-        # Set by the interpreter when nobody has caught the error.
+        # Set by the interpreter for an uncaught error.
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not self.fails:
             self.say(error)
         self.add(Mark.GOODBYE, 0, 0, False, *self._last)
-        self._memory = None  # not closed: another thread may be writing a sign of life
+        self._memory = None  # not closed: another thread may be writing a heartbeat
 
 
 class RingLog(Observer):
-    """Writes what it is told into a ring; says goodbye when it goes, or the process does.
+    """An observer that writes a ring; it closes the ring when it is deleted or the process ends.
 
     Args:
         ring: The file.
@@ -481,17 +479,17 @@ class RingLog(Observer):
         self._open: list[tuple[Phase, int, bool]] = []  # phase, unit, and whether it has been counted
         self._step = self._count = self._hash = self._epoch = 0
         self._collective = NO_NUMBER
-        self._error = 0  # identity of the one that was told last: it passes through many phases
+        self._error = 0  # id of the last error written: it passes through many phases
         self._handles: deque[tuple[dist.Work, int, int, int]] = deque(maxlen=_MOST_HANDLES)
         self.close = weakref.finalize(self, ring.close)
 
     @property
     def is_open(self) -> bool:
-        """Whether a phase is under way."""
+        """Whether a phase is running."""
         return bool(self._open)
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """As `Observer`."""
+        """Write that a phase begins."""
         self._step += phase is Phase.INSTALL
         self._open.append((phase, unit, False))
         self._add(Mark.BEGINS, phase, unit)
@@ -499,12 +497,12 @@ class RingLog(Observer):
             self._communicate()
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """As `Observer`."""
+        """Write that a phase has ended."""
         self._leave(phase, unit)
         self._add(Mark.ENDS, phase, unit)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
-        """As `Observer`. An error that passes through several phases is told of where it was raised."""
+        """Write that a phase has failed. An error that passes through several phases belongs to the innermost."""
         self._leave(phase, unit)
         if id(error) == self._error:
             self._add(Mark.ENDS, phase, unit)
@@ -514,7 +512,7 @@ class RingLog(Observer):
         self._add(Mark.FAILED, phase, unit)
 
     def forgets(self) -> None:
-        """As `Observer`."""
+        """Write a reset, and restart count and hash."""
         self._open.clear()
         self._handles.clear()
         self._error = self._count = self._hash = 0  # ranks may have been stopped at different points
@@ -523,7 +521,7 @@ class RingLog(Observer):
         self._add(Mark.RESET, Phase.FORWARD, 0)
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """As `Observer`."""
+        """Count a launch, and keep the handle of a collective that the host does not wait for."""
         if moment is Moment.LAUNCHES:
             self._collective = number
             self._communicate()
@@ -532,7 +530,7 @@ class RingLog(Observer):
             self._handles.append((work, number, unit, _NUMBER_OF[phase]))
 
     def beat(self) -> Beat:
-        """Give a sign of life, with the collective that has been unfinished longest. For a thread of its own."""
+        """Write a heartbeat, with the oldest unfinished collective. For a thread of its own."""
         while self._handles and self._handles[0][0].is_completed():
             self._handles.popleft()
         now = time.time_ns()
@@ -543,7 +541,7 @@ class RingLog(Observer):
         return beat
 
     def _communicate(self) -> None:
-        """The innermost phase starts to communicate; counted once, however many collectives it takes."""
+        """Record that the innermost phase communicates; counted once, however many collectives it takes."""
         if not self._open or self._open[-1][2]:
             return
         phase, unit, _ = self._open[-1]
@@ -554,7 +552,7 @@ class RingLog(Observer):
         self._add(Mark.LAUNCHES, phase, unit, num_bytes)
 
     def _leave(self, phase: Phase, unit: int) -> None:
-        """A phase is over, and with it those inside of it that were never ended."""
+        """Remove a phase, and those inside of it that were never ended."""
         for place in reversed(range(len(self._open))):
             if self._open[place][:2] == (phase, unit):
                 del self._open[place:]
@@ -571,7 +569,7 @@ def _forget_terminations() -> None:
 
 
 def told(error: BaseException) -> str:
-    """An error in words: its type and message, and the last lines of code it came through, innermost last."""
+    """Format an error: the last lines of code it came through, innermost last, then its type and message."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
     where = [f"  {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
     return "\n".join([*where, "".join(traceback.format_exception_only(type(error), error)).strip()])

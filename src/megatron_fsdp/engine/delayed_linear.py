@@ -3,7 +3,7 @@
     backward of a stage   last layer: input gradient -> ... -> first layer: input gradient -> sent to the stage before
     while that travels    last layer: weight gradient -> ... -> first layer: weight gradient
 
-Autograd calls the hooks of a leaf also where a function returns None for it. So the function takes its weights
+Autograd calls the hooks of a leaf even where a function returns None for it. So the function takes its weights
 detached, and the queue does what autograd would do at the leaf. In their place stands an empty tensor that requires a
 gradient: it makes the output require one, and says whether this backward accumulates into `.grad` at all.
 """
@@ -24,13 +24,13 @@ from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-"""Types whose arithmetic is that of plain tensors; DTensors and other subclasses do theirs themselves."""
+"""Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
 
 
 def delayed_linear(
     tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, queue: WeightGradientQueue
 ) -> torch.Tensor:
-    """What `torch.nn.functional.linear` computes, but weight and bias get their gradients from the queue.
+    """Compute `torch.nn.functional.linear`; weight and bias get their gradients from the queue.
 
     Where there is nothing to delay, or the gradients are not those of plain leaves (DTensors and other subclasses,
     weights that were computed), it is that function.
@@ -59,7 +59,7 @@ def delayed_linear(
 
 @dataclass(frozen=True)
 class _Leaves:
-    """What gets the gradients, and from whom; no bias where it took none in forward."""
+    """The parameters that get the gradients, and the queue; no bias where it took none in forward."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -67,7 +67,7 @@ class _Leaves:
 
 
 class _DelayedLinear(torch.autograd.Function):
-    """Backward returns the input gradient, and defers the others."""
+    """A linear whose backward returns the input gradient, and defers the others."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,7 @@ class _DelayedLinear(torch.autograd.Function):
             operand if leaves.weight.requires_grad else None,
             weight if ctx.needs_input_grad[0] else None,
         )
-        # Cast here: autocast itself would keep the casts without a graph, and give them to others who want one.
+        # Cast here: autocast itself would cache casts without a graph, and reuse them where one is needed.
         return F.linear(operand, _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype))
 
     @staticmethod
@@ -146,7 +146,7 @@ def _bias_gradient(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """As a matrix: all dimensions but the last in one."""
+    """Flatten all dimensions but the last."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
@@ -155,14 +155,14 @@ def _current_stream(tensor: torch.Tensor) -> torch.Stream | None:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast would compute in; None where it is off."""
+    """Return the dtype that autocast would compute in; None where it is off."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """What autocast does to an operand of a linear: float64 and integers stay."""
+    """Cast an operand of a linear as autocast does: float64 and integers stay."""
     stays = dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64
     return tensor if stays else tensor.to(dtype)
 
@@ -183,11 +183,11 @@ class DelayedLinear(nn.Linear):
     _delayed_function: Callable[..., torch.Tensor]  # kept from the compiler
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (the name in nn.Linear)
-        """As that of `nn.Linear`."""
+        """Compute the linear, with delayed weight gradients."""
         return self._delayed_function(input, self.weight, self.bias, self._delayed_queue)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy as an `nn.Linear`, whose gradients nobody has to wait for."""
+        """Copy as a plain `nn.Linear`."""
         state = {name: value for name, value in self.__dict__.items() if not name.startswith("_delayed_")}
         return _blank_linear, (), state
 
@@ -197,7 +197,7 @@ def _blank_linear() -> nn.Linear:
 
 
 def delay_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> list[str]:
-    """Let every `nn.Linear` of a model delay its weight gradients; changed in place, names and state dict stay.
+    """Delay the weight gradients of every `nn.Linear` of a model, in place; names and state dict stay.
 
     Left alone are subclasses of `nn.Linear`, linears with a forward of their own or with parameters that are not plain
     (DTensors), and linears that share a parameter with a module that is left alone (tied embeddings): one part of its
@@ -220,7 +220,7 @@ def delay_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> lis
                 "call undelay_weight_gradients first"
             )
     chosen = _delayable(module)
-    # What a backward defers is no part of a graph that can be compiled.
+    # Deferring is a side effect of backward, which a compiled graph cannot hold.
     function = torch.compiler.disable(delayed_linear, reason="a linear with a delayed weight gradient is not compiled")
     for linear in chosen.values():
         linear.__class__ = DelayedLinear
@@ -230,7 +230,7 @@ def delay_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> lis
 
 
 def delay_all(module: nn.Module) -> WeightGradientQueue:
-    """Delay what can be delayed, for `delay_wgrad_compute`; returns the queue.
+    """Delay all weight gradients that can be delayed, for `delay_wgrad_compute`; return the queue.
 
     Raises:
         ConfigurationError: There is nothing to delay.
@@ -245,7 +245,7 @@ def delay_all(module: nn.Module) -> WeightGradientQueue:
 
 
 def undelay_weight_gradients(module: nn.Module) -> list[str]:
-    """Undo `delay_weight_gradients`; returns the names of the linears that were delayed."""
+    """Undo `delay_weight_gradients`; return the names of the linears that were delayed."""
     chosen = {name: inner for name, inner in module.named_modules() if isinstance(inner, DelayedLinear)}
     for linear in chosen.values():
         linear.__class__ = nn.Linear  # type: ignore[assignment]
@@ -254,7 +254,7 @@ def undelay_weight_gradients(module: nn.Module) -> list[str]:
 
 
 def _delayable(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linears that can be delayed, by name: without those that share a parameter with anything else."""
+    """Return the linears that can be delayed, by name: without those that share a parameter with anything else."""
     linears = ((name, inner) for name, inner in module.named_modules() if isinstance(inner, nn.Linear))
     chosen = {name: linear for name, linear in linears if _is_plain(linear)}
     while True:

@@ -1,4 +1,4 @@
-"""The choices that hold for a whole model, and what they mean for one parameter group."""
+"""The ranks and options of a whole model, and the plan of each parameter group that follows from them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placements, placements_for, shard_count
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec
 
-# The ranks that share parameters of one kind: dense ones, or experts, which live on a mesh of their own.
-
 
 @dataclass(frozen=True)
 class Domain:
-    """Where the parameters of one kind lie.
+    """The ranks that share parameters of one kind: dense ones, or experts, which have a mesh of their own.
 
     Attributes:
         axes: The data-parallel axes, outermost first; the last one is the sharding axis.
         names: Their names in the mesh.
         group: All data-parallel ranks; None for a single one.
         tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
-        described_mesh: What sharded parameters are described on: the axes and, last, the tensor-parallel dimension.
+        described_mesh: The mesh of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension.
         foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
     """
 
@@ -65,7 +63,7 @@ class Domain:
 def make_domain(
     index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
 ) -> Domain:
-    """Read off an index what the parameters of one kind need.
+    """Build the domain of one kind of parameters from an index.
 
     Args:
         index: Mesh and groups.
@@ -96,13 +94,13 @@ def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: b
     gather_group = None
     if name == index.dp_shard_dim and group is not None:
         gather_group = index.get_fsdp_group(is_expert, independent_all_gather=True)
-    # Not the place on the mesh: where a mesh lists ranks out of order, its group has them in order all the same.
+    # Not the coordinate on the mesh: a mesh may list ranks out of order, and its group has them in order.
     rank = dist.get_rank(group) if group is not None else 0
     return Axis(group, rank, num_ranks, traffic, gather_group)
 
 
 def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...]:
-    """Groups along the dimensions of the expert mesh that are neither data nor tensor parallel."""
+    """Return the groups along the dimensions of the expert mesh that are neither data nor tensor parallel."""
     mesh = index.expt_device_mesh
     assert mesh is not None
     here = dist.get_rank()
@@ -121,20 +119,20 @@ def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...
 
 _ALIGNMENT_BYTES = 16
 EXPERT_NAME = ".experts."
-"""What the name of an expert's parameter contains."""
+"""Part of the name of every expert's parameter."""
 EVERY_PARAMETER = "all"
 """The pattern that stands for every parameter."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are sharded, decided by the caller once for the whole model.
+    """The ranks and options by which the parameters of a model are sharded.
 
     Attributes:
-        options: What the caller chose for the whole model.
+        options: The options of the engine.
         dense: The ranks of dense parameters.
         experts: The ranks of experts; None where they are sharded as everything else.
-        device: Where the buffers live.
+        device: Device of the buffers.
     """
 
     options: EngineOptions
@@ -143,7 +141,7 @@ class Sharding:
     device: torch.device
 
     def sums_in_fp32(self, name: str) -> bool:
-        """Whether the gradients of a parameter are accumulated in float32, by its canonical name."""
+        """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
         return any(self.matches(name, pattern) for pattern in self.options.fp32_patterns)
 
     def check_patterns(self, names: Sequence[str]) -> None:
@@ -165,11 +163,11 @@ class Sharding:
 
     @staticmethod
     def matches(name: str, pattern: str) -> bool:
-        """Whether one of `fp32_patterns` means a parameter."""
+        """Return whether one of `fp32_patterns` matches a parameter's name."""
         return pattern == EVERY_PARAMETER or fnmatchcase(name, pattern)
 
     def is_expert(self, name: str, param: torch.Tensor) -> bool:
-        """Whether a parameter lives on the expert mesh: by its name, or marked `allreduce=False` as Megatron does.
+        """Return whether a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
 
         Raises:
             ConfigurationError: It is marked, and there is no expert mesh.
@@ -187,11 +185,11 @@ class Sharding:
         return self.dense.group, self.dense.tensor_parallel_group
 
     def domain(self, is_expert: bool) -> Domain:
-        """The ranks of parameters of one kind."""
+        """Return the ranks of parameters of one kind."""
         return self.experts if is_expert and self.experts is not None else self.dense
 
     def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
-        """The same with groups that nobody else uses along each data-parallel axis; collective, by all ranks."""
+        """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
         experts = self.experts.axes if self.experts is not None else ()
         own = OwnGroups((*self.dense.axes, *experts))
         cut = len(self.dense.axes)
@@ -203,16 +201,16 @@ class Sharding:
     def parts_of(
         self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]
     ) -> tuple[TensorParallelPart | None, ...]:
-        """How tensor parallelism cut the parameters of a group."""
+        """Describe how tensor parallelism cut the parameters of a group."""
         mesh = self.domain(spec.key.is_expert).tensor_parallel
         return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
 
     def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
-        """Decide layout, dtypes, placements and factors of one group.
+        """Plan layout, dtypes, placements and factors of one group.
 
         Args:
             spec: The group.
-            originals: Its parameters as the modules hold them; only their description is read.
+            originals: Its parameters as the modules hold them; only their metadata is read.
         """
         domain = self.domain(spec.key.is_expert)
         placements = self._placements(spec)
@@ -237,7 +235,7 @@ class Sharding:
         )
 
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
-        """The plan of a group that was frozen and shall be trained: weights lie as they did, gradients are added."""
+        """Plan the training of a group that was frozen: weights stay where they are, gradients are added."""
         key = replace(plan.spec.key, requires_grad=True)
         infos = tuple(replace(info, requires_grad=True) for info in plan.spec.parameters)
         precision = self.precision(key)
@@ -255,7 +253,7 @@ class Sharding:
         )
 
     def precision(self, key: GroupKey) -> ResolvedPrecision:
-        """The dtypes of a trained group."""
+        """Return the dtypes of a trained group."""
         precision = resolve_precision(self.options.policy, key.dtype)
         if not key.sums_in_fp32 or not key.dtype.is_floating_point:
             return precision
@@ -264,7 +262,7 @@ class Sharding:
     def _layouts(
         self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
     ) -> tuple[Layout, tuple[Layout, ...]]:
-        """The layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
+        """Plan the layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
             return plan_layout(
@@ -299,7 +297,7 @@ class Sharding:
         outer = self.options.outer_strategy if len(self.dense.axes) > 1 else None
         is_frozen = not spec.key.requires_grad
         if spec.key.is_scalar or (is_frozen and strategy < ShardingStrategy.optim_grads_params):
-            strategy = ShardingStrategy.no_shard  # nothing to cut, or nothing to optimise: whole and never gathered
+            strategy = ShardingStrategy.no_shard  # nothing to shard, or nothing to optimise: whole and never gathered
         if outer is not None and (is_frozen or strategy is ShardingStrategy.no_shard):
             outer = ShardingStrategy.no_shard
         return placements_for(strategy, outer)

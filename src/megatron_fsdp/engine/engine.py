@@ -1,6 +1,6 @@
-"""The engine: tells the scheduler what hooks report, and lets the executor carry out its answer.
+"""The engine: reports hooks' events to the scheduler, and lets the executor run the operations that it returns.
 
-Behind it stands what that needs: gradient hooks, agreement on used parameters, checks of the model and of optimizers.
+Its helpers are here too: gradient hooks, agreement on used parameters, checks of the model and of optimizers.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from megatron_fsdp.sharding.placement import Placement, placements_for
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Everything that was decided and built before the engine.
+    """The parts that an engine is built from.
 
     Attributes:
         units: All units, root first.
-        memory: How memory is borrowed, and what the scheduler is told.
+        memory: The memory plan, with the scheduler's configuration.
         mode: When gradients are reduced; shared with the wrapper.
-        sharding: Which ranks share what.
-        backward_finished: Called at the end of each backward, after reductions are in.
+        sharding: Ranks and options.
+        backward_finished: Called at the end of each backward, after all reductions are done.
     """
 
     units: Sequence[Unit]
@@ -63,7 +63,7 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class ForwardCall:
-    """One forward of a unit, as its backward will refer to it."""
+    """One forward of a unit; its backward refers to it."""
 
     __slots__ = ("last_backward", "unit", "weights_version")
 
@@ -74,7 +74,7 @@ class ForwardCall:
 
 
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
-    """The engine that a hook reports to.
+    """Return the engine that a hook reports to.
 
     Raises:
         ScheduleError: It has been deleted.
@@ -96,17 +96,17 @@ def _take_gradient(
 
 
 class Engine:
-    """Everything that happens between two optimizer steps.
+    """Runs forward, backward and gradient sync of one sharded model.
 
     Args:
-        parts: What it is put together from.
+        parts: The parts that it is built from.
 
     Attributes:
-        delayed: Weight gradients that wait for the end of backward; None where none do. Where there are, all gradients
+        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
             stay where autograd puts them until then: units are filled and reduced there, one after another.
     """
 
-    hears_of_each_gradient = False  # whether `take_gradient` has to be called for each
+    hears_of_each_gradient = False  # whether `take_gradient` is called for every gradient
 
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
@@ -136,23 +136,23 @@ class Engine:
         self.replaced: ReplacedParameters | None = None
         self.handed_out = HandedOut()
         self.expert_names = ExpertNames()
-        self.own_groups: OwnGroups | None = None  # they go with the engine
-        self.opened: set[int] = set()  # units whose modules hold copies of the full parameters
+        self.own_groups: OwnGroups | None = None  # destroyed with the engine
+        self.opened: set[int] = set()  # units whose modules show copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._asked: set[int] = set()  # ids of parameters that trained before a change, of whose use ranks know
-        self._has_asked = False  # a sync was since parameters were last frozen or thawed
-        self._has_unshown = False  # a backward was since the last sync
-        self._defers = False  # some pass since the last sync leaves sums for later
-        self._may_differ = False  # ranks may hold such sums for different groups, since the last reset
+        self._asked: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
+        self._has_asked = False  # there was a sync since parameters were last frozen or unfrozen
+        self._has_unshown = False  # there was a backward since the last sync
+        self._defers = False  # some backward since the last sync defers its reduction
+        self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
-        self._ending = False  # a backward ends, and its checks conclude after that
+        self._ending = False  # inside `_post_backward`, whose checks conclude later
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, index: int) -> None:
-        """The unit's forward is about to run: its parameters become full."""
+        """Unshard a unit: its forward is about to run."""
         if self.opened and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
@@ -180,7 +180,7 @@ class Engine:
             self.observers.begins(Phase.FORWARD, index)
 
     def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
-        """The unit's forward has run or failed: its parameters are the sharded ones again."""
+        """Show the sharded parameters again: the unit's forward has run or failed."""
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
@@ -197,7 +197,7 @@ class Engine:
         return ForwardCall(index, weights_version)
 
     def refresh_weights(self) -> None:
-        """Install main weights that anyone (optimizer, checkpoint, user) changed in place since the last time."""
+        """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
         if self.handed_out.changed() or self._has_newer_weights:
             self.install_main_weights()
         self.release_gradients()
@@ -210,9 +210,9 @@ class Engine:
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
     def _follow_requires_grad(self) -> None:
-        """Let what was frozen or thawed since the last pass take no gradients, or take them again.
+        """Follow changes of `requires_grad` since the last pass.
 
-        Where nothing has changed, nothing is sent. Where something has, ranks agree on it first.
+        Nothing is sent unless something has changed; then ranks agree on it first.
 
         Raises:
             ConfigurationError: It has not changed alike on all ranks.
@@ -252,7 +252,7 @@ class Engine:
             ):
                 if flag != before:
                     facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
-        if self.executor.verifier is not None:  # stop together with a rank that has changed nothing and goes on
+        if self.executor.verifier is not None:  # a rank that has changed nothing must stop, too
             self.executor.verifier.change()
         try:
             agree_over(self.reaching_all, None, facts[False])
@@ -275,7 +275,7 @@ class Engine:
         self.watch_gradients(unit.index, position)
 
     def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
-        """Hear of the gradients of a group's parameters, of those that take any and were not watched before."""
+        """Register hooks on a group's full parameters that take gradients and have none yet."""
         group = self.units[index].groups[position]
         grads, handles = group.gradients, []
         for parameter, param in enumerate(group.full if grads is not None else ()):
@@ -291,7 +291,7 @@ class Engine:
         return handles
 
     def inspect_gradients(self, group: ParameterGroup) -> None:
-        """Let the check for values that are not finite, where there is one, see what is about to travel."""
+        """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
         if check is not None and group.gradients is not None:
             group.gradients.inspect = lambda index, grad: check.look_at(names[index], grad)
@@ -301,10 +301,10 @@ class Engine:
         return self.stepped or any(unit.main_changed for unit in self.units)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer has stepped. Its operations on lists of DTensors leave no trace in version counters."""
+        """Follow a step of any optimizer. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
             self.executor.note_step()
-            return  # its own hooks install
+            return  # its own hooks install the weights
         if self.replaced is not None:
             self.replaced.check(optimizer)
         self._unseen.look_at(optimizer, self.positions)
@@ -314,7 +314,7 @@ class Engine:
             self.executor.note_step()
 
     def install_main_weights(self) -> None:
-        """Copy main weights into compute weights; what was gathered is out of date."""
+        """Copy main weights into compute weights; gathered weights are stale then."""
         self.executor.run(self.scheduler.weights_changed())
         with self.observers.during(Phase.INSTALL, ROOT):
             for unit in self.units:
@@ -324,7 +324,7 @@ class Engine:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """The gradient of some output of a forward is known, so its backward is about to run."""
+        """Unshard a unit for backward: the gradient of some output of a forward is known."""
         self._begin_backward()
         if call.last_backward == self._backward_id:
             return
@@ -337,13 +337,13 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version))
-        self.units[call.unit].show_unsharded()  # recomputation inside the unit calls no hook of it
+        self.units[call.unit].show_unsharded()  # recomputation inside the unit calls none of its hooks
         self._installed.add(call.unit)
         if self.observers.are_there:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
-        """Autograd has the whole gradient of a parameter: move it into its bucket, or wait for those that are late."""
+        """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
         if self.delayed is not None and not self._ending:
             self._hear_of_gradient(index)
             return
@@ -368,7 +368,7 @@ class Engine:
             self.observers.ends(Phase.COPY, index)
 
     def filling(self, index: int, position: int) -> GradientBuffers:
-        """The gradients of group `position` of a unit, with memory for what this backward brings."""
+        """Return the gradients of group `position` of a unit, with memory for those of this backward."""
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:
@@ -377,7 +377,7 @@ class Engine:
         return gradients
 
     def _hear_of_gradient(self, index: int) -> None:
-        """A unit has got a gradient, and had none in this backward as far as anybody knows."""
+        """Report the first gradient of a unit in this backward to the scheduler."""
         if not self._callback_queued:
             self._begin_backward()
         try:
@@ -386,7 +386,7 @@ class Engine:
             raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
 
     def _begin_filling(self, index: int, position: int) -> None:
-        """Give group `position` of a unit memory for what this backward brings."""
+        """Give group `position` of a unit memory for the gradients of this backward."""
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         self.executor.begin_filling(self.units[index], position, self.reach)
@@ -405,20 +405,20 @@ class Engine:
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
 
     def domain_of(self, group: ParameterGroup) -> Domain:
-        """The ranks that share the parameters of a group."""
+        """Return the ranks that share the parameters of a group."""
         return self._sharding.domain(group.plan.spec.key.is_expert)
 
     @property
     def reach(self) -> Reach:
-        """How far gradients of this backward travel."""
+        """How far gradients of this backward are reduced."""
         return self.mode.reach(self._pending_is_sharded)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
             return
-        if self._has_newer_weights:  # than the forward computed with, which the scheduler refuses
+        if self._has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
-        self._follow_requires_grad()  # what was frozen since the forward gets no gradient
+        self._follow_requires_grad()  # parameters frozen since the forward get no gradient
         self._callback_queued = self._has_unshown = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
@@ -449,7 +449,7 @@ class Engine:
                 check.conclude()
 
     def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
-        """Bring everything that a backward left for a unit into its buckets, delayed weight gradients last."""
+        """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
         for position, group in enumerate(self.units[index].groups):
             if group.gradients is None:
                 continue
@@ -461,7 +461,7 @@ class Engine:
 
     @property
     def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
-        """The checks of every gradient that are switched on."""
+        """The checks of every gradient that are enabled."""
         return [check for check in (self.finite_check, self.large_check) if check is not None]
 
     def show_sharded(self) -> None:
@@ -476,18 +476,18 @@ class Engine:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def groups(self) -> list[ParameterGroup]:
-        """All parameter groups, in unit order."""
+        """Return all parameter groups, in unit order."""
         return [group for unit in self.units for group in unit.groups]
 
     def flush_deferred(self) -> None:
-        """Reduce sums that were deferred and not reduced since; from the last unit to the root, as a backward would.
+        """Reduce deferred gradients, from the last unit to the root, as a backward would.
 
         Raises:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
         """
         check = None if self._ending else self.finite_check
-        concludes = self._may_differ  # then not all ranks of other groups may have something to reduce
-        if check is not None and not self._callback_queued:  # inside a backward its own findings stay
+        concludes = self._may_differ  # then ranks of other groups may have nothing to reduce
+        if check is not None and not self._callback_queued:  # a running backward keeps its findings
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
@@ -502,7 +502,7 @@ class Engine:
                 check.conclude()
 
     def attach_gradients(self) -> None:
-        """Make the main gradients visible as `.grad` of the sharded parameters."""
+        """Set `.grad` of the sharded parameters to the main gradients."""
         self._defers = False
         self._has_asked, self._has_unshown = True, False
         renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
@@ -533,12 +533,12 @@ class Engine:
 
     @property
     def has_gradients_on_their_way(self) -> bool:
-        """Whether a backward is under way (or has failed), or deferred gradients wait for their reduction."""
+        """Whether a backward is running (or has failed), or deferred gradients wait for their reduction."""
         pending = [group.gradients for group in self.groups() if group.gradients is not None]
         return self.scheduler.in_backward or any(grads.is_busy for grads in pending)
 
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
-        """Let gradients travel in the policy's dtype from the next backward on."""
+        """Reduce gradients in the policy's communication dtype from the next backward on."""
         groups = [group for group in self.groups() if group.gradients is not None]
         if self.has_gradients_on_their_way:
             raise ConfigurationError(
@@ -552,17 +552,17 @@ class Engine:
         self.executor.make_bucket_pools()
 
     def clear_gradients(self) -> None:
-        """Forget all gradients, deferred ones included."""
+        """Clear all gradients, deferred ones included."""
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.clear()
             group.hide_grads()
 
     def reset(self) -> None:
-        """Bring every unit back to rest after an exception; nothing is sent before the next forward or sync.
+        """Reshard every unit after an exception; nothing is sent before the next forward or sync.
 
-        Gradients of the failed backward that lie in a bucket are dropped. Those that were reduced, or added to deferred
-        sums, stay there with those of earlier backwards, as on one process; clear gradients to be rid of them.
+        Gradients of the failed backward that are in a bucket are dropped. Those that were reduced, or added to deferred
+        sums, stay there with those of earlier backwards, as on one process; clear gradients to drop them.
         """
         self._callback_queued = False
         if self.delayed is not None:
@@ -578,7 +578,7 @@ class Engine:
         self._may_differ = self._defers
 
     def _match_after_reset(self) -> None:
-        """Ranks may have been stopped at different points; agree on what is deferred before anything else is sent."""
+        """Agree on deferred sums before anything else is sent: ranks may have been stopped at different points."""
         if not self._may_differ:
             return
         self._may_differ = False
@@ -587,7 +587,7 @@ class Engine:
                 groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
                 match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
 
-    # ---- what hooks never ask for, and people may --------------------------------------------------------------------
+    # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
     @property
     def dense(self) -> Domain:
@@ -610,7 +610,7 @@ class Engine:
         return self._sharding.reaching_all
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Forget what was accumulated for sharded parameters and is not visible as their `.grad` yet."""
+        """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
         if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
             for group, index in (self.positions[id(param)] for param in params):
                 if group.gradients is not None:
@@ -618,15 +618,15 @@ class Engine:
         self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Give the memory of gradients that were cleared back: forward and evaluation may need it."""
+        """Free the memory of cleared gradients: forward and evaluation may need it."""
         if self.scheduler.in_backward:
-            return  # some may be on their way
+            return  # some may be in reduction
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.release(group.sharded)
 
     def prefetch_weights(self, wait: bool) -> None:
-        """Start gathering the units that there is room for, root first, ahead of the next forward."""
+        """Start to all-gather the units that there is room for, root first, ahead of the next forward."""
         for unit in self.units:
             self.executor.run(self.scheduler.weights_wanted(unit.index))
             if wait:
@@ -635,15 +635,15 @@ class Engine:
             self.await_weights()
 
     def await_weights(self) -> None:
-        """Wait for what `prefetch_weights` has started."""
+        """Wait for the gathers of `prefetch_weights`."""
         for unit in self.units:
             unit.wait_for_unshard()
 
     @property
     def gathers_beside_main_weights(self) -> bool:
-        """Whether no gather writes into memory that main weights lie in, so that both may go on at a time.
+        """Whether no all-gather writes into the memory of main weights, so that both may be used at a time.
 
-        Where one does, a gather that is under way would undo what somebody writes into main weights meanwhile.
+        Where one does, a gather in flight would undo what is written into main weights meanwhile.
         """
         return not any(
             group.needs_all_gather and group.weights.main_is_compute and not group.weights_in_slots
@@ -657,13 +657,13 @@ class Engine:
         return max(sizes[1:], default=sizes[0])
 
     def set_prefetch(self, numel: int) -> None:
-        """Gather as many units ahead as fit into `numel` elements; see `prefetch_depth`."""
+        """Prefetch as many units as fit into `numel` elements; see `prefetch_depth`."""
         self.scheduler.look_ahead(
             prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
         )
 
     def set_reduce_capacity(self, numel: int) -> None:
-        """Have as many buckets as fit into `numel` elements; see `bucket_count`.
+        """Use as many buckets as fit into `numel` elements; see `bucket_count`.
 
         Raises:
             ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
@@ -676,13 +676,13 @@ class Engine:
         self.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in self.units]))
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
-        """Gather the units that own some parameters, sharded or full ones."""
+        """All-gather the units that own some parameters, sharded or full ones."""
         event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
         for unit in self.units_of(params):
             self.executor.run(event(unit.index))
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        """The units that own some parameters, sharded or full ones, in unit order."""
+        """Return the units that own some parameters, sharded or full ones, in unit order."""
         wanted = {id(param) for param in params}
         return [
             unit
@@ -691,18 +691,18 @@ class Engine:
         ]
 
     def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Let go of gathered weights that are not in use; they are gathered again when they are needed."""
+        """Reshard units that are not in use; they are gathered again when they are needed."""
         for unit in self.units_of(params):
             self.executor.run(self.scheduler.weights_unwanted(unit.index))
 
     def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce now what gradients of the units have arrived; those that have not count as zero."""
+        """Reduce the units' gradients that have arrived; those that have not count as zero."""
         for unit in self.units_of(params):
             if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
                 self.executor.run(self.scheduler.gradients_ready(unit.index), self.reach)
 
     def broadcast_whole_weights(self) -> None:
-        """Send main weights of which every rank holds a whole copy from the first rank to the others."""
+        """Broadcast main weights that every rank holds whole from the first rank."""
         for group in self.groups():
             for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
                 if axis.group is not None and placement is not Placement.SHARD:
@@ -711,10 +711,9 @@ class Engine:
         self.install_main_weights()
 
 
-# The hook that brings a gradient from autograd into its bucket.
-#
-# It runs for every parameter in every backward, so it does the common case, a plain gradient that is the first for its
-# bucket, without calling anything of ours: that halves the host time of a gradient.
+# The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
+# the common case, a plain gradient that is the first for its place in the bucket, without calling anything of ours:
+# that halves the host time of a gradient.
 
 Take = Callable[[torch.Tensor], None]
 """Called with a full parameter when autograd has accumulated its gradient."""
@@ -725,14 +724,14 @@ _STRIDED = torch.strided
 def direct_hook(
     direct: list[torch.Tensor | None], filled: list[bool], arrived: list[bool], index: int, take: Take
 ) -> Take:
-    """A hook for full parameter `index`.
+    """Make the hook of full parameter `index`.
 
     Args:
         direct: For each parameter, where its next gradient may be copied as it is; None: it may not.
-        filled: For each, whether its bucket holds a gradient; raised by a copy.
-        arrived: For each, whether a gradient has come since the last sync; raised by a copy.
+        filled: For each, whether its bucket holds a gradient; set by a copy.
+        arrived: For each, whether a gradient has come since the last sync; set by a copy.
         index: Which parameter.
-        take: What every other gradient goes to, untouched.
+        take: Called for every other gradient.
     """
 
     def receive(param: torch.Tensor) -> None:
@@ -747,11 +746,11 @@ def direct_hook(
     return receive
 
 
-# Tensors that state dicts handed out: they share the memory of main weights, but not its version counters.
-
-
 class HandedOut:
-    """Tells whether what state dicts gave away was written to, as a bare `dcp.load` does."""
+    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
+
+    They share the memory of main weights, but not its version counters.
+    """
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
@@ -766,17 +765,14 @@ class HandedOut:
         return any(alias._version != version for _, alias, version in self._seen)
 
     def changed(self) -> bool:
-        """Whether any was written to since the last call; those that have died are asked once more and forgotten."""
+        """Return whether any was written to since the last call; dead tensors are checked once more and dropped."""
         changed = self.is_written
         self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
         return changed
 
 
-# After an exception ranks may have stopped at different points; what they hold for later has to be alike again.
-
-
 def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
-    """Let every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
+    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
 
     Args:
         groups: Trainable groups that share a domain, in an order that all ranks share.
@@ -794,17 +790,14 @@ def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device
         each.ensure_sums(bool(deferred), bool(pending))
 
 
-# Optimizers that all gradients pass by, so that their steps train nothing.
-
-
 class UnseenGradients:
-    """Warns once where a step updated nothing because all gradients wait for their reduction."""
+    """Warns, once, when an optimizer steps before any gradient of its parameters is reduced."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def look_at(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
-        """An optimizer that is not connected has stepped.
+        """Warn when an unconnected optimizer steps before gradients are reduced.
 
         Args:
             optimizer: The optimizer.
@@ -825,7 +818,7 @@ class UnseenGradients:
 
 
 class ReplacedParameters:
-    """The parameters that sharding took out of a model; no gradient comes to them any more.
+    """The original parameters that sharding took out of a model; they get no gradient any more.
 
     Args:
         module: The model, before it is sharded.
@@ -838,7 +831,7 @@ class ReplacedParameters:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that holds such parameters; one that holds none is not searched again.
 
-        One that has a gradient is somebody's: of another module that shares it and was not sharded, say.
+        One with a gradient is in use elsewhere, by another module that shares it and was not sharded, say.
 
         Raises:
             ConfigurationError: It would train nothing.
@@ -862,7 +855,7 @@ class ReplacedParameters:
 
 
 def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse to replace the parameters of an optimizer that keeps them where nobody else can replace them.
+    """Refuse an optimizer that keeps parameters outside of its groups, where sharding cannot replace them.
 
     Args:
         optimizer: To check.
@@ -881,7 +874,7 @@ def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, 
 
 
 def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the parameter groups of an optimizer, and in lists and the like that it keeps besides, with where."""
+    """Iterate over the tensors in an optimizer's groups and in its other lists, with where each one is."""
     lists = [group["params"] for group in optimizer.param_groups]
     yield from ((_IN_GROUPS, param) for params in lists for param in params)
     for name, value in vars(optimizer).items():
@@ -900,24 +893,22 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-# Which parameters got a gradient on any rank.
-#
-# A parameter that nobody used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
-# alone. No rank of several can know that by itself, so the ranks agree after the first backward. Where every
-# parameter was used, which is the rule, they never ask again (and a parameter that goes unused later has a zero
-# gradient); else they agree after every backward. `find_unused_parameters=True` makes them ask every time: one small
-# collective, and one wait for it.
+# A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
+# alone. A rank cannot know that by itself, so the ranks agree after the first backward. Where every parameter was
+# used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
+# agree after every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one
+# wait for it.
 
 
 class UsageAgreement:
-    """Agrees over one group of ranks which parameters were used.
+    """Agrees over one group of ranks which parameters got a gradient on any rank.
 
     Args:
         group: The ranks; None for a single one.
         device: Where the flags travel.
         always: Ask at every sync, also after all parameters were used once.
-        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: where any
-            of them shows a gradient all do, so that a norm that crosses them is met by all. They ask at every sync.
+        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: if any of
+            them shows a gradient, all do, so that all join a norm that spans them. They ask at every sync.
     """
 
     def __init__(
@@ -934,12 +925,12 @@ class UsageAgreement:
         self._all_used = False
 
     def ask_again(self) -> None:
-        """Other parameters take gradients from now on."""
+        """Ask at the next sync, since other parameters take gradients now."""
         self._all_used = False
 
     @real_values()
     def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
-        """Whether any rank used each parameter.
+        """Return whether any rank used each parameter.
 
         Args:
             used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
@@ -950,7 +941,7 @@ class UsageAgreement:
         """
         if self._all_used:
             return [True] * len(used_here)
-        if self._group is None:  # nothing has to travel, so that the host waits for no device
+        if self._group is None:  # nothing to send, so no device sync
             return self._show_one(list(used_here))
         flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
@@ -976,33 +967,33 @@ class UsageAgreement:
         return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
 
 
-# Hooks that the user registered on sharded parameters, run once their gradient is reduced.
+# Hooks that the user registered on sharded parameters.
 #
-# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So what was
-# registered on these is called here, at each gradient sync, when all gradients are in their places:
+# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So hooks of the
+# latter are called here, at each gradient sync, when all gradients are set:
 #
 # - `register_hook` first: called with the gradient; what it returns replaces it;
 # - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
 #   gradient.
 #
-# Both see what the parameter shows after the sync, with earlier backwards that were not cleared, deferred ones
-# included. They run in the order of units, on every rank for the same parameters, and for those only that got a
-# gradient. A gradient that autograd brings to a sharded parameter by itself (a penalty on `model.parameters()`) calls
-# the hooks right there, as for any tensor, and its share is part of what they see at the sync.
+# Both see the gradient after the sync, with earlier backwards that were not cleared, deferred ones included. They run
+# in the order of units, on every rank for the same parameters, and only for those that got a gradient. A gradient that
+# autograd computes for a sharded parameter itself (a penalty on `model.parameters()`) calls the hooks right there, as
+# for any tensor, and is part of what they see at the sync.
 
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]]) -> None:
-    """Call the hooks of every parameter with a new gradient.
+    """Call the user's hooks of every parameter with a new gradient.
 
     Args:
         renewed: The groups whose gradients were reduced since the last sync, each with a flag per parameter: whether
             any rank had a gradient for it.
 
     Raises:
-        ConfigurationError: What a hook returned cannot take the place of the gradient, or nobody takes it.
+        ConfigurationError: What a hook returned cannot replace the gradient, or is ignored.
     """
     for group, used in renewed:
         if not _any_has_hooks(group):
@@ -1054,14 +1045,12 @@ def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name
     set_grad(param, attribute, answer)
 
 
-# What hangs in the module tree that was not there when the model was sharded.
-
 _CHILDREN = itemgetter("_modules")
 _PARAMETERS = itemgetter("_parameters")
 
 
 class StructureCheck:
-    """Finds trainable parameters that joined the model after sharding: each rank would train its own, unseen.
+    """Finds trainable parameters that joined the model after sharding: each rank would train its own.
 
     Modules around known ones (wrappers) and modules without trainable parameters may come and go.
 
@@ -1087,7 +1076,7 @@ class StructureCheck:
         self._known_params.add(id(None))
 
     def check(self) -> None:
-        """Look at every module once.
+        """Check every module once.
 
         Raises:
             ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
@@ -1109,7 +1098,7 @@ class StructureCheck:
                     raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
 
     def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
-        """Whether all children, or parameters, of all modules are known; in one pass that runs no code of Python."""
+        """Return whether all children, or parameters, of all modules are known; in one pass without Python code."""
         held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
         return known.issuperset(map(id, held))
 

@@ -1,4 +1,4 @@
-"""The executor: carries out what the scheduler decided, on lanes, slots and buckets.
+"""The executor: carries out the scheduler's operations, with lanes, slots and buckets.
 
 It never chooses what is gathered or reduced. It chooses when a bucket is waited for, and starts the outer reduction
 then.
@@ -22,8 +22,6 @@ from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.accounting import UNITS_CROSSING
 from megatron_fsdp.sharding.memory_plan import WeightPlan
 
-# Notes on an error of communication: where it happened, and what is known of the other ranks.
-
 _HANG_ADVICE = (
     "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
     "finds the first difference between ranks (docs/ranks.md)"
@@ -31,12 +29,12 @@ _HANG_ADVICE = (
 
 
 def explain(error: BaseException, where: str, observers: Observers) -> None:
-    """Add notes to an error of a collective, such as one that timed out; others stay as they are.
+    """Add notes to an error of a collective, such as a timeout; other errors stay as they are.
 
     Args:
         error: What was raised.
         where: During what.
-        observers: May know what other ranks do.
+        observers: Observers that may know what other ranks do.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
         return
@@ -48,7 +46,7 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
 
 @contextmanager
 def explained(where: str, observers: Observers) -> Iterator[None]:
-    """Add them to what is raised inside of a block."""
+    """Add the notes of `explain` to errors raised inside of a block."""
     try:
         yield
     except RuntimeError as error:
@@ -56,21 +54,18 @@ def explained(where: str, observers: Observers) -> Iterator[None]:
         raise
 
 
-# How many bytes a phase of a unit communicates, as ranks compare them.
-
-
 def all_gather_bytes(unit: Unit) -> int:
-    """Of the full weights that are gathered; 0 where they are whole everywhere."""
+    """Return the bytes of the full weights that a unit gathers; 0 where they are whole everywhere."""
     plans = [group.plan for group in unit.groups if group.plan.needs_all_gather]
     return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
 
 
 def communicated_bytes(phase: Phase, unit: Unit) -> int:
-    """Of a phase that has started to communicate: of the full weights or of the whole bucket, not of one rank's part.
+    """Return the bytes that a phase communicates: of the full weights or the whole bucket, not of one rank's part.
 
     Args:
-        phase: Which; 0 for those that send only a few numbers.
-        unit: Of which unit.
+        phase: The phase; 0 for those that send only a few numbers.
+        unit: The unit.
     """
     if phase is Phase.GATHER:
         return all_gather_bytes(unit)
@@ -87,7 +82,7 @@ _FINGERPRINT_LIMIT = 2**61 - 1
 
 @dataclass
 class _Reduction:
-    """A unit's reduction over the inner ranks on its way, and the memory it borrowed."""
+    """A unit's reduction over the inner ranks in flight, and the memory it borrowed."""
 
     unit: Unit
     reach: Reach
@@ -98,19 +93,19 @@ class _Reduction:
 
 
 class Executor:
-    """Moves buffers.
+    """Runs operations on units.
 
     Args:
         units: All units, root first.
-        device: Where they live.
-        finalise: What the end of a backward asks for once all reductions are in.
-        weights: Where gathered weights live.
+        device: Device of the units.
+        finalise: Called at the end of a backward once all reductions are done.
+        weights: The plan of gathered weights' memory.
         buckets: How many units besides the root fill a bucket or have one in reduction at a time.
 
     Attributes:
         weight_memory: The memory of gathered weights.
         bucket_count: As given, or as set since.
-        observers: Who is told of phases and collectives.
+        observers: Observers of phases and collectives.
     """
 
     def __init__(
@@ -134,12 +129,12 @@ class Executor:
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
         self.verifier: Verifier | None = None  # compares ranks before they communicate
-        self.is_broken = False  # an operation failed, so the scheduler's picture is not what happened, until a reset
+        self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
     def make_bucket_pools(self) -> None:
-        """Set up memory for gradients on their way, sized for the communication dtypes as they are now."""
+        """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
         self._root_bucket = BucketPool(1, _largest_bucket(root), self._device, make_room)
@@ -147,7 +142,7 @@ class Executor:
         self._scratch = BucketPool(self._scratch_count, _largest_bucket(self._units), self._device, make_room)
 
     def set_bucket_count(self, count: int) -> None:
-        """Let another number of units fill a bucket or have one in reduction at a time."""
+        """Change the number of units that fill a bucket or have one in reduction at a time."""
         self.retire_all()
         self.bucket_count = count
         self._buckets.set_count(count)
@@ -159,15 +154,15 @@ class Executor:
 
     @property
     def _scratch_count(self) -> int:
-        """One for each reduction that may be under way while another bucket fills."""
+        """One for each reduction that may be in flight while another bucket fills."""
         return max(1, self.bucket_count - 1)
 
     def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
         """Carry out operations in order.
 
         Args:
-            operations: From the scheduler.
-            reach: How far gradients that are ready travel.
+            operations: Operations of the scheduler.
+            reach: How far gradients that are ready are reduced.
         """
         observers = self.observers
         for action, index, slot in operations:
@@ -202,11 +197,11 @@ class Executor:
             self.reduce(unit, reach)
         else:
             self.retire_all()
-            self.is_broken = False  # what follows may refuse something, but communication is over
+            self.is_broken = False  # `_finalise` may raise, but communication is over
             self._finalise()
 
     def _verify(self, verifier: Verifier, action: Action, unit: Unit, reach: Reach) -> None:
-        """Compare with the other ranks before anything is sent; what stays local is not compared."""
+        """Announce an operation to the other ranks before anything is sent; local ones are not announced."""
         if action is Action.GATHER:
             num_bytes = all_gather_bytes(unit)
             if num_bytes:
@@ -217,17 +212,17 @@ class Executor:
             verifier.end_backward()
 
     def end_forward(self, failed: bool) -> None:
-        """The outermost forward is over, perhaps by an exception."""
+        """Report the end of the outermost forward, perhaps by an exception, to the verifier."""
         if self.verifier is not None and not self.is_broken:
             self.verifier.end_forward(failed)
 
     def note_step(self) -> None:
-        """An optimizer of the model has stepped."""
+        """Report a step of an optimizer of the model to the verifier."""
         if self.verifier is not None:
             self.verifier.note_step()
 
     def _fold(self, action: Action, index: int) -> None:
-        """Fold what is about to be communicated into a number that ranks can compare."""
+        """Fold an operation into the fingerprint of the communication, which ranks compare."""
         self.fingerprint = (self.fingerprint * 1_000_003 + 2 * index + (action is _REDUCE)) % _FINGERPRINT_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
@@ -238,21 +233,21 @@ class Executor:
         return block
 
     def all_gather_outer(self) -> None:
-        """Start bringing the compute weights of all units up to date from the outer ranks, in place."""
+        """Start to all-gather the compute weights of all units over the outer ranks, in place."""
         for unit in self._units:
             if unit.needs_outer_all_gather:
                 with self.observers.during(Phase.GATHER_ACROSS, unit.index):
                     unit.all_gather_outer(self._outer_lane)
 
     def wait_for_outer(self) -> None:
-        """Wait for that, also for units that the forward did not use: their weights may be changed after it."""
+        """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
         for unit in self._units:
             unit.wait_for_outer()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
-        """Give group `position` of a unit memory for the gradients of this backward, if need be that of others."""
+        """Give group `position` of a unit memory for the gradients of this backward, waiting for others' if need be."""
         with explained(f"while gradients of unit {unit.label} need memory", self.observers):
             self._begin_filling(unit, position, reach)
 
@@ -263,7 +258,7 @@ class Executor:
         gradients.begin(unit.bucket_of(position, self._bucket(unit)) if borrows else None)
 
     def reduce(self, unit: Unit, reach: Reach) -> None:
-        """Start reducing all gradients of a unit, or keep them where reduction is deferred."""
+        """Start to reduce all gradients of a unit, or keep them where the reduction is deferred."""
         if reach is Reach.NOWHERE:
             self._keep(unit)
             return
@@ -284,7 +279,7 @@ class Executor:
         self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
 
     def reduce_outer(self, unit: Unit) -> None:
-        """Start reducing over the outer ranks what the inner ones have summed."""
+        """Start to reduce over the outer ranks what the inner ones have summed."""
         if not unit.reduces_outer:
             return
         if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
@@ -305,7 +300,7 @@ class Executor:
             ticket.wait()
 
     def _keep(self, unit: Unit) -> None:
-        """Keep local sums, zero where nothing came: ranks must agree on what there is to reduce later."""
+        """Keep local sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
         for position, group in enumerate(unit.groups):
             if group.gradients is None or not group.reduces:
                 continue
@@ -325,7 +320,7 @@ class Executor:
     def _scratch_for(self, unit: Unit) -> Block | None:
         if not unit.exchanges_inside:
             return None
-        if unit.index == ROOT:  # the last of a backward: what brought the others' gradients here may go first
+        if unit.index == ROOT:  # the last of a backward: free the other units' buckets first
             while self._retire_oldest():
                 pass
             self._buckets.empty()
@@ -334,7 +329,7 @@ class Executor:
         return scratch
 
     def _retire_oldest(self) -> bool:
-        """Wait for the reduction that started first and take its memory back; False where none is under way."""
+        """Wait for the oldest reduction and take its memory back; return False where none is in flight."""
         if not self._in_flight:
             return False
         reduction = self._in_flight.popleft()
@@ -351,7 +346,7 @@ class Executor:
         return True
 
     def retire_all(self) -> None:
-        """Wait for every reduction, and give back the memory that brought gradients here: others may need it."""
+        """Wait for every reduction, and free all buckets and scratch: others may need the memory."""
         while self._retire_oldest():
             pass
         while self._crossing:
@@ -362,7 +357,7 @@ class Executor:
     # ---- after an exception, and for reports --------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Drop gradients on their way and take all borrowed memory back."""
+        """Drop gradients in reduction and take all borrowed memory back."""
         self.observers.forget()
         self.is_broken = False
         self.fingerprint = 0  # ranks may have been stopped at different points
@@ -385,17 +380,17 @@ class Executor:
 
     @property
     def transient_bytes(self) -> int:
-        """The most that gathered weights, buckets and scratch have taken, each at a time."""
+        """Sum of the peaks of gathered weights, buckets and scratch, in bytes."""
         return self.weight_memory.peak_bytes + sum(pool.peak_bytes for pool in self._pools)
 
     @property
     def held_bytes(self) -> int:
-        """What gathered weights, buckets and scratch take now."""
+        """Bytes that gathered weights, buckets and scratch take now."""
         return self.weight_memory.held_bytes + self.bucket_bytes
 
     @property
     def bucket_bytes(self) -> int:
-        """What buckets and scratch take now."""
+        """Bytes that buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)
 
 

@@ -1,4 +1,4 @@
-"""Experts that differ between ranks, as a checkpoint of all ranks sees them."""
+"""Names and shards of experts that differ between ranks, in checkpoints of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExpertNames:
     """Names over all ranks, and the shards of all ranks' experts together, for one model.
 
     Attributes:
-        plan: Who holds which experts; None where no ranks hold other experts.
+        plan: The experts of all ranks; None where no ranks hold other experts.
     """
 
     def __init__(self, plan: ExpertPlan | None = None) -> None:
@@ -39,27 +39,27 @@ class ExpertNames:
         return self.plan is None
 
     def add(self, name: str, own: ShardFrame, saved: ShardFrame) -> None:
-        """Note how a parameter of this rank is saved."""
+        """Register how a parameter of this rank is saved."""
         self._own[name], self._saved[name] = own, saved
 
     def name_of(self, name: str) -> str:
-        """The name in a checkpoint of what this rank calls `name`."""
+        """Return the name in a checkpoint of this rank's parameter `name`."""
         return name if self.plan is None else self.plan.to_global(name)
 
     def name_here(self, name: str) -> str | None:
-        """The reverse of `name_of`; None for an expert of another rank."""
+        """Return this rank's name of a parameter in a checkpoint; None for an expert of another rank."""
         return name if self.plan is None else self.plan.to_local(name)
 
     def frame_of(self, name: str, own: ShardFrame) -> ShardFrame:
-        """The frame in which a parameter is saved."""
+        """Return the frame in which a parameter is saved."""
         return self._saved.get(name, own)
 
     def as_saved(self, name: str, value: Any) -> Any:
-        """A tensor that is cut as parameter `name`, as it is to be saved or loaded; it shares its memory."""
+        """Return a tensor that is cut as parameter `name` in the frame in which it is saved; it shares its memory."""
         return _reframed(value, self._own.get(name), self._saved.get(name))
 
     def as_held(self, name: str, value: Any) -> Any:
-        """The reverse: what was loaded, as it is held; of a whole tensor of all experts this rank's part."""
+        """Return a loaded tensor as this rank holds it; of a whole tensor of all experts this rank's part."""
         own, saved = self._own.get(name), self._saved.get(name)
         if own is None or saved is None:
             return value
@@ -80,7 +80,7 @@ def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any
 def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: DeviceMesh) -> ExpertNames:
     """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
 
-    Parameters that would be saved under one name with others say so when that is tried.
+    Parameters that would share a name with others in a checkpoint raise when they are saved.
 
     Args:
         groups: All parameter groups.
@@ -126,7 +126,7 @@ def _problem(name: str, reason: str | None) -> str:
 def _ask_everyone(
     mine: Mapping[str, tuple[int, ...]], groups: Sequence[dist.ProcessGroup]
 ) -> tuple[list[Mapping[str, tuple[int, ...]]], int]:
-    """What every expert-parallel rank has, and this one's place among them; the first group is the most significant."""
+    """Gather all expert-parallel ranks' shapes, and return this one's place; the first group is most significant."""
     everyone: list[Mapping[str, tuple[int, ...]]] = [mine]
     rank = 0
     for group in reversed(groups):
@@ -138,7 +138,7 @@ def _ask_everyone(
 
 
 def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: Domain, mesh: DeviceMesh) -> ShardFrame | str:
-    """The frame of all ranks' experts in one tensor; or why there is none."""
+    """Return the frame of all ranks' experts in one tensor; or a text that says why there is none."""
     description = frame.description
     if description.tensor_cut is not None or description.other_cuts:
         return "it is cut by tensor parallelism, too"
@@ -199,8 +199,8 @@ def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numb
     """List the parameters of all ranks' optimizers; pure, the same list on every rank.
 
     Args:
-        groups: What this rank calls its parameters, by parameter group.
-        plan: Who holds which experts.
+        groups: This rank's names of its parameters, by parameter group.
+        plan: The experts of all ranks.
     """
     found = Numbering()
     if plan.unnumbered:
@@ -229,7 +229,7 @@ def _container(name: str, plan: ExpertPlan) -> str | None:
 
 
 def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
-    """The parameters of all experts, expert by expert, in place of those of this rank's."""
+    """List the parameters of all experts, expert by expert, in place of those of this rank's."""
     namesakes = dict.fromkeys(plan.namesakes(name) for name in run)
     found = [(_index(name), order, name) for order, names in enumerate(namesakes) for name in names]
     return [name for _, _, name in sorted(found)]
@@ -243,13 +243,13 @@ def _index(name: str) -> int:
 def state_as_saved(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
 ) -> StateDict:
-    """A state dict as the optimizer of all experts would give it, with this rank's part of the state.
+    """Return the state dict that an optimizer of all experts would have, with this rank's part of the state.
 
     Args:
-        optimizer: Whose it is.
+        optimizer: The optimizer.
         state_dict: As torch made it.
         known: Name of each sharded parameter by id.
-        names: Of experts.
+        names: Names of experts.
     """
     local = _names_of(optimizer, known)
     assert names.plan is not None
@@ -279,7 +279,7 @@ def state_as_saved(
 def names_as_saved(
     optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
 ) -> list[list[str]] | None:
-    """Names over all ranks by the numbers of `state_as_saved`; None where there is no such list."""
+    """Return names over all ranks by the numbers of `state_as_saved`; None where there is no such list."""
     assert names.plan is not None
     numbering = number_parameters(_names_of(optimizer, known), names.plan)
     return None if numbering.problem is not None else numbering.groups
@@ -288,7 +288,7 @@ def names_as_saved(
 def state_as_held(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
 ) -> StateDict:
-    """The reverse of `state_as_saved`: what concerns this rank, numbered as torch does here.
+    """Invert `state_as_saved`: keep this rank's parameters, numbered as torch does here.
 
     A state dict that lists as many parameters as this rank has is taken as this rank's own.
     """
@@ -302,7 +302,7 @@ def state_as_held(
     elif numbering.problem is None and sizes == [len(each) for each in numbering.groups]:
         positions = numbering.own
     else:
-        return state_dict  # torch says what is wrong with it
+        return state_dict  # torch raises for it
     state, groups, count = {}, [], itertools.count()
     for group, keys, places, own in zip(state_dict["param_groups"], saved, positions, local, strict=True):
         numbers = [next(count) for _ in own]

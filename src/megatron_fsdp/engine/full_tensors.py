@@ -1,4 +1,4 @@
-"""Full tensors one after another, put together from the shards in buckets of bounded size.
+"""Iterators over full tensors, gathered from the shards in buckets of bounded size.
 
 A group whose flat buffer fits into a bucket is one all-gather. A larger one is cut between tensors, and each bucket is
 filled by one broadcast from every rank that owns a part of it: a rank's part of a range is a slice of the bucket, so
@@ -32,11 +32,9 @@ from megatron_fsdp.engine.wrap import differing_tensors
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement
 
-# Full tensors out of sharded ones, for checks, exports and people. Collective: every rank has to take part.
-
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """All main weights, whole, by canonical name; copies, in their main dtype, group after group.
+    """Gather all main weights by canonical name; copies, in their main dtype, group after group. Collective.
 
     Returns:
         On every rank the same tensors. Peak memory: what is returned and one group.
@@ -50,7 +48,7 @@ def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
-    """What every trainable parameter shows as its gradient, whole, by canonical name; None where it is None."""
+    """Gather the gradient of every trainable parameter by canonical name; None where it is None. Collective."""
     result: dict[str, torch.Tensor | None] = {}
     for group in engine.groups():
         if group.gradients is None:
@@ -62,7 +60,7 @@ def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
 
 
 def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
-    """A buffer that lies as main weights do, whole (numel,): gathered where it is sharded, else the local tensor."""
+    """Return a buffer that is placed as main weights, whole (numel,): gathered if sharded, else the local tensor."""
     local = buffer.local
     for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
         if placement is Placement.SHARD and axis.num_ranks > 1:  # outermost first: it was cut last
@@ -75,7 +73,7 @@ def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
 
 
 def _whole(group: ParameterGroup, full: torch.Tensor, index: int) -> torch.Tensor:
-    """A copy of tensor `index` of a gathered buffer, put together from the parts of tensor-parallel ranks."""
+    """Copy tensor `index` of a gathered buffer, put together from the parts of tensor-parallel ranks."""
     value = full_view(group.plan.layout, full, index).clone()
     part = group.plan.parts[index]
     return value if part is None else part.whole(value)
@@ -91,26 +89,24 @@ def _gradient_buffer(group: ParameterGroup) -> FlatBuffer:
     return buffer
 
 
-# Show full parameters in the module tree for a while, and take changes of them into the shards.
-
 _Copies = dict[int, list[list[nn.Parameter]]]
-"""For each unit by index, for each of its groups, one full parameter per parameter."""
+"""Full parameters by index of the unit, then by group, then by parameter."""
 
 
 @contextmanager
 def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> Iterator[None]:
-    """Let the modules of some units hold full, plain copies of their main weights. Collective.
+    """Put full, plain copies of the main weights of some units into their modules. Collective.
 
     Args:
-        engine: Of the model.
-        units: Whose parameters.
-        writeback: Take what the copies hold at the end into main and compute weights. Every rank has to hold the same.
+        engine: Engine of the model.
+        units: The units.
+        writeback: Copy what the copies hold at the end into main and compute weights. Every rank has to hold the same.
         compute_dtype: Copies in the dtype the model computes in, cast from the main weights; else in the main dtype.
 
     Raises:
-        ScheduleError: A forward or a backward is under way, or some unit shows its copies already.
-        ConfigurationError: Copies in another dtype cannot be taken back; a copy was replaced, or ranks wrote
-            different values (nothing is taken in then).
+        ScheduleError: A forward or a backward is running, or some unit shows its copies already.
+        ConfigurationError: Copies in another dtype cannot be written back; a copy was replaced, or ranks wrote
+            different values (nothing is written back then).
     """
     _check(engine, units, writeback, compute_dtype)
     with engine.observers.during(Phase.WHOLE, ROOT):
@@ -122,7 +118,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         yield
     except Exception as error:
         if writeback:
-            # So that ranks that go on hear of it instead of waiting.
+            # Tell the ranks that go on, which would wait otherwise.
             with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
                 agree_over(engine.reaching_all, error)
         raise
@@ -153,7 +149,7 @@ def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype
 
 
 def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]:
-    """Views of one new buffer. They take no gradient: it would go nowhere."""
+    """Copy a group's weights: views of one new buffer, which take no gradient, since it would be lost."""
     main = group.weights.main
     full = gather_buffer(group, main)
     if compute_dtype:
@@ -199,7 +195,7 @@ def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
 
 
 def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
-    """Refuse values that differ between ranks, each of which would keep its own part of them."""
+    """Refuse values that differ between ranks, since each rank would keep its own part of them."""
     named: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
     devices: dict[dist.ProcessGroup, torch.device] = {}
     for unit in units:
@@ -228,7 +224,7 @@ _Named = tuple[tuple[str, ...], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor to put together: its label, its place, and this rank's piece of it."""
+    """One tensor to gather: its label, its place, and this rank's piece of it."""
 
     label: tuple[str, ...]
     group: ParameterGroup
@@ -246,14 +242,14 @@ class _Bucket:
 
 
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Main weights, whole, in their main dtype, by canonical name."""
+    """Iterate over full main weights, in their main dtype, by canonical name."""
     entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
     for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
         yield name, full
 
 
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """What trainable parameters show as their gradient, whole, by canonical name; those that show none are left out."""
+    """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
     found = {id(group): group.grads() for group in engine.groups()}
     entries = _entries(engine, lambda group, index: _local(found[id(group)][index]))
     _agree(engine, entries)
@@ -264,7 +260,7 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
 def iter_optimizer_state(
     engine: Engine, optimizer: torch.optim.Optimizer, bucket_bytes: int
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """State tensors that are sharded as their parameter, whole, with the parameter's name and the key."""
+    """Iterate over full state tensors that are sharded as their parameter, with its name and the key."""
     states: dict[int, dict[Hashable, Any]] = {id(param): state for param, state in optimizer.state.items()}
     keys = sorted({str(key) for state in states.values() for key in state})
     entries = []
@@ -290,7 +286,7 @@ def _local(value: torch.Tensor | None) -> torch.Tensor | None:
 def _entries(
     engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None], *more: str
 ) -> list[_Entry]:
-    """All tensors that have a piece, group after group, in the order of the flat buffers."""
+    """List all tensors that have a piece, group after group, in the order of the flat buffers."""
     entries = []
     for group in engine.groups():
         layout = group.plan.layout
@@ -302,7 +298,7 @@ def _entries(
 
 
 def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
-    """What a rank lacks, the others would wait for."""
+    """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
     with engine.observers.during(Phase.AGREE, ROOT):
         agree_over(
             engine.reaching_all,
@@ -312,7 +308,7 @@ def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
-    """The same, with observers told while the next one is put together, and not while the caller looks at it."""
+    """Iterate, and tell observers while the next tensor is gathered, not while the caller uses it."""
     while True:
         with engine.observers.during(Phase.WHOLE, ROOT):
             found = next(stream, None)
@@ -323,7 +319,7 @@ def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
 
 
 def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
-    """Every tensor as a view of its bucket.
+    """Iterate over every tensor as a view of its bucket.
 
     A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.
     """
@@ -343,7 +339,7 @@ def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
 
 
 def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Bucket]:
-    """Gather entries of one group and dtype into buckets that are no larger than the limit, or one tensor."""
+    """Group entries of one group and dtype into buckets that are no larger than the limit, or one tensor."""
     taken: list[_Entry] = []
     for entry in entries:
         if taken and not _fits(taken, entry, limit_bytes):
@@ -379,7 +375,7 @@ def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Bucket:
 
 
 def _fill(bucket: _Bucket) -> torch.Tensor:
-    """The full range (stop - start,): this rank's pieces, and those of the others."""
+    """Return the full range (stop - start,): this rank's pieces, and those of the others."""
     group = bucket.entries[0].group
     layout, axis = group.plan.layout, group.plan.axis
     is_sharded = not group.weights.main.is_whole
@@ -395,14 +391,14 @@ def _fill(bucket: _Bucket) -> torch.Tensor:
 
 
 def _is_cut_further(entry: _Entry) -> bool:
-    """Whether more than the sharding axis cuts the tensor."""
+    """Return whether more than the sharding axis cuts the tensor."""
     plan = entry.group.plan
     part = plan.parts[entry.index]
     return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)
 
 
 def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: int) -> None:
-    """Give every rank the elements [start, stop) of the group's flat buffer; each holds its own part in `full`."""
+    """Send the elements [start, stop) of the group's flat buffer to every rank; each has its own part in `full`."""
     layout, axis = group.plan.layout, group.plan.axis
     if stop - start == layout.numel:
         own_start, own_stop = layout.shard_range(axis.rank)
@@ -422,7 +418,7 @@ def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: i
 
 
 def check_bucket_bytes(bucket_bytes: int) -> None:
-    """Refuse sizes that mean nothing.
+    """Refuse sizes that are not positive.
 
     Raises:
         ConfigurationError: It is not a positive number.

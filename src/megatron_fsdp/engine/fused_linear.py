@@ -1,11 +1,11 @@
 """Linear layers whose backward multiplies the weight gradient straight into the communication bucket.
 
     without    grad_out^T x input -> a tensor of its own -> copied, cast -> bucket
-    with       grad_out^T x input -> bucket; what comes later in the same backward is added by the product itself
+    with       grad_out^T x input -> bucket; later gradients of the same backward are added by the product itself
 
-The function takes the weight as F.linear does, so there is an edge to the leaf, and whether to write into the bucket is
-decided when backward comes by: where it cannot be done, the gradient is returned and takes the usual way.
-Where it was done, None is returned, and autograd calls the leaf's hook as always, which then finds no gradient.
+The function takes the weight as F.linear does, so there is an edge to the leaf, and whether to write into the bucket
+is decided in backward. Where it cannot be done, the gradient is returned as usual. Where it was done, None is
+returned, and autograd calls the leaf's hook as always, which then finds no gradient.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import warn_caller
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-"""Types whose arithmetic is that of plain tensors; DTensors and other subclasses do theirs themselves."""
+"""Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
 
 
 class _Place:
-    """Where the gradient of one weight belongs. All references are weak: a module must not keep its engine alive."""
+    """The place of one weight's gradient. All references are weak: a module must not keep its engine alive."""
 
     __slots__ = ("_engine", "_group", "_parameter", "_unit", "_weight")
 
@@ -37,7 +37,7 @@ class _Place:
         self._weight = weakref.ref(engine.units[unit].groups[group].full[parameter])
 
     def takes(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether a forward is one whose product is plain: the full weight in one dtype, no cast, no transform."""
+        """Return whether a forward is a plain product: the full weight in one dtype, no cast, no transform."""
         return (
             torch.is_grad_enabled()
             and weight is self._weight()
@@ -60,8 +60,8 @@ class _Place:
             operand: The input, (rows, in_features).
 
         Returns:
-            Whether that was done. Not where somebody wants to see the gradient by itself, nor where it is cast or
-            scaled on its way into the bucket.
+            Whether that was done; not where a check or hook needs the gradient by itself, or where it is cast or scaled
+            on its way into the bucket.
         """
         engine, weight = self._engine(), self._weight()
         if engine is None or weight is None or engine.large_check is not None or _is_watched(weight):
@@ -105,7 +105,7 @@ _apply: Any = super(torch.autograd.Function, _FusedLinear).apply
 
 
 def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of the weight; None where it lies in the bucket, or nobody wants it."""
+    """Return the gradient of the weight; None where it is in the bucket, or not needed."""
     try:
         accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
     except RuntimeError:  # torch.autograd.grad asks for this very gradient
@@ -119,12 +119,12 @@ def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> tor
 
 
 def _is_watched(weight: torch.Tensor) -> bool:
-    """Whether hooks of the user want this rank's gradient."""
+    """Return whether hooks of the user need this rank's gradient."""
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) != 1
 
 
 def _autocast_casts(tensor: torch.Tensor) -> bool:
-    """Whether autocast would compute in another dtype than that of the operands."""
+    """Return whether autocast would compute in another dtype than that of the operands."""
     if not torch._C._is_any_autocast_enabled():
         return False
     kind = tensor.device.type
@@ -132,12 +132,12 @@ def _autocast_casts(tensor: torch.Tensor) -> bool:
 
 
 class FusedLinear(nn.Linear):
-    """The class of an `nn.Linear` while its weight gradients go straight into a bucket; its copies are plain again."""
+    """The class of an `nn.Linear` whose weight gradients are written into a bucket; its copies are plain again."""
 
     _fused_place: _Place
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (the name in nn.Linear)
-        """As that of `nn.Linear`."""
+        """Compute the linear, with fused weight gradients where possible."""
         if torch.compiler.is_compiling():
             return F.linear(input, self.weight, self.bias)
         params, place = self._parameters, self._fused_place
@@ -152,13 +152,13 @@ class FusedLinear(nn.Linear):
         return "Linear"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy as an `nn.Linear`, which belongs to no engine."""
+        """Copy as a plain `nn.Linear`."""
         state = {name: value for name, value in self.__dict__.items() if name != "_fused_place"}
         return nn.Linear.__new__, (nn.Linear,), state
 
 
 def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
-    """Let every plain `nn.Linear` of a sharded model write its weight gradient into the bucket.
+    """Make every plain `nn.Linear` of a sharded model write its weight gradient into the bucket.
 
     Left alone are subclasses of `nn.Linear`, linears with a forward of their own or a parametrized weight, and weights
     that are frozen, cut by tensor parallelism, shared with another module, or whose gradients travel in another dtype
@@ -166,7 +166,7 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
 
     Args:
         engine: Its engine; held weakly.
-        module: The model, in which the sharded parameters hang.
+        module: The sharded model.
 
     Returns:
         How many linears were changed. Where there is none, the caller is warned.
@@ -192,7 +192,7 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
 
 
 def _places_by_weight(engine: Engine) -> dict[int, _Place]:
-    """The place of each gradient that is neither cast nor joined, by the id of the sharded parameter."""
+    """Map ids of sharded parameters to the place of their gradient, where it is not cast and the parameter is plain."""
     return {
         id(param): _Place(engine, unit.index, position, index)
         for unit in engine.units
@@ -204,7 +204,7 @@ def _places_by_weight(engine: Engine) -> dict[int, _Place]:
 
 
 def _users_by_weight(module: nn.Module) -> dict[int, int]:
-    """In how many places of the model each parameter hangs."""
+    """Count the places in the model that use each parameter, by its id."""
     found: dict[int, int] = {}
     for owner in module.modules():
         for param in owner._parameters.values():

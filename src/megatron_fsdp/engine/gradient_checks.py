@@ -1,8 +1,8 @@
 """Checks of gradients before they are reduced: NaN and infinity, and values far larger than ever before.
 
-Every rank says whose they are. For NaN and infinity gradients are looked at twice: as they arrive, and as they are
-about to travel. A sum of deferred microbatches, or the cast to the dtype of the main gradients or of the wire, can make
-infinity of values that were finite.
+The error on every rank names parameters and ranks. For NaN and infinity gradients are checked twice: as they arrive,
+and before they are reduced. A sum of deferred microbatches, or the cast to the dtype of the main gradients or of the
+communication, can turn finite values into infinity.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import torch.distributed as dist
 from megatron_fsdp.comm.axis import has_values, real_values
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 
-# The parameters of every rank under the names that messages use, for checks in which a rank speaks for its own.
-
 _SHOWN = 8
 
 
 class NamedRanks:
-    """Who has which parameters. Making one is collective.
+    """The parameters of every rank. Making one is collective.
 
     Args:
         names: Parameters of this rank; expert-parallel ranks may have others, and another number.
-        labels: Where a parameter travels, by its name: the unit or bucket; None, or no entry: nothing is said of it.
+        labels: The unit or bucket of a parameter, by its name; without an entry nothing is said of it.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
 
     Attributes:
@@ -51,7 +49,7 @@ class NamedRanks:
         return known
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """What every rank has, (ranks, most); `mine` is (most,) on each. Collective."""
+        """Gather the values of every rank, (ranks, most); `mine` is (most,) on each. Collective."""
         gathered = mine
         for group in self._groups:
             parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
@@ -60,13 +58,13 @@ class NamedRanks:
         return gathered.view(len(self.everyone), -1)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest over all ranks, elementwise and in place; the same on every rank. Collective."""
+        """Return the largest over all ranks, elementwise and in place; the same on every rank. Collective."""
         for group in self._groups:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return values
 
     def ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
-        """The global ranks, ascending, that raised a flag for a parameter; those that nobody flagged are left out.
+        """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out.
 
         Args:
             flags: By rank and position, as `gather` gives them.
@@ -80,39 +78,37 @@ class NamedRanks:
 
 
 def first_few(told: Iterable[str]) -> str:
-    """The first findings as text, and how many more there are."""
+    """Format the first findings, and how many more there are."""
     findings = list(told)
     more = f" and {len(findings) - _SHOWN} more" if len(findings) > _SHOWN else ""
     return "; ".join(findings[:_SHOWN]) + more
 
 
-# Find gradients that are far larger than ever before, before they are reduced, and say on every rank whose they are.
-#
 # A gradient is unexpectedly large when its largest magnitude on some rank is above `factor` times the largest that any
 # rank has seen of that parameter in the backwards before, all of them since the model was wrapped. So the limit never
 # falls, and it rises with gradients that grow: learning-rate warm-up and weights that start at zero make them grow by a
 # small factor at a time, which is no alarm. The first `history` backwards in which the parameter has a gradient other
-# than zero are not judged, so that the limit does not hang on one microbatch. History is not saved with a checkpoint: a
-# resumed run starts anew.
+# than zero are not judged, so that the limit does not depend on one microbatch. History is not saved with a checkpoint:
+# a resumed run starts anew.
 #
 # A backward that raises, by this check or by that for NaN and infinity, leaves no trace in the history.
 
 FACTOR = 100.0
-"""Ordinary spikes of a loss raise gradients by less; a bad sample or a broken kernel, by far more."""
+"""Ordinary loss spikes raise gradients by less; a bad sample or a broken kernel, by far more."""
 
 HISTORY = 10
-"""Backwards. Fewer are one or two steps of most runs; more would leave the begin of training, when it breaks, alone."""
+"""Backwards. Fewer are one or two steps of most runs; more would miss the start of training, when it breaks."""
 
 
 class LargeGradientCheck:
-    """Notes the largest magnitude of each gradient during backward; the ranks compare when it ends.
+    """Records the largest magnitude of each gradient during backward; the ranks compare when it ends.
 
     Where experts of different ranks have the same local name, they share their history.
 
     Args:
         names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
-        device: Where the magnitudes live.
+        device: Device of the magnitudes.
         labels: The unit or bucket of each parameter, for messages.
         factor: How many times the largest magnitude so far is too large; above 1.
         history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
@@ -148,18 +144,18 @@ class LargeGradientCheck:
         self._count = torch.zeros(len(known), dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """A backward begins; what an earlier one has left, which may have failed, is forgotten."""
+        """Begin a backward; drop what an earlier one, which may have failed, has left."""
         self._seen.zero_()
 
     def look_at(self, name: str, grad: torch.Tensor) -> None:
-        """Note the largest magnitude of a gradient; nothing is read back."""
+        """Record the largest magnitude of a gradient, without a device sync."""
         if grad.numel():
             position = self._position[name]
             largest = torch.linalg.vector_norm(grad, torch.inf)
             self._seen[position] = torch.maximum(self._seen[position], largest)
 
     def conclude(self) -> None:
-        """Compare over the ranks, then remember. One all-reduce of 4 bytes for each parameter, and one wait for it.
+        """Compare over the ranks, then remember. One all-reduce of 4 bytes per parameter, and one wait for it.
 
         Raises:
             LargeGradientError: The gradient of some rank is unexpectedly large; the message names parameters, ranks,
@@ -205,7 +201,7 @@ class FiniteCheck:
     Args:
         names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
-        device: Where the flags live.
+        device: Device of the flags.
         labels: The unit or bucket of each parameter, for messages.
     """
 
@@ -221,15 +217,15 @@ class FiniteCheck:
         self._flags = torch.zeros(self._ranks.most, dtype=torch.bool, device=device)
 
     def begin(self) -> None:
-        """A backward, or a sync outside of one, begins; what an earlier one that failed has left is forgotten."""
+        """Begin a backward, or a sync outside of one; drop what an earlier one that failed has left."""
         self._flags.zero_()
 
     def look_at(self, name: str, grad: torch.Tensor) -> None:
-        """Note whether a gradient holds a value that is not finite; nothing is read back."""
+        """Record whether a gradient holds a value that is not finite, without a device sync."""
         self._flags[self._position[name]] |= ~torch.isfinite(grad).all()
 
     def conclude(self) -> None:
-        """Compare over the ranks.
+        """Compare the flags over the ranks.
 
         Raises:
             NonFiniteGradientError: Some rank saw NaN or infinity; the message names parameters and ranks.

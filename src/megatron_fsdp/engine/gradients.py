@@ -1,4 +1,4 @@
-"""The gradients of a parameter group: from autograd into a bucket, over the wire, into the main gradient.
+"""The gradients of a parameter group: from autograd into a bucket, through the reduction, into the main gradient.
 
     autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
     where all reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
@@ -6,9 +6,9 @@
         -> cast, reduced across, at the sync ->  main gradient
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
-overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is looked at when the
-reduction is started, on the compute stream. From there to `attach` the main gradient is the lane's, which writes it at
-a time of its own: what autograd itself brings for sharded parameters stays in `.grad`, and `attach` adds it.
+overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is read when the reduction
+is started, on the compute stream. From there to `attach` the main gradient belongs to the lane, which writes it at a
+time of its own: what autograd itself computes for sharded parameters stays in `.grad`, and `attach` adds it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Region
 
-# Each tensor's place in a communication bucket, as views that are made once for each bucket.
-
 
 class BucketViews:
-    """Views of the buckets that a group fills; their memory comes and goes beneath them.
+    """The views of each tensor in the buckets that a group fills, made once per bucket; their memory comes and goes.
 
     Args:
         layout: Where each tensor lies in a bucket.
@@ -51,7 +49,7 @@ class BucketViews:
         return len(self._made)
 
     def of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """The place of each tensor in a bucket (numel,)."""
+        """Return the view of each tensor in a bucket (numel,)."""
         found = self._made.get(id(bucket))
         if found is None or found[0] is not bucket:
             views = [full_view(self._layout, bucket, i) for i in range(len(self._layout.shapes))]
@@ -59,13 +57,12 @@ class BucketViews:
         return found[1]
 
     def forget(self) -> None:
-        """Let go of all buckets; they may be gone."""
+        """Drop the views of all buckets, which may be gone."""
         self._made.clear()
 
 
-# Where a sharded parameter shows its gradient: in `.grad`, or in `.decoupled_grad`, which torch knows nothing of.
-#
-# Torch insists that `.grad` has the dtype of its parameter; an attribute of its own may have any.
+# The gradient of a sharded parameter is in `.grad`, or in `.decoupled_grad`, which torch does not use: torch requires
+# that `.grad` has the dtype of its parameter, and a further attribute may have any.
 
 GradAttribute = Literal["grad", "decoupled_grad"]
 
@@ -75,7 +72,7 @@ DECOUPLED: GradAttribute = "decoupled_grad"
 _GRAD = attrgetter(GRAD)
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass
-"""A context in which attributes of DTensors cost what those of tensors do.
+"""A context in which access to attributes of DTensors is as fast as of plain tensors.
 
 Torch looks for `__torch_function__` at each access to an attribute of a subclass, which takes several times as long as
 the access. DTensors have none, so that nothing else changes.
@@ -83,52 +80,51 @@ the access. DTensors have none, so that nothing else changes.
 
 
 def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | None:
-    """The gradient that a parameter shows, or None."""
+    """Return the gradient of a parameter, or None."""
     found: torch.Tensor | None = getattr(param, attribute, None)
     return found
 
 
 def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[torch.Tensor | None]:
-    """The same of several."""
+    """Return the gradients of several parameters."""
     with plain_attributes():
         return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
 
 
 def num_shown(grads: Sequence[torch.Tensor | None]) -> int:
-    """How many of some gradients are there."""
+    """Count the gradients that are not None."""
     return sum(map(is_not, grads, repeat(None)))
 
 
 def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
-    """Let each of some parameters show a gradient, or none, as `.grad`."""
+    """Set `.grad` of each of some parameters."""
     with plain_attributes():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 
 
 def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:
-    """Let a parameter show a gradient, or none."""
+    """Set the gradient of a parameter, or None."""
     setattr(param, attribute, grad)
 
 
-# The memory of a group's main gradient: there from the first reduction until no parameter shows a gradient any more.
+# The memory of a group's main gradient exists from the first reduction until all gradients are cleared.
 #
-# Between `zero_grad` and the next reduction no gradient means anything, and that is where forward takes the most. The
-# memory goes back to the allocator then and comes again, beneath the same tensors, so that whoever knows them (the
-# optimizer does) still does. Where somebody has kept a gradient, as torch allows, it is left to them and a new one
-# begun.
+# Between `zero_grad` and the next reduction there are no gradients, and that is where forward needs most memory. So the
+# storage is freed then and allocated again later, beneath the same tensors, to which the optimizer may refer. Where
+# the user has kept a gradient, as torch allows, it is left to them and a new one is made.
 
-_OWN_REFERENCES = 3  # to a DTensor of ours while it is looked at: the list, the variable, the argument
+_OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the variable, the argument
 
 
 class MainGradient:
-    """This rank's part of the accumulated gradients of a group, and the DTensors that show its pieces.
+    """This rank's part of the accumulated gradients of a group, and the DTensors of its pieces.
 
     Args:
         layout: Where each tensor lies in the whole gradient.
-        region: Which elements of that are here.
-        dtype: What is accumulated in.
-        device: Where it lives.
+        region: The elements of that which are here.
+        dtype: Dtype of the accumulation.
+        device: Device of the memory.
     """
 
     def __init__(self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device) -> None:
@@ -146,35 +142,35 @@ class MainGradient:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes while it is there."""
+        """Bytes that it takes while it is allocated."""
         return self.region.numel * self.dtype.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now."""
+        """Bytes that it takes now."""
         return 0 if self._buffer is None else self._buffer.local.untyped_storage().nbytes()
 
     @property
     def local(self) -> torch.Tensor:
-        """All elements, (region.numel,); with any content where there was no memory before."""
+        """All elements, (region.numel,); uninitialised where there was no memory before."""
         return self._there().local
 
     def piece(self, index: int) -> torch.Tensor:
-        """What is here of tensor `index`, a view; content as for `local`."""
+        """Return the part of tensor `index` that is here, a view; content as for `local`."""
         return self._there().piece(index)
 
     def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
-        """The same as a DTensor, made once."""
+        """Return the piece of tensor `index` as a DTensor, made once."""
         found = self.views[index]
         if found is None:
             found = self.views[index] = describe(index, self.piece(index))
         return found
 
     def take_back(self, index: int, grad: torch.Tensor) -> bool:
-        """Take in what became of a gradient that was handed out as a copy in another dtype, or was replaced.
+        """Copy back a gradient that was handed out as a copy in another dtype, or was replaced.
 
-        Elements that are still the rounded ones keep what was rounded off. Versions would not tell: torch's operations
-        on lists of DTensors, such as those of its gradient clipping, count nowhere.
+        Elements that still equal the rounded ones keep what was rounded off. Version counters would not tell: torch's
+        operations on lists of DTensors, such as those of its gradient clipping, do not count.
 
         Returns:
             Whether tensor `index` counts from now on: True.
@@ -202,7 +198,7 @@ class MainGradient:
         return True
 
     def release(self) -> None:
-        """Give the memory back. To be called when no element counts and nothing that writes here is under way."""
+        """Free the memory. Call it when no element counts and nothing that writes here is in flight."""
         if not self.held_bytes:
             return
         assert self._buffer is not None
@@ -220,7 +216,7 @@ class MainGradient:
         return self._buffer
 
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
-        """Whether no tensor besides our own refers to the memory, and nobody holds one of our DTensors."""
+        """Return whether only our own tensors refer to the memory, and no one else holds one of our DTensors."""
         storage = buffer.local.untyped_storage()
         ours = 2 + sum(view is not None for view in self.views)  # `local` and `storage`
         if torch._C._storage_Use_Count(storage._cdata) != ours:
@@ -232,7 +228,7 @@ class MainGradient:
 
 
 def _is_kept(view: DTensor) -> bool:
-    """Whether something that is not Python, such as a graph of autograd, or a name of its own refers to a DTensor."""
+    """Return whether a DTensor has another reference: outside of Python, as in an autograd graph, or another name."""
     in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
 
@@ -262,13 +258,13 @@ class GradientBuffers:
         self.precision = precision
         self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
-        self.inspect: Inspect | None = None  # sees what is about to travel: tensor i of each bucket
+        self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
         self._padding = padding_ranges(layout)
         count = len(layout.shapes)
         self._live = [False] * count  # the main gradient holds a contribution that counts
         self._attached = [False] * count  # `.grad` was handed out and not taken back since
-        self._kept = [False] * count  # `.grad` was there when the next gradient came, and will be there again
+        self._kept = [False] * count  # `.grad` was set when the next gradient came, and will be set again
         self._target: torch.Tensor | None = None
         self.bucket_views = BucketViews(layout)
         self._views_of_target: list[torch.Tensor] = []
@@ -276,7 +272,7 @@ class GradientBuffers:
         self._pending: torch.Tensor | None = None
         self.filled = [False] * count  # the bucket holds a gradient of the parameter
         self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
-        self.written: set[int] = set()  # came without a tensor of their own; emptied by who counts what comes
+        self.written: set[int] = set()  # gradients written in place, until they are counted
         self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
@@ -287,7 +283,7 @@ class GradientBuffers:
         self._views_of_target = []
 
     def forget_buckets(self) -> None:
-        """Let go of buckets that were filled before and may be gone."""
+        """Drop the views of earlier buckets, which may be gone."""
         self.bucket_views.forget()
         if not self.is_filling:
             self._views_of_target = []
@@ -306,25 +302,25 @@ class GradientBuffers:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether there are sums of earlier backwards that no other rank knows of."""
+        """Whether there are local sums of earlier backwards that are not reduced."""
         return self._partial is not None
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are sums that the outer ranks have not reduced yet."""
+        """Whether there are sums that are not reduced over the outer ranks yet."""
         return self._pending is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is on its way to the main gradient."""
+        """Whether gradients are anywhere on the way to the main gradient."""
         return self.is_filling or self.has_deferred or self.has_pending
 
     def needs_bucket(self, defer: bool) -> bool:
-        """Whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
+        """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
         return not defer and self._partial is None
 
     def begin(self, bucket: torch.Tensor | None) -> None:
-        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or (None) deferred sums."""
+        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
         if bucket is not None:
             for start, stop in self._padding:
                 bucket[start:stop].zero_()
@@ -339,7 +335,7 @@ class GradientBuffers:
             self.direct[:] = self._views_of_target
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Take the gradient of parameter `index` (its own shape, any dtype): one copy, with the cast."""
+        """Copy the gradient of parameter `index` (its own shape, any dtype) into the target, with the cast."""
         target, factor = self._target, self.reducer.reduction.pre_factor
         assert target is not None
         if target is self._partial:
@@ -353,7 +349,7 @@ class GradientBuffers:
         self._note(index)
 
     def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
-        """Where the gradient of a parameter may be written (None: it is cast or scaled), and whether to add to it."""
+        """Return where to write the gradient of a parameter (None: it is cast or scaled), and whether to add to it."""
         target, adds = self._target, self.filled[index] or self._target is self._partial
         if target is None or target.dtype is not dtype:
             return None, adds
@@ -362,7 +358,7 @@ class GradientBuffers:
         return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
 
     def note_written(self, index: int) -> None:
-        """The gradient of parameter `index` was written into its place, or added to what was there."""
+        """Record that the gradient of parameter `index` was written into its place, or added to it."""
         self._note(index)
         self.written.add(index)
 
@@ -371,19 +367,19 @@ class GradientBuffers:
         self.direct[index] = None
 
     def hear_of_each(self) -> None:
-        """Let every gradient of this backward come through `add`: somebody wants to see it."""
+        """Make every gradient of this backward come through `add`, since something observes it."""
         self.direct[:] = [None] * len(self.direct)
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Leave what has come in the deferred sums."""
+        """Keep the new gradients in the deferred sums."""
         self._target = None
 
     def reduce(
         self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
     ) -> Ticket:
-        """Start reducing what has come over the inner ranks; gradients that have not come count as zero.
+        """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
         Args:
             lane: Where the collective runs.
@@ -413,7 +409,7 @@ class GradientBuffers:
         return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
     def reduce_outer(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
-        """Start reducing what is pending over the outer ranks.
+        """Start to reduce the pending sums over the outer ranks.
 
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
@@ -426,7 +422,7 @@ class GradientBuffers:
         return ticket, (pending, *stage.memory)
 
     def _accumulate(self, stage: Stage) -> None:
-        """Bring a reduced gradient, shaped as the local main gradient, into it."""
+        """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
         if not any(self._live):
             stage.put_into(main, factor)
@@ -440,14 +436,14 @@ class GradientBuffers:
         self.renewed = True
 
     def _take_back(self, params: Sequence[nn.Parameter]) -> None:
-        """Take in what became of attached gradients, which the user may have cleared, changed or replaced.
+        """Read attached gradients, which the user may have cleared, changed or replaced, back into the main gradient.
 
-        It is what a copy or replacement holds now that counts, so those are read on the compute stream, whose memory
-        they are: a lane might read them after they are gone. Our own views stay in `.grad`; others leave None.
+        The current value of a copy or replacement counts. It is read on the compute stream, whose memory it is: a lane
+        might read it after it was freed. Our own views stay in `.grad`; others leave None.
         """
-        _discard(self.main.local)  # on CUDA its memory comes from the stream that will give it back
+        _discard(self.main.local)  # on CUDA, allocate its memory on the stream that will free it
         found = get_grads(params, self.grad_attribute)
-        if not num_shown(found):  # all cleared: what had been shown counts no longer
+        if not num_shown(found):  # all cleared: gradients that were attached do not count any more
             self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
             self._attached = [False] * len(self._attached)
             return
@@ -461,14 +457,14 @@ class GradientBuffers:
                 set_grad(params[index], self.grad_attribute, None)
 
     def make_way(self, index: int, param: torch.Tensor) -> None:
-        """Autograd is about to add to `.grad` of sharded parameter `index`: let it not be memory that a lane writes."""
+        """Detach `.grad` of a sharded parameter that a lane writes, since autograd is about to add to it."""
         if not self._attached[index] and param.grad is not None and param.grad is self.main.views[index]:
             param.grad = None  # it is in `_kept`, so `attach` shows it again, with what comes now
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
     def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
-        """Make the main gradient visible as `.grad` of the sharded parameters.
+        """Set `.grad` of the sharded parameters to the main gradient.
 
         Args:
             params: The sharded parameters.
@@ -483,7 +479,7 @@ class GradientBuffers:
         self.renewed = False
 
     def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
-        """Show the views of before where that is all there is to do: no gradient was left, and all are new."""
+        """Set the existing views where that suffices: no gradient was left, and all are new; return whether it did."""
         usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads
         usual = usual and all(self._live) and all(used) and not any(self._attached) and not num_shown(found)
         if not usual or num_shown(self.main.views) < len(self.main.views):
@@ -495,7 +491,7 @@ class GradientBuffers:
     def _show(
         self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown, describe: DescribePiece
     ) -> None:
-        """Bring what the parameters show into the main gradient, then show that."""
+        """Add the parameters' own gradients to the main gradient, then set `.grad`."""
         for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
@@ -522,37 +518,37 @@ class GradientBuffers:
 
     @property
     def shown_dtype(self) -> torch.dtype:
-        """Dtype of the gradients that the sharded parameters show: their own, or not cast where decoupled."""
+        """Dtype of the sharded parameters' gradients: their own, or not cast where decoupled."""
         return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
 
     def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
-        """Add what autograd itself put into `.grad` of sharded parameters that show their gradient elsewhere."""
+        """Add what autograd put into `.grad` of sharded parameters whose gradient is in another attribute."""
         for index, param in enumerate(params):
             if param.grad is not None:
                 self._live[index] = self.main.add(index, param.grad, self._live[index])
                 param.grad = None
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
-        """Multiply what has been accumulated, visible or not, reduced or not."""
+        """Multiply all accumulated gradients, attached or not, reduced or not."""
         if self.main.held_bytes:
             self.main.local.mul_(factor)
         for view, param in zip(self.main.views, params, strict=True):
             grad = get_grad(param, self.grad_attribute)
             if grad is not None and grad is not view:
-                grad.mul_(factor)  # a copy in another dtype, or what the user put there
+                grad.mul_(factor)  # a copy in another dtype, or set by the user
             if self.grad_attribute != GRAD and param.grad is not None:
-                param.grad.mul_(factor)  # what autograd put there, and is not taken in yet
+                param.grad.mul_(factor)  # set by autograd, and not added yet
         for waiting in (self._partial, self._pending):
             if waiting is not None:
                 waiting.mul_(factor)
 
     @property
     def has_unseen(self) -> bool:
-        """Whether anything was accumulated that is not attached as somebody's `.grad`."""
+        """Whether any gradient was accumulated that is not attached as `.grad`."""
         return self.has_deferred or self.has_pending or not all(self._attached)
 
     def forget_pending(self, index: int) -> None:
-        """Forget what was accumulated for one parameter and not attached as its `.grad` yet."""
+        """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
         if not self._attached[index]:
             self._live[index] = self._kept[index] = False
             self.arrived[index] = False
@@ -562,9 +558,9 @@ class GradientBuffers:
             piece_view(self.layout, self.reducer.inner_region, self._pending, index).zero_()
 
     def release(self, params: Sequence[nn.Parameter]) -> None:
-        """Give the memory of the main gradient back where nobody shows a gradient and none counts.
+        """Free the memory of the main gradient where no gradient is set and none counts.
 
-        Not to be called while reductions are on their way.
+        Not to be called while reductions are in flight.
         """
         if not self.main.held_bytes:
             return
@@ -573,7 +569,7 @@ class GradientBuffers:
             self.main.release()
 
     def clear(self) -> None:
-        """Forget everything accumulated and everything deferred."""
+        """Drop all accumulated and all deferred gradients."""
         count = len(self._live)
         self._live = [False] * count
         self._attached = [False] * count
@@ -582,13 +578,13 @@ class GradientBuffers:
         self._partial = self._pending = None
 
     def abandon(self) -> None:
-        """Forget gradients in a bucket (after an exception); sums that were deferred before stay."""
+        """Drop gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
         self.hear_of_each()
         self.written.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
-        """Hold sums, of zeros where nothing came, because some other rank does and will reduce them."""
+        """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
         if deferred and self._partial is None:
             self._partial = self._zeros(self.layout.numel)
         if pending and self._pending is None:
@@ -599,4 +595,4 @@ class GradientBuffers:
 
 
 def _discard(_result: object) -> None:
-    """Let an expression stand where a function without a result is asked for."""
+    """Ignore a result, so that an expression can stand where a function without a result is expected."""

@@ -1,4 +1,4 @@
-"""Everything that was decided for one parameter group before any memory was taken; what follows from it is here too."""
+"""The plan of one parameter group: everything decided before memory is allocated, and what follows from it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from megatron_fsdp.sharding.units import ParameterGroupSpec
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Everything that was decided for one group before any memory was taken.
+    """Everything that was decided for one group before memory is allocated.
 
     Attributes:
         spec: The parameters, by name, and what they share.
-        layout: Where they lie.
+        layout: Their places in the flat buffer.
         precision: The dtype of each buffer.
         reduction: The factor and operation of their gradients.
-        placements: Where each buffer lies, by strategy.
+        placements: The placement of each buffer, by strategy.
         axes: The data-parallel axes, outermost first; the last one is the sharding axis.
-        mesh: The mesh that the sharded parameters are described on: the axes, and the tensor-parallel one last where
-            there is one.
-        device: Where the buffers live.
+        mesh: The mesh of the sharded parameters' DTensors: the axes, and the tensor-parallel one last where there is
+            one.
+        device: Device of the buffers.
         parts: For each parameter how tensor parallelism cut it before; None where it did not.
         layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
         foreign_groups: For experts, groups of ranks that hold other experts.
@@ -60,7 +60,7 @@ class GroupPlan:
 
     @property
     def num_shards(self) -> int:
-        """Into how many parts main weights are cut."""
+        """Number of parts that main weights are cut into."""
         return shard_count(self.placements.main_weight, self.axes)
 
     @property
@@ -75,7 +75,7 @@ class GroupPlan:
 
     @cached_property
     def inner_region(self) -> Region:
-        """The elements of the compute weights that one inner rank stands for."""
+        """The elements of the compute weights that one inner rank has after the gather over the outer ranks."""
         return self._over_inner_ranks(self.placements.main_weight)
 
     @cached_property
@@ -94,17 +94,17 @@ class GroupPlan:
 
     @cached_property
     def needs_all_gather(self) -> bool:
-        """Whether full weights have to be put together from the parts of the inner ranks."""
+        """Whether full weights are all-gathered from the inner ranks."""
         return self.inner_region.numel < self.layout.numel
 
     @cached_property
     def gathers_outer(self) -> bool:
-        """Whether an inner rank's part is put together from the parts of the outer ranks, after an update."""
+        """Whether an inner rank's part is all-gathered from the outer ranks, after an update."""
         return self.main_region.numel < self.inner_region.numel
 
     @cached_property
     def weights_in_slots(self) -> bool:
-        """Whether full weights are this rank's to read only while gathered."""
+        """Whether full weights exist only while gathered."""
         return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
 
     @property
@@ -114,11 +114,11 @@ class GroupPlan:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the full gradients on the wire; 0 for a frozen group."""
+        """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
     def footprint(self, unit: int) -> GroupFootprint:
-        """What the formulas of `megatron_fsdp.sharding.accounting` take.
+        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`.
 
         Args:
             unit: Index of its unit.
@@ -139,7 +139,7 @@ class GroupPlan:
         )
 
     def frame(self, index: int) -> ShardFrame:
-        """Which elements of tensor `index` every rank holds, for DTensors of its main weight, gradient and state."""
+        """Describe which elements of tensor `index` every rank holds, for its main weight, gradient and state."""
         part, layouts = self.parts[index], self.layouts_by_part
         is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
         use = MeshUse(

@@ -1,4 +1,4 @@
-"""Hooks on modules and their outputs: they find the tensors of a forward and backward and tell the engine.
+"""Hooks on modules and their outputs: they find the tensors of a forward and backward and report to the engine.
 
 All references to the engine are weak.
 """
@@ -24,14 +24,14 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
-"""What cannot hide a tensor."""
+"""Types that cannot contain a tensor."""
 
 
 def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
-    """Register everything that one model needs.
+    """Register all hooks of one model.
 
     Args:
-        engine: Whom to report to; the hooks hold it weakly.
+        engine: The engine that they report to; held weakly.
         modules: The module of each unit.
 
     Returns:
@@ -61,7 +61,7 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, mappings, registered pytree classes and dataclasses."""
+    """Iterate over all tensors in nested tuples, lists, mappings, registered pytree classes and dataclasses."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -88,7 +88,7 @@ def _post_forward(
     engine = reference()
     left_behind = watch.end() if watch is not None else []
     if engine is None:
-        return output  # reported before the forward; this is called although that raised
+        return output  # the pre-hook has raised for it, and this hook is called even so
     if index in engine.opened:
         return output
     unit = engine.units[index]
@@ -98,34 +98,34 @@ def _post_forward(
     if computes_gradients:
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
-    failed = output is None and sys.exc_info()[1] is not None  # hooks that are always called run while it is handled
+    failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
     call = engine.post_forward(index, bool(outputs), failed)
     if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
         if tensor.is_leaf:
-            continue  # nothing of this forward leads to it, and its hooks would outlive the call
+            continue  # not computed by this forward, and its hooks would outlive the call
         tensor.register_hook(partial(_pre_backward, reference, call))
     return output
 
 
 class _EntryBelowRoot:
-    """Lets a module inside of the model stand for the model where it is called on its own.
+    """Hooks by which a module inside of the model starts the root's forward where it is called on its own.
 
-    Callers may come in below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
+    Callers may enter below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
     an embedding. Then the root's forward is this module's.
 
-    Every call of every module pays for its hooks, so the one behind the forward is registered when it is first needed:
-    by a hook in front of the forward, which is early enough.
+    Every call of every module pays for its hooks, so the hook after the forward is registered when it is first needed,
+    by the hook before the forward.
     """
 
     def __init__(self, reference: weakref.ref[Engine]) -> None:
         self._reference = reference
-        self._leaves = False  # the hook behind the forward is there
-        self._opened: list[bool] = []  # one entry per call under way: whether it opened the root's forward
+        self._leaves = False  # the hook after the forward is registered
+        self._opened: list[bool] = []  # one entry per running call: whether it opened the root's forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """The module is called."""
+        """Begin the root's forward, unless it runs."""
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
@@ -137,14 +137,14 @@ class _EntryBelowRoot:
             self._opened.append(opens)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The module has run, or failed."""
+        """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
             return _post_forward(self._reference, ROOT, None, module, args, output)
         return output
 
 
 def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
-    """Modules with parameters that are neither a unit nor inside of one, without the root; each once."""
+    """Iterate over modules with parameters that are neither a unit nor inside of one, without the root; each once."""
     seen: set[int] = {id(module)}
     waiting = [module]
     while waiting:
@@ -175,7 +175,7 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
 
 
 def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
-    """Refuse results that tensors cannot be found in: the beginning of the unit's backward would go unnoticed."""
+    """Refuse results in which no tensor can be found: the beginning of the unit's backward would go unnoticed."""
     opaque = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, _TRANSPARENT)]
     opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
     if opaque and engine.units[index].lives_in_slots:
@@ -190,27 +190,25 @@ def _pre_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torc
     live_engine(reference).pre_backward(call)
 
 
-# Tensors that a unit leaves in attributes of its modules instead of returning them, such as a loss of its own.
-
 _OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes of every module, which hold no results."""
 _BUFFERS = "_buffers"
 _FLAG = "training"
 _FLAG_TWICE = itemgetter(_FLAG, _FLAG)
-"""What every module has; of two names or more, a getter gives a tuple."""
+"""Getter of what every module has; of two names or more, a getter gives a tuple."""
 _Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class SideOutputs:
-    """Finds what the latest forward of one unit left behind with a graph.
+    """The tensors with a graph that a unit's forward leaves in attributes of its modules, such as a loss of its own.
 
-    Looks at attributes and buffers of the unit's modules, and one level into lists, tuples and dicts. Elsewhere (a
+    Attributes and buffers of the unit's modules are searched, and one level into lists, tuples and dicts. Elsewhere (a
     global list, an object of another class) nothing is found, and autograd refuses the overwritten weights.
 
     Args:
         module: The unit's module.
-        others: Ids of the modules of other units, which look after themselves.
+        others: Ids of the modules of other units, which are searched by themselves.
     """
 
     def __init__(self, module: nn.Module, others: Collection[int]) -> None:
@@ -218,11 +216,11 @@ class SideOutputs:
         self._starts: list[int] = []
 
     def begin(self) -> None:
-        """A forward of the unit is about to run."""
+        """Note the state of autograd before a forward of the unit."""
         self._starts.append(torch._C._autograd._get_sequence_nr())
 
     def end(self) -> list[Tensor]:
-        """The forward has run or failed; the tensors with a graph that it computed and left in attributes."""
+        """Return the tensors with a graph that the forward has computed and left in attributes."""
         if not self._starts:
             return []
         start = self._starts.pop()
@@ -235,26 +233,26 @@ class SideOutputs:
 
 
 class _Attributes:
-    """The attributes of one module, looked at again only where one was added, taken away or assigned.
+    """The attributes of one module, searched again only where one was added, removed or assigned.
 
     This runs after every forward, and of some forty attributes of a module few are not torch's own.
     """
 
     def __init__(self, owner: nn.Module) -> None:
-        self._owner = weakref.ref(owner)  # hooks of the owner hold this
+        self._owner = weakref.ref(owner)  # hooks of the owner refer to this
         self._number = -1  # of all attributes
         self._values: _Values = _FLAG_TWICE
-        self._plain: tuple[Any, ...] | None = None  # what they were, where nothing among them can hold a tensor
+        self._plain: tuple[Any, ...] | None = None  # their last values, if none of them can hold a tensor
 
     def tensors(self) -> Sequence[Tensor]:
-        """What is there now, one level deep."""
+        """Return the tensors that are there now, one level deep."""
         owner = self._owner()
         if owner is None:
             return ()
         held = owner.__dict__
         try:
             values = self._values(held)
-        except KeyError:  # as many were taken away as were added
+        except KeyError:  # as many were removed as were added
             self._number = -1
         if len(held) != self._number:
             self._number = len(held)
@@ -288,12 +286,12 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return [item for item in value if isinstance(item, Tensor)]
 
 
-# `torch.compile`: units are compiled, what surrounds them is not.
+# `torch.compile`: units are compiled, their hooks are not.
 #
 # Hooks swap parameters and communicate, which no graph can hold, so the compiler is kept out of them. A unit that was
 # compiled in place before sharding is called inside its hooks instead of with them, so that its graph is whole (also
-# with `fullgraph=True`). Models that `torch.compile` has put into a box are taken out and compiled in place, with the
-# same options, so that names of parameters stay what they are.
+# with `fullgraph=True`). Models in an `OptimizedModule` of `torch.compile` are taken out of it and compiled in place,
+# with the same options, so that names of parameters stay what they are.
 
 _REASON = (
     "the hooks of a sharded unit communicate; compile units before fully_shard (fullgraph=True then holds for the "
@@ -307,7 +305,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
+    """Return whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -315,9 +313,9 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
     """Call hooks around a module that was compiled in place.
 
     Args:
-        module: The module; what it calls is replaced.
+        module: The module; its compiled call is replaced.
         before: A forward pre-hook.
-        after: A forward hook; is called after an exception too, with None.
+        after: A forward hook; called after an exception too, with None.
     """
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
     before, after = uncompiled(before), uncompiled(after)
@@ -335,16 +333,16 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
-    """Take modules out of the boxes that `torch.compile(module)` puts them into, and compile them in place.
+    """Replace the `OptimizedModule` of `torch.compile(module)` by the module in it, compiled in place.
 
     Args:
-        module: A model; boxes inside it are replaced.
+        module: A model; wrappers inside it are replaced, too.
 
     Returns:
-        The model, or what was in its box.
+        The model, or the module in its wrapper.
 
     Raises:
-        ConfigurationError: A box of another kind than this version of torch makes.
+        ConfigurationError: A wrapper of another kind than this version of torch makes.
     """
     if "torch._dynamo" not in sys.modules:
         return module  # nothing can have been compiled

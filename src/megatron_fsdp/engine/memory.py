@@ -1,4 +1,4 @@
-"""Memory that is lent: slots for gathered weights, buckets and scratch for gradients; the plan that sizes it."""
+"""Borrowed memory: slots for gathered weights, buckets and scratch for gradients; the plan that sizes it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _POISON = 0xFF
 
 
 class Block:
-    """A stretch of memory that hands out typed views.
+    """A stretch of memory that gives typed views.
 
-    It can be emptied and refilled, whole or in part: the memory goes back to the allocator and comes anew, and views
-    stay valid, since the storage object that they refer to is the same. What they hold is lost.
+    It can be emptied and refilled, whole or in part: the memory is freed and allocated again, and views stay valid,
+    since the storage object that they refer to is the same. Their content is lost.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -44,23 +44,23 @@ class Block:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it takes now: its size, or 0 while it is empty."""
+        """Bytes allocated now: its size, or 0 while it is empty."""
         return self._bytes.untyped_storage().nbytes()
 
     def empty(self) -> None:
-        """Give the memory back. Views must not be read until it is refilled."""
+        """Free the memory. Views must not be read until it is refilled."""
         self._bytes.untyped_storage().resize_(0)
 
     def refill(self) -> None:
-        """Take memory again, with any content; nothing happens where there is some."""
+        """Allocate memory again, uninitialised; nothing happens where there is some."""
         if not self.held_bytes:
             self.hold(self.num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """Take memory for views that end at `num_bytes`; what is there stays where it is just that much."""
+        """Allocate memory for views that end at `num_bytes`; memory of that size stays as it is."""
         if self.held_bytes != num_bytes:
             storage = self._bytes.untyped_storage()
-            storage.resize_(0)  # else both would be there for a moment, and the content would be copied
+            storage.resize_(0)  # else old and new memory would exist at a time, and the content would be copied
             storage.resize_(num_bytes)
 
     def poison(self) -> None:
@@ -69,11 +69,11 @@ class Block:
             self._bytes[: self.held_bytes].fill_(_POISON)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of this memory."""
+        """Return whether a tensor is a view of this memory."""
         return storage_of(tensor) == self._storage and self.held_bytes != 0
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements of `dtype` from `offset_bytes` on, as a flat tensor; the same one every time."""
+        """Return `numel` elements of `dtype` from `offset_bytes` on, as a flat tensor; the same one every time."""
         key = offset_bytes, numel, dtype
         if key not in self._views:
             with torch.inference_mode(False):  # autograd saves views of this memory, also if evaluation uses it first
@@ -83,7 +83,7 @@ class Block:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """What tells the memory of a tensor from that of others; None where it has none of its own."""
+    """Return what identifies a tensor's storage; None where it has none of its own."""
     if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
         return None
     try:
@@ -93,7 +93,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Lay stretches one after another, each aligned; returns their offsets and the total, in bytes."""
+    """Place stretches one after another, each aligned; return their offsets and the total, in bytes."""
     offsets, cursor = [], 0
     for length in lengths_bytes:
         offsets.append(cursor)
@@ -102,7 +102,7 @@ def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 class SlotPool:
-    """Numbered blocks, each made at its first use and kept: slot k is the same memory for good."""
+    """Numbered blocks, each made at its first use and kept: slot k is always the same memory."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._num_bytes = num_bytes
@@ -110,28 +110,28 @@ class SlotPool:
         self._blocks: dict[int, Block] = {}
 
     def block(self, slot: int) -> Block:
-        """The memory of a slot."""
+        """Return the memory of a slot."""
         if slot not in self._blocks:
             self._blocks[slot] = Block(self._num_bytes, self._device)
         return self._blocks[slot]
 
     def has(self, slot: int) -> bool:
-        """Whether a slot was used."""
+        """Return whether a slot was used."""
         return slot in self._blocks
 
     @property
     def held_bytes(self) -> int:
-        """Bytes taken so far."""
+        """Bytes allocated so far."""
         return sum(block.num_bytes for block in self._blocks.values())
 
 
 class BucketPool:
-    """A few blocks that are borrowed and given back, each as long as whoever borrows it needs.
+    """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
     Args:
         count: How many blocks there are.
-        num_bytes: The most that anyone needs of one.
-        device: Where they live.
+        num_bytes: The most that any borrower needs.
+        device: Device of the blocks.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool grows: several units that fill at once each need one).
 
@@ -155,14 +155,14 @@ class BucketPool:
         self.peak_bytes = 0
 
     def borrow(self, num_bytes: int | None = None) -> Block:
-        """A block nobody else uses; makes room first where all are out.
+        """Borrow a block; make room first where all are out.
 
         Args:
             num_bytes: How much of it is needed; None: all.
         """
         while not self._free and len(self._made) >= self._count and self._make_room():
             pass
-        if not self._free or len(self._made) < self._count:  # when others come back must not decide how many there are
+        if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
             self._made.append(Block(self._num_bytes, self._device))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
@@ -175,18 +175,18 @@ class BucketPool:
         self._free.append(block)
 
     def set_count(self, count: int) -> None:
-        """Have another number of blocks from now on; those too many are dropped when they are not out."""
+        """Change the number of blocks; those too many are dropped when they are not out."""
         self._count = count
         while self._free and len(self._made) > count:
             dropped = self._free.pop()
             self._made = [block for block in self._made if block is not dropped]
 
     def reclaim(self) -> None:
-        """Take every block back, whoever has it (after an exception)."""
+        """Take every borrowed block back (after an exception)."""
         self._free = list(self._made)
 
     def empty(self) -> None:
-        """Give the memory of the blocks that are not out back to the allocator; they take some when they are lent."""
+        """Free the memory of the blocks that are not out; it is allocated again when they are borrowed."""
         for block in self._free:
             block.empty()
 
@@ -207,8 +207,6 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     return call
 
 
-# The plan: from the caller's options and all groups to what scheduler and executor are told; it takes no memory.
-
 GroupPlans = Sequence[GroupPlan]
 """The groups of one unit."""
 
@@ -221,8 +219,8 @@ class MemoryPlan:
 
     Attributes:
         allocator: What the caller chose.
-        weights: Where gathered weights live.
-        schedule: For the scheduler.
+        weights: The plan of gathered weights' memory.
+        schedule: Configuration of the scheduler.
         buckets: How many units besides the root fill a bucket or have one in reduction at a time.
         may_grow: Whether a larger prefetch size may bring more slots.
     """
@@ -235,7 +233,7 @@ class MemoryPlan:
 
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
-    """Settle what depends on the model.
+    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing.
 
     Args:
         options: The caller's.
@@ -274,12 +272,12 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
 
 
 def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
-    """Elements of each unit besides the root, padding included."""
+    """Return the elements of each unit besides the root, padding included."""
     return [sum(group.layout.numel for group in unit) for unit in units[ROOT + 1 :]]
 
 
 def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
-    """How many buckets, each for the largest unit, fit into a number of elements: at least 1, at most one per unit."""
+    """Return how many buckets, each for the largest unit, fit into `numel` elements: 1 to the number of units."""
     largest = max(unit_numels(units), default=0)
     trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT + 1 :])
     return max(1, min(numel // max(1, largest), trainable))
@@ -294,11 +292,11 @@ def _weights_of(unit: GroupPlans) -> UnitWeights:
 
 
 class WeightMemory:
-    """Hands out the block of a unit and takes it back. Belongs to one model.
+    """The memory of gathered weights of one model.
 
     Args:
-        plan: Where each unit lives.
-        device: Where the memory lives.
+        plan: Storage of each unit.
+        device: Device of the memory.
 
     Attributes:
         peak_bytes: The most that was held at a time.
@@ -318,7 +316,7 @@ class WeightMemory:
         self._note_peak()
 
     def take(self, unit: int, slot: int | None) -> Block:
-        """The block that a unit is gathered into.
+        """Return the block that a unit is gathered into.
 
         Args:
             unit: Index of the unit.
@@ -336,7 +334,7 @@ class WeightMemory:
         return block
 
     def give_back(self, unit: int) -> bool:
-        """A unit is released; returns whether its memory is gone now."""
+        """Release a unit's block; return whether its memory was freed."""
         if self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP) or unit not in self._own:
             return False
         self._own[unit].empty()

@@ -1,8 +1,8 @@
 """Initial values for a model that was built on the meta device, module by module, straight into its shards.
 
-Modules are visited as their constructors ran: children before the module that holds them, in the order of registration.
-Each is given full tensors, its own methods fill them, every rank keeps its pieces, and the full tensors are freed. A
-random number is drawn on every rank for every element, so weights depend on the seed and not on the ranks.
+Modules are visited as their constructors ran: children before the module that holds them, in the order of
+registration. Each is given full tensors, its own methods fill them, every rank keeps its pieces, and the full tensors
+are freed. Every rank draws a random number for every element, so weights depend on the seed and not on the ranks.
 docs/initialisation.md tells the rules from the user's side.
 """
 
@@ -23,12 +23,10 @@ from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest
 from megatron_fsdp.engine.unit import Unit, set_parameter
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
-# Tensors that wait for their initial value and show whether they got it.
-
 
 @dataclass(frozen=True)
 class Blank:
-    """A tensor filled with what no initialisation leaves behind.
+    """A tensor without an initial value yet, filled with a marker that no initialisation leaves behind.
 
     Attributes:
         tensor: NaN where the dtype has it, else the dtype's extreme value.
@@ -50,26 +48,26 @@ class Blank:
 
 
 def blank_tensor(like: torch.Tensor, device: torch.device) -> Blank:
-    """A tensor of the (global) shape and dtype of `like`."""
+    """Make a blank of the (global) shape and dtype of `like`."""
     tensor = torch.full(like.shape, _marker(like.dtype), dtype=like.dtype, device=device)
     return Blank(tensor, tensor._version)
 
 
 def blank_parameter(like: nn.Parameter, device: torch.device) -> Blank:
-    """A parameter of the (global) shape, dtype, requires_grad and attributes of `like`."""
+    """Make a blank parameter of the (global) shape, dtype, requires_grad and attributes of `like`."""
     param = nn.Parameter(blank_tensor(like, device).tensor, requires_grad=like.requires_grad)
     param.__dict__.update(like.__dict__)
     return Blank(param, param._version)
 
 
 def hollow_parameter(like: nn.Parameter) -> Blank:
-    """The same without memory: writing into it is noticed, and does nothing."""
+    """Make a parameter like `like` without memory: writes to it are noticed, and do nothing."""
     param = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)
     return Blank(param, param._version)
 
 
 def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
-    """What this rank keeps of a full tensor before data-parallel sharding: all of it, or its tensor-parallel part.
+    """Return this rank's part of a full tensor before data-parallel sharding: all of it, or its tensor-parallel part.
 
     Full tensors are drawn whole on every rank and cut here, so that weights do not depend on the tensor-parallel size.
     No communication.
@@ -85,7 +83,7 @@ def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
 
 
 def is_unset(tensor: torch.Tensor, version: int) -> bool:
-    """Whether a tensor that was blank at `version` has elements without a value."""
+    """Return whether a tensor that was blank at `version` has elements without a value."""
     if tensor.is_meta:
         return True
     if not tensor.numel():
@@ -93,7 +91,7 @@ def is_unset(tensor: torch.Tensor, version: int) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         real = torch.view_as_real(tensor.detach()) if tensor.dtype.is_complex else tensor.detach()
         wide = real.to(torch.float32) if real.dtype.itemsize == 1 else real
-        return bool(wide.amin().isnan())  # a minimum with NaN is NaN, and takes no memory
+        return bool(wide.amin().isnan())  # a minimum with NaN is NaN, and allocates nothing
     return tensor._version == version and bool((tensor == _marker(tensor.dtype)).all())
 
 
@@ -106,16 +104,14 @@ def _marker(dtype: torch.dtype) -> float | int | bool:
     return info.min or info.max
 
 
-# What of a model has no memory yet, and which methods of its modules give it values.
-
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
-"""Of a module, without arguments; the first that exists is called."""
+"""Methods of a module, without arguments; the first that exists is called."""
 
 BUFFER_METHOD = "reset_buffers"
-"""Of a module, without arguments; called after the reset method where both exist."""
+"""Method of a module, without arguments; called after the reset method where both exist."""
 
 MODEL_METHOD = "_init_weights"
-"""Of a model, with a module as its one argument, as Hugging Face models have it."""
+"""Method of a model, with a module as its one argument, as Hugging Face models have it."""
 
 Site = tuple[int, str]
 """The id of a module and the name of its attribute."""
@@ -128,7 +124,7 @@ class Blueprint:
     Attributes:
         shapes: Each parameter by canonical name, on the meta device: the original itself, or a twin of a real one.
         on_meta: Names of the parameters that have to be initialised.
-        names: For each site of a parameter, several for a tied one, the canonical name.
+        names: The canonical name of each site of a parameter; a tied one has several sites.
         first_sites: The first site of each parameter in registration order.
         unfinished: Ids of the modules with parameters or buffers on the meta device in them or below them.
         module_names: Fully qualified name of each module by id.
@@ -142,12 +138,12 @@ class Blueprint:
     module_names: Mapping[int, str]
 
     def label(self, module: nn.Module) -> str:
-        """A module for messages."""
+        """Return the name and class of a module for messages."""
         return f"{self.module_names[id(module)] or '(root)'} ({type(module).__name__})"
 
 
 def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> Blueprint:
-    """Note what is on the meta device.
+    """Record what is on the meta device.
 
     Args:
         module: The model.
@@ -175,12 +171,12 @@ def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> 
 
 
 def has_meta(module: nn.Module, but: Collection[int] = ()) -> bool:
-    """Whether a module itself holds a tensor without memory, besides those of certain ids; see `meta_tensors`."""
+    """Return whether a module itself holds a tensor without memory, besides those with ids in `but`."""
     return next(meta_tensors(module, but), None) is not None
 
 
 def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
-    """Attribute names of the parameters, buffers and plain tensors without memory that a module itself holds."""
+    """Iterate over the names of parameters, buffers and plain tensors without memory that a module itself holds."""
     held: list[Mapping[str, object]] = [module._parameters, module._buffers, vars(module)]
     for holder in held:
         for name, value in holder.items():
@@ -189,14 +185,14 @@ def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
 
 
 def reset_methods(module: nn.Module) -> tuple[Callable[[], object], ...]:
-    """The methods that give values to what a module holds, in the order in which to call them."""
+    """Return the methods that initialise what a module holds, in the order in which to call them."""
     found = [method for name in RESET_METHODS if (method := _method(module, name)) is not None][:1]
     buffers = _method(module, BUFFER_METHOD)
     return (*found, buffers) if buffers is not None else tuple(found)
 
 
 def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """The method by which a model gives values to each of the modules below it, if it has one."""
+    """Return the method by which a model initialises each of the modules below it, if it has one."""
     return _method(module, MODEL_METHOD, module)
 
 
@@ -225,13 +221,13 @@ def check_can_initialise(module: nn.Module) -> None:
 
 
 def _is_alias(module: nn.Module, attribute: str, first: Mapping[int, tuple[nn.Module, str]]) -> bool:
-    """Whether an attribute is a parameter that was met before, elsewhere, and gets its value there."""
+    """Return whether an attribute is a parameter that is registered elsewhere first, and gets its value there."""
     param = module._parameters.get(attribute)
     return param is not None and first[id(param)] != (module, attribute)
 
 
 def _without_model_method(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules, each once, that no model around them initialises."""
+    """Iterate over the modules, each once, that no model around them initialises."""
     covered: set[int] = set()
     for _, part in module.named_modules():
         if id(part) not in covered and model_method(part) is not None:
@@ -247,7 +243,7 @@ def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., o
         return None
     try:
         inspect.signature(method).bind(*arguments)
-    except (TypeError, ValueError):  # wants other arguments, or does not say
+    except (TypeError, ValueError):  # needs other arguments, or has no signature
         return None
     return method
 
@@ -257,20 +253,18 @@ def _twin(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(hollow, requires_grad=param.requires_grad)
 
 
-# The same random numbers on every rank.
-
 RandomState = tuple[torch.Tensor, ...]
-"""States of the CPU's generator and, where that is another, of the device's."""
+"""States of the CPU's generator and, for another device, of the device's."""
 
 
 def random_state(device: torch.device) -> RandomState:
-    """The states of the generators that random numbers for `device` may come from."""
+    """Return the states of the generators that random numbers for `device` may come from."""
     cpu = torch.get_rng_state()
     return (cpu,) if device.type == "cpu" else (cpu, torch.get_device_module(device).get_rng_state(device))
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Go on from states that `random_state` gave."""
+    """Restore states that `random_state` gave."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.get_device_module(device).set_rng_state(state[1], device)
@@ -278,11 +272,11 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 
 @contextmanager
 def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Let every rank draw what the first rank of the groups draws.
+    """Make every rank draw what the first rank of the groups draws.
 
     Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
-    ranks take the first one's state for the block, are warned, and have their own back afterwards. So they have after
-    an exception.
+    ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
+    every rank gets its own back.
 
     Args:
         groups: Process groups that this rank belongs to, one after another, such as those of the mesh axes.
@@ -305,7 +299,7 @@ def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
 
 
 def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Take the random state of the group's first rank; whether any rank had another."""
+    """Take the random state of the group's first rank; return whether any rank had another."""
     mine = random_state(device)
     states = [state.to(device) for state in mine]
     hashes = torch.stack([fingerprint(state) for state in states])
@@ -322,10 +316,10 @@ ModelMethod = Callable[[nn.Module], object]
 
 @dataclass
 class _Scope:
-    """Full tensors that exist now, of one unit or of what lies outside of units.
+    """The full tensors that exist now, of one unit or of the modules outside of units.
 
     Attributes:
-        standing: Where full tensors stand: the site's module, and the sharded parameter to put back.
+        standing: The sites that hold full tensors: the module, and the sharded parameter to put back.
         live: Full tensors that will be stored, by name.
         scratch: Sites of tensors that are drawn into and dropped.
         buffers: Buffers that were made.
@@ -339,7 +333,7 @@ class _Scope:
 
 @dataclass(frozen=True)
 class _Replay:
-    """How to construct a unit a second time: the random state it began with and the modules it visited."""
+    """What is needed to construct a unit a second time: the initial random state and the modules it visited."""
 
     state: RandomState
     visited: tuple[int, ...]
@@ -352,10 +346,10 @@ def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], de
         root: The model, with sharded parameters in their places already.
         blueprint: The model as it was before.
         units: Root first.
-        device: Where the shards live, and where full tensors are drawn.
+        device: Device of the shards, where full tensors are drawn, too.
 
     Raises:
-        ConfigurationError: A method left something without a value, or wrote where it cannot be let.
+        ConfigurationError: A method left something without a value, or wrote where it must not.
     """
     unit_tops = [root.get_submodule(unit.name) for unit in units if unit.name and unit.is_module]
     store = {
@@ -387,19 +381,19 @@ def draw_values(
 ) -> None:
     """Draw what the constructors and the initialisation of a model on the meta device would, a unit at a time.
 
-    Buffers are made where they belong. Parameters are handed over and freed.
+    Buffers are made in place. Parameters are passed to `store` and freed.
 
     Args:
         root: The model; its parameters are back in their places afterwards.
-        blueprint: Of it.
+        blueprint: Its blueprint.
         unit_tops: The modules of whose parameters all exist at a time.
-        store: For each parameter that is to be initialised, by canonical name, what takes its values: full, or this
+        store: For each parameter that is to be initialised, by canonical name, a function of its values: full, or this
             rank's part where it is tensor-parallel.
         device: Where values are drawn.
         may_leave_buffers: Whether buffers may stay without values, which the caller has from elsewhere.
 
     Raises:
-        ConfigurationError: A method left something without a value, or wrote where it cannot be let.
+        ConfigurationError: A method left something without a value, or wrote where it must not.
     """
     with torch.no_grad(), torch.device(device):
         _Walk(root, blueprint, unit_tops, store, device, may_leave_buffers).run()
@@ -461,7 +455,7 @@ class _Walk:
             self._release(scope)
 
     def _construct_unit(self, unit: nn.Module, model: ModelMethod | None) -> None:
-        """Construct a unit and store it; or, where a model will initialise it again, see to it that it can be repeated.
+        """Construct a unit and store it; or, where a model will initialise it again, make it repeatable.
 
         The model does that after all constructors, and its random numbers come after theirs.
         """
@@ -477,11 +471,11 @@ class _Walk:
     # ---- as a model does after its constructor ------------------------------------------------------------------
 
     def _initialise(self, module: nn.Module, model: ModelMethod, scope: _Scope, is_model: bool = True) -> None:
-        """Let a model initialise each module below it, and itself last."""
+        """Initialise each module below a model, and the model itself last, with its own method."""
         if not is_model and model_method(module) is not None:
-            return  # a model of its own, which has done so
+            return  # a model of its own, which has initialised itself
         if not self._enters("initialise", module, again=self._ties_are_shared):
-            return  # `nn.Module.apply` comes to a module again for each place that it has; transformers does not
+            return  # `nn.Module.apply` visits a module once for each of its places; transformers only once
         is_unit = not is_model and id(module) in self._unit_tops
         inner = _Scope() if is_unit else scope
         if is_unit:
@@ -493,7 +487,7 @@ class _Walk:
             self._release(inner)
 
     def _reconstruct(self, unit: nn.Module, scope: _Scope, model: ModelMethod) -> None:
-        """Bring back what the constructors of a unit drew."""
+        """Draw again what the constructors of a unit drew."""
         replay = self._replays.pop(id(unit), None)
         if replay is None:
             return
@@ -509,7 +503,7 @@ class _Walk:
     # ---- one call -----------------------------------------------------------------------------------------------
 
     def _call(self, module: nn.Module, methods: Sequence[Callable[[], object]], scope: _Scope) -> None:
-        """Call methods of a module while full tensors stand in it and below it, as far as its unit goes."""
+        """Call methods of a module while full tensors are in it and below it, as far as its unit goes."""
         if not methods:
             return
         for part in self._within(module):
@@ -534,7 +528,7 @@ class _Walk:
             )
 
     def _within(self, module: nn.Module) -> Iterator[nn.Module]:
-        """A module and those below it that are in the same unit."""
+        """Iterate over a module and those below it that are in the same unit."""
         yield module
         for child in module.children():
             if id(child) not in self._unit_tops:
@@ -551,7 +545,7 @@ class _Walk:
                 scope.buffers.append((module, attribute, blank))
 
     def _fill_parameter(self, module: nn.Module, attribute: str, param: nn.Parameter, scope: _Scope) -> None:
-        """Put a full tensor where a sharded parameter stands: to be stored, or where the value is not wanted, scratch.
+        """Put a full tensor in place of a sharded parameter: to be stored, or as scratch if its value is not needed.
 
         A real parameter keeps its value. A tied one keeps what its first module draws, as where a constructor sets
         `head.weight = embedding.weight`; a model's own method that runs after that writes into the one tensor.
@@ -561,7 +555,7 @@ class _Walk:
             return
         name = self._blueprint.names[site]
         if param.is_meta and name not in self._blueprint.on_meta:
-            return  # nobody wants its values, and on the meta device nothing is drawn
+            return  # its values are not needed, and on the meta device nothing is drawn
         shape = self._blueprint.shapes[name]
         is_wanted = name in self._blueprint.on_meta and (site in self._blueprint.first_sites or self._ties_are_shared)
         blank = scope.live.get(name) if is_wanted else None
@@ -577,7 +571,7 @@ class _Walk:
         set_parameter(module, attribute, blank.tensor)
 
     def _hollow_out(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Blank]]:
-        """Put tensors without memory where parameters of units below a module stand, to notice who writes there."""
+        """Put tensors without memory in place of the parameters of units below a module, to notice writes there."""
         inside = {id(part) for part in self._within(module)}
         hollows = []
         for part in module.modules():
@@ -603,7 +597,7 @@ class _Walk:
         """Store what was drawn and free it."""
         self._put_back(scope)
         for name in self._stored & scope.live.keys():
-            if scope.live[name].is_untouched:  # made for a second unit that holds it, and has its value from the first
+            if scope.live[name].is_untouched:  # made for a second unit that holds it; its value is from the first
                 del scope.live[name]
         unset = [name for name, blank in scope.live.items() if blank.is_unset]
         unset += [
@@ -626,7 +620,7 @@ class _Walk:
         scope.buffers.clear()
 
     def _enters(self, phase: str, module: nn.Module, again: bool = False) -> bool:
-        """Whether there is something to do that was not done, or may be done again."""
+        """Return whether there is something to do that was not done, or may be done again."""
         key = (phase, id(module))
         if (key in self._visited and not again) or id(module) not in self._blueprint.unfinished:
             return False

@@ -1,7 +1,7 @@
-"""Watching a model run: who wants to know is told of every phase of every unit, and of every collective.
+"""Observers of a model: they are told of every phase of every unit, and of every collective.
 
-Timelines, logs of what a hanging rank did last and checks of buffers are all observers. Without one, a phase costs the
-test of a truth value. Observers see what happens on this rank, in order, and change nothing.
+Timelines, logs of hanging ranks and checks of buffers are all observers. Without one, a phase costs the test of a
+truth value. Observers see what happens on this rank, in order, and change nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatron_fsdp.engine.schedule import Action
 
 
 class Phase(Enum):
-    """What is happening on this rank's host. Phases nest: a forward inside a backward is a recomputation."""
+    """A phase of a step on this rank's host. Phases nest: a forward inside a backward is a recomputation."""
 
-    GATHER = "gather"  # starting the gather of a unit's weights
+    GATHER = "gather"  # starting the all-gather of a unit's weights
     WAIT = "wait"  # waiting for them
-    RELEASE = "release"  # letting go of them
+    RELEASE = "release"  # resharding them
     REDUCE = "reduce"  # starting the reduction of a unit's gradients
-    FINALISE = "finalise"  # the backward is over: waiting for all reductions, showing gradients
-    GATHER_ACROSS = "gather across"  # starting a gather over the outer axis
+    FINALISE = "finalise"  # the backward is over: waiting for all reductions, setting gradients
+    GATHER_ACROSS = "gather across"  # starting an all-gather over the outer axis
     REDUCE_ACROSS = "reduce across"  # starting a reduction over the outer axis
     RETIRE = "retire"  # waiting for a reduction, because its memory is needed or the backward ends
     FORWARD = "forward"  # the unit's module computes
     BACKWARD = "backward"  # the unit's backward computes, until that of another unit begins or the backward ends
-    COPY = "copy"  # a gradient goes into its bucket
-    INSTALL = "install"  # main weights go into compute weights; a step is what lies between two of these
-    AGREE = "agree"  # comparing notes with the other ranks: used parameters, checks of gradients, arguments
+    COPY = "copy"  # a gradient is copied into its bucket
+    INSTALL = "install"  # main weights are copied into compute weights; a step lies between two of these
+    AGREE = "agree"  # agreeing with the other ranks: used parameters, checks of gradients, arguments
     NORM = "norm"  # the norm of all gradients
-    WHOLE = "whole tensors"  # putting whole tensors together, or handing them out, outside of forward and backward
+    WHOLE = "whole tensors"  # gathering or sending whole tensors outside of forward and backward
 
 
 class Memory(Enum):
@@ -51,41 +51,41 @@ PHASE_OF: dict[Action, Phase] = {action: Phase(action.value) for action in Actio
 
 
 class Observer:
-    """What is told; each method does nothing unless a subclass says what. What one raises ends the training step."""
+    """Base of observers; each method does nothing unless a subclass overrides it. Its errors end the training step."""
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """A phase of a unit begins; for phases of the whole model the unit is the root, 0."""
+        """Observe the begin of a phase of a unit; for phases of the whole model the unit is the root, 0."""
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """It is over. Not told where an exception ended it."""
+        """Observe the end of a phase, unless an exception has ended it."""
 
     def lends(self, memory: Memory, unit: int, block: Block) -> None:
-        """A unit gets memory for its weights or gradients; for weights this is told inside of its gather."""
+        """Observe that a unit gets memory for its weights or gradients; for weights this is inside of its gather."""
 
     def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
-        """A bucket or scratch is free again, after the reduction was waited for. Weights are released instead."""
+        """Observe that a bucket or scratch is free again, after its reduction. Weights are released instead."""
 
     def forgets(self) -> None:
-        """A pass was broken off by an exception, and the model is brought to rest: no phase is under way."""
+        """Observe a reset after an exception: no phase is running."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
-        """A collective, counted from 0 on this rank and for this model, has come to a moment of its life.
+        """Observe that a collective, counted from 0 on this rank and for this model, has reached a stage.
 
-        Launch and completion of one collective are told inside of different phases: that of its launch says which unit
-        and what it is for.
+        Launch and completion of one collective are observed inside of different phases: that of its launch tells the
+        unit and the purpose.
 
         Args:
             number: Which one.
-            moment: How far it is.
+            moment: The stage.
             lane: "gather", "reduce" or "outer".
             work: Its handle where it was just launched, if the back end gave one.
         """
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
-        """An exception has ended a phase; the phases inside of it end untold."""
+        """Observe that an exception has ended a phase; the phases inside of it end without a call."""
 
     def explains(self) -> str:
-        """What it knows about why communication has just failed; empty: nothing."""
+        """Explain why communication has just failed; empty: nothing is known."""
         return ""
 
 
@@ -93,8 +93,8 @@ class Observers:
     """The observers of one model, as one. False where there are none.
 
     Attributes:
-        steps: How often weights have been installed while somebody watched.
-        are_there: The same as the truth of this object, for code that asks for every gradient.
+        steps: How often weights have been installed while there were observers.
+        are_there: The truth of this object as an attribute, for code that runs for every gradient.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Observers:
         return self.are_there
 
     def add(self, observer: Observer) -> None:
-        """Tell another one from now on."""
+        """Add an observer."""
         self._all = (*self._all, observer)
         self.are_there = True
 
@@ -117,12 +117,12 @@ class Observers:
         return any(isinstance(observer, kind) for observer in self._all)
 
     def remove(self, observer: Observer) -> None:
-        """Tell it no longer."""
+        """Remove an observer."""
         self._all = tuple(other for other in self._all if other is not observer)
         self.are_there = bool(self._all)
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """Tell all; the backward of a unit ends where that of another begins."""
+        """Report the begin of a phase; the backward of a unit ends where that of another begins."""
         if phase is Phase.BACKWARD:
             self.backward_pauses()
             self._computing.append(unit)
@@ -131,13 +131,13 @@ class Observers:
             observer.begins(phase, unit)
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """Tell all."""
+        """Report the end of a phase."""
         for observer in self._all:
             observer.ends(phase, unit)
 
     @contextmanager
     def during(self, phase: Phase, unit: int) -> Iterator[None]:
-        """Tell all, before and after."""
+        """Report begin and end of a phase around a block."""
         if self:
             self.begins(phase, unit)
         try:
@@ -150,22 +150,22 @@ class Observers:
             self.ends(phase, unit)
 
     def backward_pauses(self) -> None:
-        """The unit whose backward computes, if any, does so no longer."""
+        """End the backward phase of the unit whose backward computes, if any."""
         while self._computing:
             self.ends(Phase.BACKWARD, self._computing.pop())
 
     def lends(self, memory: Memory, unit: int, block: Block) -> None:
-        """Tell all."""
+        """Report that a unit gets memory."""
         for observer in self._all:
             observer.lends(memory, unit, block)
 
     def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
-        """Tell all."""
+        """Report that memory is free again."""
         for observer in self._all:
             observer.takes_back(memory, unit, block)
 
     def leaves(self, phase: Phase, unit: int, failed: bool) -> None:
-        """Tell all that it is over; where it failed, by the exception that is being handled."""
+        """Report the end of a phase; where it failed, with the exception that is being handled."""
         error = sys.exc_info()[1] if failed else None
         if error is None:
             self.ends(phase, unit)
@@ -173,51 +173,51 @@ class Observers:
             self.fails(phase, unit, error)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
-        """Tell all."""
+        """Report a failed phase."""
         for observer in self._all:
             observer.fails(phase, unit, error)
 
     def forget(self) -> None:
-        """A pass was broken off: tell all."""
+        """Report a reset."""
         self._computing.clear()
         for observer in self._all:
             observer.forgets()
 
     def explanations(self) -> list[str]:
-        """What they know about why communication has just failed."""
+        """Return the explanations for an error of communication that just happened."""
         return [text for text in (observer.explains() for observer in self._all) if text]
 
     def number(self) -> int:
-        """Count a collective."""
+        """Return a number for a new collective."""
         self._next += 1
         return self._next - 1
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
-        """Tell all."""
+        """Report the stage of a collective."""
         for observer in self._all:
             observer.communicates(number, moment, lane, work)
 
 
 class Verifier(Protocol):
-    """What the executor tells of what it is about to do."""
+    """A comparison of ranks, to which the executor announces what it is about to do."""
 
     def gather(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to gather a unit's weights."""
+        """Announce the all-gather of a unit's weights."""
 
     def reduce(self, unit: int, num_bytes: int) -> None:
-        """This rank is about to reduce a unit's gradients."""
+        """Announce the reduction of a unit's gradients."""
 
     def end_forward(self, failed: bool) -> None:
-        """The outermost forward is over, perhaps by an exception."""
+        """Announce the end of the outermost forward, perhaps by an exception."""
 
     def end_backward(self) -> None:
-        """A backward that reduces is over."""
+        """Announce the end of a backward that reduces."""
 
     def note_step(self) -> None:
-        """An optimizer of the model has stepped."""
+        """Count a step of an optimizer of the model."""
 
     def change(self) -> None:
-        """`requires_grad` of some parameter was changed."""
+        """Announce a change of `requires_grad` of some parameter."""
 
     def forget(self) -> None:
-        """The model was brought to rest after an exception."""
+        """Follow a reset of the model after an exception."""

@@ -37,14 +37,14 @@ from megatron_fsdp.sharding.placement import Placement, Placements, held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
 #
-#     main weight  -> copied, cast ->  its part of the compute weight  -> gathered over the outer axis ->
-#     what one inner rank stands for  -> gathered over the inner axis ->  full compute weight
+#     main weight  -> copied, cast ->  its part of the compute weight  -> all-gathered over the outer axis ->
+#     an inner rank's part  -> all-gathered over the inner axis ->  full compute weight
 #
-# A step whose region does not grow is left out.
+# A gather that would not grow the region is left out.
 
 
 class WeightBuffers:
-    """Compute weights and main weights; one memory where dtype and placement allow it.
+    """Compute weights and main weights, in the same memory where dtype and placement allow it.
 
     Attributes:
         compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in
@@ -77,7 +77,7 @@ class WeightBuffers:
         self._seen_version = -1
 
     def make_main(self, precision: ResolvedPrecision) -> bool:
-        """Begin to hold main weights of their own, with the values of now, where their dtype asks for it.
+        """Allocate main weights with the current values, where their dtype needs memory of their own.
 
         Returns:
             Whether that was done.
@@ -91,13 +91,13 @@ class WeightBuffers:
         return True
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
-        """Take the initial value of tensor `index`, full and in any dtype, into both buffers."""
+        """Copy the initial value of tensor `index`, full and in any dtype, into both buffers."""
         self.compute.store(index, tensor)
         if not self.main_is_compute:
             self.main.store(index, tensor)
 
     def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Take the initial values of all tensors but those that are None, in few calls."""
+        """Copy the initial values of all tensors but those that are None, in few calls."""
         self.compute.store_all(tensors)
         if not self.main_is_compute:
             self.main.store_all(tensors)
@@ -112,24 +112,24 @@ class WeightBuffers:
         return not gathered_in_place and self.main.local._version != self._seen_version
 
     def note_seen(self) -> None:
-        """Take the memory of the main weights, as it is now, for installed."""
+        """Mark the main weights, as they are now, as installed."""
         self._seen_version = self.main.local._version
 
     def install(self) -> None:
-        """Copy main weights into compute weights, with the cast; nothing moves between ranks."""
+        """Copy main weights into compute weights, with the cast; no communication."""
         if not self.main_is_compute:
             self.compute.part(self.main.region).copy_(self.main.local)
 
     def all_gather_outer(self) -> torch.distributed.Work | None:
-        """Start bringing an inner rank's part of the compute weights up to date, in place, from the outer ranks."""
+        """Start to all-gather an inner rank's part of the compute weights, in place, over the outer ranks."""
         return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region))
 
     def all_gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
-        """Start gathering compute weights into `full` (numel,), from the inner ranks."""
+        """Start to all-gather compute weights into `full` (numel,), over the inner ranks."""
         return self._axes[-1].all_gather(full, self._sent)
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Tensor `index` as a view of gathered weights that share no version counter with the buffer.
+        """Return tensor `index` as a view of gathered weights that shares no version counter with the buffer.
 
         Gathering writes into memory that autograd saved views of; the bytes are the same again when backward reads
         them, so the write must not count as a modification.
@@ -137,7 +137,7 @@ class WeightBuffers:
         return full_view(self.compute.layout, full, index).data
 
 
-# These run over all parameters in every step; without a frame of Python for each they take a fraction of the time.
+# These run over all parameters in every step; without a Python call for each they take a fraction of the time.
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
 _version = attrgetter("_version")
@@ -148,11 +148,11 @@ class ParameterGroup:
 
     Attributes:
         plan: What was decided.
-        frames: For each parameter, who holds which of its elements.
+        frames: For each parameter the elements that every rank holds.
         weights: Compute and main weights.
-        gradients: Main gradient and bucket; None for a group that was frozen when it was made, and since.
+        gradients: Main gradient and bucket; None for a group that has been frozen since it was made.
         trainable: For each parameter whether it takes gradients, as the ranks last agreed.
-        trained: For each whether it took any since gradients were last shown.
+        trained: For each whether it took any since gradients were last attached.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
     """
@@ -173,7 +173,7 @@ class ParameterGroup:
         pieces = self.weights.main.pieces()
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
-        self._placeholder = None  # it goes when every full parameter has its place
+        self._placeholder = None  # freed when every full parameter has its memory
         if not self.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -181,7 +181,7 @@ class ParameterGroup:
         self.note_installed()
 
     def store(self, index: int, full: torch.Tensor) -> None:
-        """Take the initial value of parameter `index`, full and in any dtype; after the last, call `note_installed`."""
+        """Copy the initial value of parameter `index`, full, any dtype; call `note_installed` after the last."""
         self.weights.store(index, full)
 
     @property
@@ -191,7 +191,7 @@ class ParameterGroup:
 
     @property
     def main_changed(self) -> bool:
-        """Whether anyone wrote into the main weights since they were last installed.
+        """Whether main weights were written to since they were last installed.
 
         In-place operations count on the DTensor, on its local tensor, or on the memory behind them. Operations through
         `param.data` and torch's private ones on lists of DTensors count nowhere; optimizers are watched instead.
@@ -199,7 +199,7 @@ class ParameterGroup:
         return self.weights.main_changed or self._versions() != self._seen_versions
 
     def note_installed(self) -> None:
-        """Compute weights agree with main weights now."""
+        """Mark compute weights as equal to the main weights."""
         self.weights.note_seen()
         self._seen_versions = self._versions()
 
@@ -234,7 +234,7 @@ class ParameterGroup:
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
     def wanted(self) -> list[bool]:
-        """What the user has set `requires_grad` of each sharded parameter to."""
+        """Return the `requires_grad` that the user has set on each sharded parameter."""
         with plain_attributes():
             return list(map(_requires_grad, self.sharded))
 
@@ -245,17 +245,17 @@ class ParameterGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether it has a part in the next reduction of its unit: gradients come, or have come and wait."""
+        """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
             any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred
         )
 
     def follow(self, trainable: Sequence[bool], has_unshown: bool) -> None:
-        """Let the full parameters take gradients, or no more, from now on.
+        """Set whether the full parameters take gradients.
 
         Args:
             trainable: For each parameter; where there is no memory for gradients (`begin_training`), all False.
-            has_unshown: Whether gradients have come since some were last shown.
+            has_unshown: Whether gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
         self.trained = [now or (before and has_unshown) for now, before in zip(trainable, self.trained, strict=True)]
@@ -265,7 +265,7 @@ class ParameterGroup:
                 self._watch(self.sharded[index], index)
 
     def begin_training(self, plan: GroupPlan) -> None:
-        """Make what a group needs that was frozen until now; its weights stay where they are.
+        """Allocate what a frozen group needs to be trained; its weights stay where they are.
 
         Args:
             plan: The group's own but for dtypes and reduction.
@@ -288,14 +288,14 @@ class ParameterGroup:
 
     @staticmethod
     def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
-        """Let a sharded parameter lie in other memory, maybe of another dtype; it stays the same object."""
+        """Move a sharded parameter into other memory, maybe of another dtype; it stays the same object."""
         moved: Any = param
-        moved.data = UnevenDTensor.wrap(piece.data, frame)  # the dtype that torch sees
+        moved.data = UnevenDTensor.wrap(piece.data, frame)  # sets the dtype that torch sees
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     @property
     def needs_all_gather(self) -> bool:
-        """Whether full weights have to be put together from the parts of the inner ranks."""
+        """Whether full weights are all-gathered from the inner ranks."""
         return self.plan.needs_all_gather
 
     @property
@@ -305,7 +305,7 @@ class ParameterGroup:
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether reducing over the inner ranks is an exchange and a local sum, and needs memory for what comes in."""
+        """Whether reducing over the inner ranks is an all-to-all and a local sum, which needs scratch."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inside
 
     @property
@@ -314,18 +314,18 @@ class ParameterGroup:
         return self._grad_attribute
 
     def decouple_gradients(self) -> None:
-        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        """Set gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
         self._grad_attribute = DECOUPLED
         if self.gradients is not None:
             self.gradients.grad_attribute = DECOUPLED
             self.hide_grads()
 
     def grads(self) -> list[torch.Tensor | None]:
-        """What each sharded parameter shows as its gradient."""
+        """Return the gradient of each sharded parameter."""
         return [get_grad(param, self.grad_attribute) for param in self.sharded]
 
     def hide_grads(self) -> None:
-        """Let no sharded parameter show a gradient."""
+        """Set the gradients of all sharded parameters to None."""
         for param in self.sharded:
             param.grad = None
             set_grad(param, self.grad_attribute, None)
@@ -337,7 +337,7 @@ class ParameterGroup:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the full gradients on the wire; 0 for a frozen group."""
+        """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.plan.bucket_bytes
 
     def change_precision(self, precision: ResolvedPrecision) -> None:
@@ -352,19 +352,19 @@ class ParameterGroup:
         return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
-        """Let tools that look at the local tensor of parameter `index`, or of its state, know what part it holds."""
+        """Attach chunk functions to the local tensor of parameter `index`, or of its state."""
         if not self.frames[index].is_whole:
             describe_chunks(tensor, self.frames[index])
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor with the shape of parameter `index`, laid out as the parameter; a copy."""
+        """Return this rank's piece of a full tensor shaped and cut as parameter `index`; a copy."""
         flat = local_part(full.detach()).reshape(-1).to(self.plan.device)
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 
     def stand_ins(self) -> tuple[nn.Parameter, ...]:
-        """Parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
+        """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
         region = self.weights.main.region
         part = self.weights.compute.part(region)
         return tuple(
@@ -389,33 +389,33 @@ class ParameterGroup:
             param.data = memory
 
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """What autograd computed for full parameter `index`, as a plain tensor of the shape in the layout."""
+        """Return a gradient of full parameter `index` as a plain tensor of the shape in the layout."""
         part = self.plan.parts[index]
         local = grad if part is None else part.local_gradient(grad)
         return local if local.layout is torch.strided else local.to_dense()
 
     def hide(self) -> None:
-        """Point the full parameters nowhere, with their shapes: reading them must not touch memory that is gone."""
+        """Point the full parameters to a placeholder of their shapes: reading them must not touch freed memory."""
         with torch.inference_mode(False):
             for index in range(len(self.full)):
                 self._point(index, self._nowhere(index))
 
     def _nowhere(self, index: int) -> torch.Tensor:
-        """What a parameter without memory points to: one element, expanded to the right shape."""
+        """Return the placeholder of a parameter without memory: one element, expanded to the right shape."""
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
         return self._placeholder.expand(self.plan.layout.shapes[index])
 
     def _watch(self, param: nn.Parameter, index: int) -> None:
-        """Hear of gradients that autograd itself brings for a sharded parameter; once for each parameter."""
+        """Register a hook on a sharded parameter, once, for gradients that autograd computes for it directly."""
         if index not in self._hooked:
             self._hooked.add(index)
             arrives = functools.partial(_of_autograd, weakref.ref(self), weakref.ref(param), index)
             self.own_hooks.add(param.register_hook(arrives).id)
 
     def _make_sharded(self, index: int, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
-        # No view: that would keep the buffer alive, whose memory is all that is needed, and have one version with it,
-        # so that gathers into the rest of the buffer, in place, would count as changes of the parameter.
+        # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
+        # the rest of the buffer would count as changes of the parameter.
         param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
@@ -437,13 +437,13 @@ class ParameterGroup:
 def _of_autograd(
     group: weakref.ref[ParameterGroup], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Autograd has a gradient for sharded parameter `index` itself, as of a penalty, and is about to accumulate it."""
+    """Cut a gradient that autograd has computed for sharded parameter `index` directly, as of a penalty."""
     alive, param = group(), sharded()
-    assert param is not None  # this is a hook of its own
-    if alive is not None and alive.gradients is not None:  # else the model is gone
+    assert param is not None  # this is its own hook
+    if alive is not None and alive.gradients is not None:  # else the model was deleted
         alive.gradients.make_way(index, param)
     frame = param.shard_frame
-    sharded_grad = as_sharded(grad, frame)  # reductions hand back gradients of the global shape
+    sharded_grad = as_sharded(grad, frame)  # the backward of a reduction gives gradients of the global shape
     if not frame.copy_groups:
         return sharded_grad
     return UnevenDTensor.wrap(unite_gradients(sharded_grad, frame.copy_groups, frame.adds_up), frame)

@@ -18,18 +18,18 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 @dataclass(frozen=True)
 class UnitCall:
-    """A unit whose forward is stood in for, and the units that this forward would call, in order."""
+    """A unit whose forward is replaced, and the units that this forward would call, in order."""
 
     unit: int
     inner: tuple[UnitCall, ...] = ()
 
 
 def unit_calls(module: nn.Module, index_of: Mapping[int, int]) -> tuple[UnitCall, ...]:
-    """The units of a module as its forward calls them, if modules run in the order of their registration.
+    """Return the units of a module as its forward calls them, if modules run in the order of their registration.
 
     Args:
         module: A unit, or something that holds units, or part of one (which has no communication of its own).
-        index_of: The unit that a module is, by the module's id.
+        index_of: The index of the unit that a module is, by the module's id.
     """
     inner = tuple(call for child in module.children() for call in unit_calls(child, index_of))
     own = index_of.get(id(module))
@@ -39,10 +39,10 @@ def unit_calls(module: nn.Module, index_of: Mapping[int, int]) -> tuple[UnitCall
 def calls_of(
     engine: Engine, root: nn.Module, module: nn.Module | None, order: Iterable[nn.Module] | None
 ) -> tuple[UnitCall, ...]:
-    """What `take_part` stands in for.
+    """Return the unit calls that `take_part` replaces.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
         root: The model.
         module: A part of it; None: all of it.
         order: Modules within it in the order that the forward calls them; None: the order of registration.
@@ -68,10 +68,10 @@ def calls_of(
 
 
 def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
-    """Run the schedule of some units' forwards now, and that of their backwards when `hidden`'s gradient comes.
+    """Run the communication of some units' forwards now, and that of their backwards when `hidden`'s gradient comes.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
         calls: The units.
         hidden: Any floating-point tensor that the loss will depend on.
 
@@ -104,7 +104,7 @@ def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     forward = engine.post_forward(call.unit, needs_backward)
     if not needs_backward:
         return hidden
-    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so that there is a backward in any case
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case
     passed: Tensor = _Passage.apply(hidden, anchor)  # type: ignore[no-untyped-call]
     passed.register_hook(partial(_announce, weakref.ref(engine), forward))
     return passed
@@ -117,11 +117,11 @@ def _announce(reference: weakref.ref[Engine], forward: ForwardCall, _grad: Tenso
 
 
 class _Passage(torch.autograd.Function):
-    """Identity, with a place in the graph."""
+    """Identity, with a node in the graph."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
-        # Recomputation of a checkpointed function begins where something saved is asked for, as a unit's backward does.
+        # Recomputation of a checkpointed function begins when a saved tensor is unpacked, as in a unit's backward.
         ctx.save_for_backward(anchor)
         return hidden.view_as(hidden)
 

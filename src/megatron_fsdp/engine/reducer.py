@@ -1,8 +1,8 @@
 """The two stages of a gradient reduction: over the inner ranks, then, at the sync, over the outer ones.
 
-    bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
+bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
 
-A stage is a launch, which starts the collective, and a function that gives its result once that is done.
+A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Stage(NamedTuple):
 
     Attributes:
         launch: Starts it.
-        result: Its result; to be called once, when it is done.
+        result: Returns its result; to be called once, when it is done.
         memory: What it reads and writes, to be kept until it is done.
-        result_into: In place of `result`, puts it times a factor into a tensor; None where nothing is spared so.
+        result_into: In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
     """
 
     launch: Launch
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
     result_into: Callable[[torch.Tensor, float], None] | None = None
 
     def put_into(self, out: torch.Tensor, factor: float) -> None:
-        """Put its result times a factor into a tensor of the same shape; in place of `result`."""
+        """Write its result times a factor into a tensor of the same shape; call it in place of `result`."""
         if self.result_into is not None:
             self.result_into(out, factor)
         else:
@@ -43,11 +43,11 @@ class Stage(NamedTuple):
 
 
 class GradientReducer:
-    """Moves gradients of one layout between ranks.
+    """Reduces gradients of one layout over the ranks.
 
     Attributes:
-        inner_region: What the first stage leaves on this rank.
-        main_region: What the second leaves; the same where the outer ranks do not share the gradient out.
+        inner_region: The elements that the first stage leaves on this rank.
+        main_region: The elements that the second leaves; the same where the gradient is not sharded over outer ranks.
         reduction: Operation and factors; may be replaced between backwards.
     """
 
@@ -69,17 +69,17 @@ class GradientReducer:
 
     @property
     def scatters_inside(self) -> bool:
-        """Whether the first stage leaves each inner rank a part of its own."""
+        """Whether the first stage leaves each inner rank a shard."""
         return self.inner_region.numel < self._numel
 
     @property
     def scatters_outer(self) -> bool:
-        """Whether the second stage leaves each outer rank a part of its own."""
+        """Whether the second stage leaves each outer rank a shard."""
         return self.main_region.numel < self.inner_region.numel
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether the first stage is an all-to-all and a local sum, and needs memory for what comes in."""
+        """Whether the first stage is an all-to-all and a local sum, and needs scratch."""
         return self.scatters_inside and self._inner.exchanges_pairwise
 
     @property
@@ -88,7 +88,7 @@ class GradientReducer:
 
     @property
     def factor(self) -> float:
-        """What the final result has to be multiplied by."""
+        """Factor of the final result."""
         factor = self.reduction.post_factor
         if self._averages:  # a local sum averages nothing
             factor /= self._inner.num_ranks if self.exchanges_inside else 1
@@ -120,7 +120,7 @@ class GradientReducer:
         """Reduce over the outer ranks.
 
         Args:
-            wire: (inner_region.numel,) in the communication dtype; used up.
+            wire: (inner_region.numel,) in the communication dtype; overwritten.
 
         Returns:
             A stage whose result is (main_region.numel,).
@@ -137,7 +137,7 @@ class GradientReducer:
 
 
 def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
-    """An all-to-all and a local sum."""
+    """Make a stage of an all-to-all and a local sum."""
 
     def result_into(out: torch.Tensor, factor: float) -> None:
         add_up_into(received.view(axis.num_ranks, -1).unbind(), out, factor)
@@ -146,7 +146,7 @@ def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
-    """The back end's own reduce-scatter; its result is made where it is launched, on the lane's stream."""
+    """Make a stage of the back end's own reduce-scatter; its result is allocated at launch, on the lane's stream."""
     reduced: list[torch.Tensor] = []
 
     def launch() -> torch.distributed.Work | None:

@@ -1,19 +1,19 @@
-"""The scheduler: what happened goes in, what to do comes out. Pure; it never touches a tensor, a stream or a rank.
+"""The scheduler: events in, operations out. Pure; it never touches a tensor, a stream or a rank.
 
 Events are methods: a unit's forward begins or ends, its backward begins, its first gradient arrives, the backward is
 over, the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward
-surrounds those of the others, so it stays gathered until the weights change, or
-until the backward ends where its memory is given back.
+surrounds those of the others, so it stays gathered until the weights change, or until the backward ends where its
+memory is freed.
 
 Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its
-first gather, because autograd saves views of the gathered weights and the backward must find the same
-bytes in the same place. A gathered unit that nobody uses stays in its slot until another unit needs it ("released"
-then), so the units used last in forward are still there when backward begins.
+first gather, because autograd saves views of the gathered weights and the backward must find the same bytes in the
+same place. A gathered unit that is not in use stays in its slot until another unit needs it, and is released then, so
+the units used last in forward are still gathered when backward begins.
 
 Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
-every other unit outside k is over: its weights may go, and a gradient that has not come will not come. That is when a
-unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the order of
-collectives must not.
+every other unit outside k is over: its weights may be released, and a gradient that has not come will not come. That
+is when a unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the
+order of collectives must not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from typing import NamedTuple
 
 from megatron_fsdp.errors import ScheduleError
 
-# What the scheduler is told when it is made.
-
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What the scheduler has to know of a model and a strategy.
+    """The facts about a model and a strategy that the scheduler needs.
 
     Attributes:
         trainable: For each unit, root first, whether it has parameters that take gradients.
@@ -42,9 +40,9 @@ class ScheduleConfig:
         prefetch_backward: How many units to gather ahead in backward.
         reduces_early: Whether a unit is reduced when the backward of the next one begins; else when all are over.
         resized: Units with memory of their own: a slot only counts how many are gathered, and any will do.
-        kept: Units with memory of their own that is kept: they take no slot and give way to nobody.
-        returned: Units, or the root, that are released when a backward is over, because their memory is given back.
-        returned_before_step: The same of the last backward before the weights change, as far as that can be foretold.
+        kept: Units with memory of their own that is kept: they take no slot and are never evicted.
+        returned: Units, or the root, that are released when a backward is over, because their memory is freed.
+        returned_before_step: Those released after the last backward before the weights change, as far as predicted.
     """
 
     trainable: tuple[bool, ...]
@@ -60,14 +58,11 @@ class ScheduleConfig:
     returned_before_step: frozenset[int] = frozenset()
 
 
-# Order of units and number of backwards per step: recorded in one step, predicted for the next.
-
-
 class RecordedOrder:
-    """The order of one kind of pass (forward or backward): recorded each time, replayed the next time.
+    """The order of one kind of pass (forward or backward): recorded each time, predicted for the next time.
 
-    The first pass foretells nothing. A pass that leaves the recorded order foretells nothing more until it ends; what
-    it did is what the next pass is compared with.
+    The first pass predicts nothing. A pass that leaves the recorded order predicts nothing more until it ends; its own
+    order is what the next pass is compared with.
     """
 
     def __init__(self) -> None:
@@ -81,12 +76,12 @@ class RecordedOrder:
         self._on_track = True
 
     def end(self) -> None:
-        """End the pass; what it needed is what the next one is expected to need."""
+        """End the pass; the units that it needed are expected in the next one."""
         self._expected = self._current
         self._current = []
 
     def note(self, unit: int) -> None:
-        """Unit `unit` is needed now (a repeat of the unit needed last is not a new need)."""
+        """Record that `unit` is needed now (a repeat of the unit needed last is not a new need)."""
         if self._current and self._current[-1] == unit:
             return
         position = len(self._current)
@@ -94,7 +89,7 @@ class RecordedOrder:
         self._current.append(unit)
 
     def upcoming(self, count: int) -> tuple[int, ...]:
-        """The next `count` units, nearest first; empty once the pass has left the recorded order."""
+        """Return the next `count` units, nearest first; empty once the pass has left the recorded order."""
         if not self._on_track or not self._current:
             return ()
         position = len(self._current)
@@ -102,10 +97,10 @@ class RecordedOrder:
 
 
 class StepLength:
-    """How many backwards come between two changes of the weights; each step foretells the next one.
+    """The number of backwards between two changes of the weights; each step predicts the next one.
 
-    Ranks run the same backwards, so they foretell the same. Where a step is longer or shorter than the one before it,
-    what was foretold is wrong once.
+    Ranks run the same backwards, so they predict the same. Where a step is longer or shorter than the one before it,
+    the prediction is wrong once.
     """
 
     def __init__(self) -> None:
@@ -113,21 +108,18 @@ class StepLength:
         self._backwards = 0
 
     def note_backward(self) -> bool:
-        """A backward is over; returns whether it is expected to be the last of its step."""
+        """Count a backward; return whether it is expected to be the last of its step."""
         self._backwards += 1
         return self._backwards == self._expected
 
     def note_step(self) -> None:
-        """The weights have changed; without a backward before it that was no step."""
+        """Begin a new step, since the weights have changed; without a backward before it that was no step."""
         self._expected = self._backwards or self._expected
         self._backwards = 0
 
 
-# When gradients are reduced: after every backward, at the last microbatch, or when told.
-
-
 class Reach(Enum):
-    """How far the gradients of a backward travel."""
+    """How far the gradients of a backward are reduced."""
 
     NOWHERE = "nowhere"  # kept as full local sums
     INSIDE = "inside"  # over the inner ranks; the outer ones wait for the sync
@@ -136,10 +128,10 @@ class Reach(Enum):
 
 @dataclass
 class SyncMode:
-    """The switches that decide what happens to the gradients of the next backward.
+    """The switches that decide when gradients are reduced: after every backward, at the last microbatch, or by call.
 
     Attributes:
-        auto_sync: Reduce and show gradients after every backward.
+        auto_sync: Reduce and attach gradients after every backward.
         is_last_microbatch: What the user said of the next backward; None where nothing was said.
         defer_all: Inside `no_sync`: reduce nothing, keep full local sums.
     """
@@ -154,7 +146,7 @@ class SyncMode:
         return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
 
     def reach(self, pending_is_sharded: bool) -> Reach:
-        """How far gradients are reduced in the next backward.
+        """Return how far gradients are reduced in the next backward.
 
         Args:
             pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
@@ -188,11 +180,11 @@ ROOT = 0
 class Action(Enum):
     """What an operation does to its unit."""
 
-    GATHER = "gather"  # start gathering the weights into the slot
+    GATHER = "gather"  # start to all-gather the weights into the slot
     WAIT = "wait"  # make the gathered weights usable by compute
     RELEASE = "release"  # the gathered weights are no longer valid; their slot may be overwritten
-    REDUCE = "reduce"  # gradients that did not come are zero; start reducing (or, deferred, keep) the bucket
-    FINALISE = "finalise"  # the backward is over: wait for reductions, show gradients
+    REDUCE = "reduce"  # missing gradients are zero; start to reduce (or, deferred, keep) the bucket
+    FINALISE = "finalise"  # the backward is over: wait for reductions, set gradients
 
 
 class Operation(NamedTuple):
@@ -203,7 +195,7 @@ class Operation(NamedTuple):
     slot: int | None = None
 
     def __str__(self) -> str:
-        """Compact form for tests and traces, such as `gather3@1`."""
+        """Format for tests and traces, such as `gather3@1`."""
         if self.action is Action.FINALISE:
             return "finalise"
         return f"{self.action.value}{self.unit}" + (f"@{self.slot}" if self.slot is not None else "")
@@ -212,7 +204,7 @@ class Operation(NamedTuple):
 class Residence(Enum):
     """Where a unit's full compute weights are."""
 
-    SHARDED = "sharded"  # not here, or out of date
+    SHARDED = "sharded"  # not gathered, or stale
     GATHERING = "gathering"
     READY = "ready"
 
@@ -239,7 +231,7 @@ class _SlotState:
 
 @dataclass
 class Scheduler:
-    """Decides who is gathered, waited for, released and reduced, and in which order."""
+    """Decides which units are gathered, waited for, released and reduced, and in which order."""
 
     config: ScheduleConfig
     _units: list[_UnitState] = field(init=False)
@@ -261,11 +253,11 @@ class Scheduler:
     # ---- events -------------------------------------------------------------------------------------------------
 
     def forward_begins(self, unit: int) -> tuple[Operation, ...]:
-        """A unit's forward is about to compute, in a forward pass or in a recomputation inside backward."""
+        """Prepare a unit's forward, in a forward pass or in a recomputation inside backward."""
         state = self._units[unit]
         if self._in_backward:
             if self._backward_unit not in state.hosts:
-                self._backward_unit = None  # recomputation comes back to that unit before its backward computes
+                self._backward_unit = None  # that unit is recomputed, too, before its backward computes
         else:
             if not self._forward_stack:
                 self._forward_order.begin()
@@ -276,7 +268,7 @@ class Scheduler:
         return self._need(unit, self._forward_order, self.config.prefetch_forward)
 
     def forward_ends(self, unit: int, needs_backward: bool) -> int:
-        """A unit's forward is over (also by an exception); `needs_backward`: autograd will come back to it.
+        """End a unit's forward (also by an exception); `needs_backward`: it will have a backward.
 
         Returns:
             The weights_version of the weights it used, to be handed to `backward_begins`.
@@ -296,7 +288,7 @@ class Scheduler:
         return self._weights_version
 
     def backward_begins(self, unit: int, weights_version: int) -> tuple[Operation, ...]:
-        """The backward of one forward of a unit is about to compute.
+        """Prepare the backward of one forward of a unit.
 
         Raises:
             ScheduleError: The weights have changed since that forward.
@@ -320,7 +312,7 @@ class Scheduler:
         return tuple(operations)
 
     def gradient_arrives(self, unit: int) -> None:
-        """The first gradient since the unit's last reduction has been computed.
+        """Follow the first gradient of a unit since its last reduction.
 
         Raises:
             ScheduleError: The unit's weights were not gathered, so that the gradient cannot be right.
@@ -337,14 +329,14 @@ class Scheduler:
         state.in_backward, state.reduced = True, False
 
     def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
-        """Somebody who drives the passes by hand says that a unit's gradients are all there: reduce it now."""
+        """Reduce a unit now, whose gradients are complete by the word of a caller who drives the passes by hand."""
         if not self.config.reduces_early or unit == ROOT:
             return ()
         self._units[unit].reduced = True
         return (Operation(_REDUCE, unit),)
 
     def backward_ends(self) -> tuple[Operation, ...]:
-        """Autograd has nothing left to do: reduce what is left, in unit order from the last to the root, and finish."""
+        """Reduce the remaining units, from the last to the root, and finish: autograd has nothing left to do."""
         returned = self.config.returned
         if self._in_backward and self._step_length.note_backward():
             returned = returned | self.config.returned_before_step
@@ -363,11 +355,11 @@ class Scheduler:
         return (*operations, Operation(_FINALISE, ROOT))
 
     def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
-        """Somebody asks for a unit's weights ahead of its forward; start gathering them where there is room."""
+        """Start to gather a unit ahead of its forward where there is room."""
         return tuple(self._gather(unit, keep=range(len(self._units)), must=False)) if self.config.gathers else ()
 
     def weights_awaited(self, unit: int) -> tuple[Operation, ...]:
-        """Somebody needs a unit's weights now, outside of its forward."""
+        """Gather a unit that is needed now, outside of its forward, and wait for it."""
         if not self.config.gathers:
             return ()
         operations = self._gather(unit, keep=(unit,), must=True)
@@ -377,12 +369,12 @@ class Scheduler:
         return tuple(operations)
 
     def weights_unwanted(self, unit: int) -> tuple[Operation, ...]:
-        """Somebody lets go of a unit's weights; nothing happens while they are in use, or to the root."""
+        """Release a unit that a caller does not need any more, unless it is in use or the root."""
         in_use = unit in (ROOT, self._backward_unit) or unit in self._forward_stack
         return () if in_use or not self.config.shares_slots else tuple(self._release(unit))
 
     def weights_changed(self) -> tuple[Operation, ...]:
-        """The main weights are newer than what is gathered: everything has to be gathered again before its next use."""
+        """Release all units, since main weights are newer: all have to be gathered again before their next use."""
         if self._forward_stack:
             raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
         self._weights_version += 1
@@ -392,10 +384,10 @@ class Scheduler:
         return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
 
     def reset(self) -> tuple[Operation, ...]:
-        """Forget passes that were broken off; every unit is sharded afterwards.
+        """Drop passes that were interrupted; every unit is sharded afterwards.
 
-        So is what was learnt (order of units, slots): ranks may have been stopped at different points, and have to
-        decide alike from here on.
+        What was recorded (order of units, slots) is dropped as well: ranks may have been stopped at different points,
+        and have to decide alike from here on.
         """
         self._forward_stack.clear()
         self._backward_unit = None
@@ -412,11 +404,11 @@ class Scheduler:
         return operations
 
     def look_ahead(self, depth: int, may_grow: bool) -> None:
-        """Gather another number of units ahead from now on.
+        """Change the number of units to gather ahead.
 
         Args:
             depth: How many, in both directions; not more than there are slots besides the one in use.
-            may_grow: Whether to add slots for them; slots are never taken away.
+            may_grow: Whether to add slots for them; slots are never removed.
         """
         slots = max(self.config.slots, depth + 1) if may_grow else self.config.slots
         if self.config.shares_slots:
@@ -425,7 +417,7 @@ class Scheduler:
         self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
-        """Other parameters take gradients from now on.
+        """Change which parameters take gradients.
 
         Args:
             units: For each unit whether each of its parameters does, group after group.
@@ -436,22 +428,22 @@ class Scheduler:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is under way."""
+        """Whether a backward pass is running."""
         return self._in_backward
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward (or recomputation) of some unit is under way."""
+        """Whether a forward (or recomputation) of some unit is running."""
         return bool(self._forward_stack)
 
     def forward_depth(self, unit: int) -> int:
-        """How many forwards of the unit are under way, one inside another."""
+        """Return how many forwards of the unit are running, one inside another."""
         return self._forward_stack.count(unit)
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
     def _need(self, unit: int, order: RecordedOrder, depth: int) -> tuple[Operation, ...]:
-        """Gather the unit (unless it is here), then those expected next, then wait for the unit."""
+        """Gather the unit (unless it is gathered), then those expected next, then wait for the unit."""
         order.note(unit)
         self._clock += 1
         if not self.config.gathers:
@@ -470,14 +462,14 @@ class Scheduler:
         return tuple(operations)
 
     def _settle_before(self, unit: int) -> list[Operation]:
-        """Settle the units whose backward is over now that another one's begins; callers of that one are not."""
+        """Settle the units whose backward is over now that another one's begins; those that call it go on."""
         callers = self._units[unit].hosts
         finished = [other for other in self._unsettled if other != unit and other not in callers]
         self._unsettled = [other for other in self._unsettled if other != unit and other in callers] + [unit]
         return [operation for other in finished for operation in self._settle(other)]
 
     def _settle(self, unit: int) -> list[Operation]:
-        """Reduce a unit whose backward is over though some of its gradients never came."""
+        """Reduce a unit whose backward is over, even if some of its gradients never came."""
         state = self._units[unit]
         done = state.reduced or state.open_forwards > 0 or not self.config.trainable[unit]
         if done or not self.config.reduces_early:
@@ -503,7 +495,7 @@ class Scheduler:
         return operations
 
     def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
-        """The unit's own if it can be had, else an empty or the least recently used slot; a new one if it must."""
+        """Return the unit's own slot if possible, else an empty or the least recently used one; a new one if `must`."""
         own = None if unit in self.config.resized else self._units[unit].slot
         if own is not None and self._can_evict(own, keep):
             return own
@@ -516,7 +508,7 @@ class Scheduler:
                     f"unit {unit} is needed while unit {tenant}, which shares its memory, is in use, and an earlier "
                     "forward of it still waits for its backward; run that backward first"
                 )
-            # The tenant's memory is its own: it may be counted in any slot, in place of who has to go there.
+            # The tenant's memory is its own: it may be counted in any other slot.
             other = self._free_slot(keep, must=True)
             assert other is not None
             self._slots[own], self._slots[other] = self._slots[other], self._slots[own]
@@ -525,7 +517,7 @@ class Scheduler:
         return self._free_slot(keep, must)
 
     def _free_slot(self, keep: Collection[int], must: bool) -> int | None:
-        """An empty or the least recently used slot; a new one if it must."""
+        """Return an empty or the least recently used slot; a new one if `must`."""
         free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, keep)]
         if not free and must:
             self._slots.append(_SlotState())
@@ -540,7 +532,7 @@ class Scheduler:
             return True
         callers = self._units[self._backward_unit].hosts if self._backward_unit is not None else ()
         if unit in callers and self._units[unit].in_backward:
-            return False  # its backward goes on when that of the unit it called is over
+            return False  # its backward continues after that of the unit it called
         return unit not in keep and unit not in self._forward_stack and unit != self._backward_unit
 
     def _release(self, unit: int) -> list[Operation]:

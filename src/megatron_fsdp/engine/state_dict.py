@@ -1,4 +1,4 @@
-"""Hooks on a model's state dicts: sharded parameters are what is saved, described, and called as on all ranks."""
+"""Hooks on a model's state dicts: they save sharded parameters, with chunk functions and names over all ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
-# Find out what is wrong with a state dict before anything of it is copied.
-
 
 class _CopiesNothing(TorchFunctionMode):
-    """Lets `tensor.copy_(other)` check that it could, and do nothing."""
+    """A mode in which `tensor.copy_(other)` only checks that it could copy."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,14 +37,14 @@ class _CopiesNothing(TorchFunctionMode):
 
 
 def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
-    """Go through a load without copying; no communication.
+    """Run a load without copying, to find its problems; no communication.
 
     Args:
-        module: Where it loads into.
-        load: Does it, by torch's own means; it may be called again afterwards.
+        module: The module that it loads into.
+        load: Loads by torch's own means; it may be called again afterwards.
 
     Returns:
-        What torch would complain of, all together; None where nothing is wrong.
+        All of torch's complaints; None where nothing is wrong.
     """
     overridden = [each for each in module.modules() if type(each).set_extra_state is not nn.Module.set_extra_state]
     before = [(each, each.get_extra_state()) for each in overridden]
@@ -65,10 +63,10 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
 
 
 def other_shards(value: object, frame: ShardFrame) -> str | None:
-    """Say what is wrong with a shard that is cut otherwise than it should be; no communication.
+    """Describe the problem of a shard that is cut otherwise than it should be; no communication.
 
     Args:
-        value: Anything out of a state dict.
+        value: Any value of a state dict.
         frame: How it should be cut.
 
     Returns:
@@ -90,7 +88,7 @@ def other_shards(value: object, frame: ShardFrame) -> str | None:
 
 
 def are_from_file(values: Iterable[object]) -> bool:
-    """Whether there are shards that were unpickled, as from one file that all ranks read."""
+    """Return whether there are shards that were unpickled, as from one file that all ranks read."""
     return any(
         isinstance(value, UnevenDTensor) and value.shard_frame.is_from_file and not value.shard_frame.is_whole
         for value in values
@@ -98,7 +96,7 @@ def are_from_file(values: Iterable[object]) -> bool:
 
 
 def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """Let all ranks raise what any of them has found; one small collective for each group.
+    """Raise on all ranks what any of them has found; one small collective for each group.
 
     Args:
         problem: What is wrong here.
@@ -115,9 +113,9 @@ def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | N
 
 
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
-    """Let every state dict, of the model or of any part of it, say which part of a global tensor each shard holds.
+    """Attach chunk functions to the shards in every state dict, of the model or of any part of it.
 
-    Experts are shown as all ranks together have them, and brought back when they are loaded: tensors that stack a
+    Experts are saved as all ranks together have them, and converted back when they are loaded: tensors that stack a
     rank's experts in every state dict, names that count them in state dicts of the model.
     """
     reference = weakref.ref(engine)
@@ -131,7 +129,7 @@ def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[Removab
 
 
 def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
-    """Keep state dicts honest: sharded parameters are what is saved, and none is replaced by a load.
+    """Save sharded parameters in state dicts, whatever the modules hold now, and refuse loads that replace parameters.
 
     Of whole tensors each rank loads its own elements; they have to be the same on every rank.
     """
@@ -205,7 +203,7 @@ def _to_global_names(
 def _to_local_names(
     reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
 ) -> None:
-    """What other ranks' experts are called is left out: a state dict may be that of the whole model."""
+    """Rename to this rank's names; other ranks' experts are left out, as the state dict may be of the whole model."""
     names = live_engine(reference).expert_names
     entries = list(state_dict.items())
     state_dict.clear()
@@ -226,7 +224,7 @@ def _to_own_shards(engine: Engine, owner: nn.Module, state_dict: dict[str, Any],
 
 
 def own_shard(value: Any, frame: ShardFrame) -> Any:
-    """This rank's elements of a whole tensor, as a view; what is none is handed back."""
+    """Return this rank's elements of a whole tensor, as a view; anything else as it is."""
     if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             return value

@@ -1,8 +1,8 @@
-"""Parameters that tensor parallelism cut before data parallelism sees them.
+"""Parameters that tensor parallelism cut before data parallelism shards them.
 
-What is sharded over data-parallel ranks then is a rank's own part. `parallelize_module` leaves parameters as DTensors
-over the tensor-parallel mesh, and the modules expect them as such in forward; Megatron's own layers hold plain tensors
-with attributes that say which dimension was cut.
+Then a rank's own part is sharded over data-parallel ranks. `parallelize_module` leaves parameters as DTensors over the
+tensor-parallel mesh, and the modules expect them as such in forward; Megatron's own layers hold plain tensors with
+attributes that say which dimension was cut.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_fsdp.sharding.shards import TensorParallelCut
 
 @dataclass(frozen=True)
 class TensorParallelPart:
-    """How one parameter lies on the tensor-parallel ranks.
+    """How one parameter is placed on the tensor-parallel ranks.
 
     Attributes:
         mesh: The one-dimensional tensor-parallel mesh.
         placement: `Shard(dim)` or `Replicate()`.
-        shape: Of the parameter over all tensor-parallel ranks.
-        stride: Of the same.
+        shape: Shape of the parameter over all tensor-parallel ranks.
+        stride: Stride of the parameter over all tensor-parallel ranks.
         is_dtensor: Whether the modules hold it as a DTensor, else as a plain tensor.
     """
 
@@ -44,7 +44,7 @@ class TensorParallelPart:
         return isinstance(self.placement, Shard) and self.mesh.size() > 1
 
     def shapes_by_rank(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shape of every rank's part, given this rank's; they differ where ranks do not divide the dimension."""
+        """Return the shape of every rank's part, given this rank's; uneven where the dimension is not divisible."""
         if not isinstance(self.placement, Shard):
             return (local_shape,) * self.mesh.size()
         dim = self.placement.dim
@@ -54,7 +54,7 @@ class TensorParallelPart:
         )
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part as the modules expect it: a DTensor, or itself."""
+        """Wrap this rank's part as the modules expect it: as a DTensor, or not at all."""
         if not self.is_dtensor:
             return local
         return DTensor.from_local(
@@ -62,7 +62,7 @@ class TensorParallelPart:
         )
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """The parameter over all tensor-parallel ranks, on each of them. Collective."""
+        """Gather the parameter over all tensor-parallel ranks. Collective."""
         if not self.is_cut:
             return local
         return DTensor.from_local(
@@ -70,7 +70,7 @@ class TensorParallelPart:
         ).full_tensor()
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of this rank's part; autograd may leave a sum over ranks undone."""
+        """Return the gradient of this rank's part, and finish a sum over ranks that autograd has left open."""
         if not isinstance(grad, DTensor):
             return grad
         if tuple(grad.placements) != (self.placement,):
@@ -80,12 +80,12 @@ class TensorParallelPart:
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
-    """A parameter's own memory on this rank: the local tensor of a DTensor, else the tensor itself."""
+    """Return a parameter's own memory on this rank: the local tensor of a DTensor, else the tensor itself."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
-    """Find out how tensor parallelism cut a parameter.
+    """Describe how tensor parallelism cut a parameter.
 
     Args:
         name: For messages.
@@ -132,7 +132,7 @@ def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> Tens
 
 
 def _partition_dim(param: torch.Tensor) -> int | None:
-    """The dimension that Megatron's layers say was cut over tensor-parallel ranks."""
+    """Return the dimension that Megatron's layers mark as cut over tensor-parallel ranks, or None."""
     mode = getattr(param, "_tensor_parallel_mode", None)
     if mode in ("column", "row"):
         return 0 if mode == "column" else 1

@@ -19,15 +19,15 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 ParameterSites = tuple[tuple[nn.Module, str], ...]
 _Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
-"""A place in the module tree, the full and the sharded parameter for it, and whether nobody wants to hear of a swap.
+"""A module, its dictionary, an attribute, the full and the sharded parameter for it, and whether it is set directly.
 
-Modules look up their attributes in several dictionaries, so what a swap needs is taken from the module's own directly.
+Attribute access of modules searches several dictionaries, so a swap uses the module's own dictionary.
 """
 _version = attrgetter("_version")
 
 
 class Unit:
-    """The parameter groups of one module and the places in the module tree where their parameters hang.
+    """The parameter groups of one module and the places in the module tree that hold their parameters.
 
     Attributes:
         index: Position in the plan; 0 is the root.
@@ -58,13 +58,13 @@ class Unit:
         self.shows_unsharded = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
-        self._is_behind = False  # outer ranks have not shared out the last update yet
+        self._is_behind = False  # the last update was not gathered over the outer ranks yet
         self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
         self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
 
     @property
     def group_plans(self) -> list[GroupPlan]:
-        """What was decided for each group."""
+        """The plan of each group."""
         return [group.plan for group in self.groups]
 
     @property
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def exchanges_inside(self) -> bool:
-        """Whether reducing any group over the inner ranks needs memory for what comes in."""
+        """Whether reducing any group over the inner ranks needs scratch."""
         return any(group.exchanges_inside for group in self.groups)
 
     @property
@@ -93,27 +93,27 @@ class Unit:
         return self.name or "(root)"
 
     def say_who_owns(self, remedy: str) -> None:
-        """Let errors about sharded parameters, met where whole ones are needed, name the unit and what to do."""
+        """Name the unit and a remedy in errors about sharded parameters that are used where whole ones are needed."""
         owner = OwningUnit(self.label, remedy)
         for group in self.groups:
             for name, frame in zip(group.names, group.frames, strict=True):
                 frame.belongs = (name, owner)
 
     def plan_buckets(self) -> None:
-        """Lay the buckets of all groups into one block; again after a change of the communication dtype."""
+        """Place the buckets of all groups in one block; again after a change of the communication dtype."""
         self._bucket_offsets, self.bucket_bytes = pack_bytes([group.bucket_bytes for group in self.groups])
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @property
     def needs_outer_all_gather(self) -> bool:
-        """Whether outer ranks have a part of the last update that is missing here."""
+        """Whether outer ranks have parts of the last update that were not gathered here."""
         return self._is_behind and any(group.plan.gathers_outer for group in self.groups)
 
     def all_gather_outer(self, lane: Lane) -> None:
-        """Start bringing what inner ranks gather from up to date, where outer ranks share the last update out.
+        """Start to all-gather the last update over the outer ranks, where they shard it, into the inner ranks' parts.
 
-        It writes into the memory of the weights, so it must be over (`wait_for_outer`) before anybody changes them.
+        It writes into the memory of the weights, so it must be over (`wait_for_outer`) before these are changed.
         """
         if self._is_behind:
             self._is_behind = False
@@ -122,11 +122,11 @@ class Unit:
             ]
 
     def wait_for_outer(self) -> None:
-        """Wait for what `all_gather_outer` started."""
+        """Wait for the gathers of `all_gather_outer`."""
         self._await(self._outer_tickets)
 
     def unshard(self, lane: Lane, block: Block | None) -> None:
-        """Start gathering the compute weights, into `block` where they are sharded at rest."""
+        """Start to all-gather the compute weights, into `block` where they are sharded between uses."""
         self._await(self._outer_tickets)
         if block is not None and block is not self._placed_in:
             self._place(block)
@@ -143,7 +143,7 @@ class Unit:
 
     @staticmethod
     def _await(tickets: list[Ticket]) -> bool:
-        """Wait for what was started and forget it; False where nothing was."""
+        """Wait for tickets and remove them; return whether there were any."""
         for ticket in tickets:
             ticket.wait()
         was_any = bool(tickets)
@@ -155,13 +155,13 @@ class Unit:
         return self._placed_in is not None and self._placed_in.holds(tensor)
 
     def reshard(self, loses_memory: bool) -> None:
-        """Let go of the gathered weights: they are about to be overwritten, or out of date.
+        """Release the gathered weights: they are about to be overwritten, or stale.
 
         Autograd then refuses to use what it saved of them: a backward that reaches the unit without an announcement
         raises "modified by an inplace operation" where it would compute with the weights of another unit.
 
         Args:
-            loses_memory: Their memory is gone too, so that the full parameters lie nowhere until the next unshard.
+            loses_memory: Their memory is freed, too, so that the full parameters have none until the next unshard.
         """
         self._mark(1)
         if not loses_memory:
@@ -206,7 +206,7 @@ class Unit:
                 setattr(module, attribute, param)
 
     def check_untouched(self) -> None:
-        """Refuse writes into gathered weights, which would be lost when these are released.
+        """Refuse writes into gathered weights, which would be lost at the reshard.
 
         Raises:
             ScheduleError: Names the parameter.
@@ -234,14 +234,14 @@ class Unit:
                 setattr(module, attribute, param)
 
     def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Put parameters of somebody else's into the module tree, one per parameter of each group."""
+        """Put given parameters into the module tree, one per parameter of each group."""
         for params, sites in zip(copies, self._sites, strict=True):
             for param, places in zip(params, sites, strict=True):
                 for module, attribute in places:
                     set_parameter(module, attribute, param)
 
     def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
-        """Whether parameter `index` of a group is `copy` in every place of the module tree."""
+        """Return whether parameter `index` of a group is `copy` in every place of the module tree."""
         return all(module._parameters.get(name) is copy for module, name in self._sites[position][index])
 
     @property
@@ -250,7 +250,7 @@ class Unit:
         return any(group.main_changed for group in self.groups)
 
     def install_main_weights(self) -> None:
-        """Bring the compute weights of this rank up to date with the main weights."""
+        """Copy main weights into this rank's part of the compute weights."""
         self.wait_for_outer()
         self._is_behind = True
         for group in self.groups:
@@ -259,13 +259,13 @@ class Unit:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def bucket_of(self, position: int, block: Block) -> torch.Tensor:
-        """The part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
+        """Return the part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
 
 
 def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
-    """Replace a parameter; modules with a setter of their own (recurrent layers keep a second list) are told."""
+    """Replace a parameter; use the setter of modules that have one (recurrent layers keep a second list)."""
     if _is_plain(module):
         module._parameters[attribute] = param
     else:

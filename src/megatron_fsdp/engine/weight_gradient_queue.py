@@ -1,9 +1,9 @@
 """A queue of weight gradients that are computed when backward has done everything else.
 
-A backward is known by the number of its graph task. Reentrant recomputation starts a task inside of a task; what the
-inner one leaves waits for the outer one, provided that the queue has heard of that (`expect`). Autograd drops its
-callbacks together with a task that failed. So each task gets a callback object that only autograd holds, and when that
-dies without having been called, what its task deferred is forgotten at once.
+A backward is identified by the number of its graph task. Reentrant recomputation starts a task inside of a task; the
+inner one's deferred gradients wait for the outer one, provided that the queue knows that (`expect`). Autograd drops
+its callbacks together with a task that failed. So each task gets a callback object that only autograd refers to, and
+when that dies without having been called, the gradients that its task deferred are dropped at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Deferred:
 
 
 class _EndOfTask:
-    """Tells the queue that a graph task ended well. Only autograd may hold it: its death says that the task failed."""
+    """A callback that reports the end of a graph task. Only autograd refers to it: it dies when the task fails."""
 
     def __init__(self, queue: WeightGradientQueue, task: int) -> None:
         self._queue, self._task = queue, task
@@ -44,7 +44,7 @@ class WeightGradientQueue:
     """Weight gradients that wait for the end of backward. A queue serves one backward at a time.
 
     A plain `loss.backward()` is complete when it returns: the first deferral of a backward queues `run` as a callback
-    of autograd. Whoever needs the gradients earlier, such as an engine whose own callback was queued before, calls
+    of autograd. Code that needs the gradients earlier, such as an engine whose own callback was queued before, calls
     `run` itself; the queue's callback then finds nothing.
 
     Args:
@@ -54,15 +54,15 @@ class WeightGradientQueue:
     def __init__(self, listener: Listener | None = None) -> None:
         self._listener = listener
         self._waiting: deque[_Deferred] = deque()
-        # Tasks that are under way, outermost first. The references die with tasks that fail.
+        # Running tasks, outermost first. The references die with tasks that fail.
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
 
     def __len__(self) -> int:
-        """Gradients that wait."""
+        """Count the gradients that wait."""
         return len(self._waiting)
 
     def expect(self) -> None:
-        """Note the backward that is under way, if any, so that what reentrant backwards inside defer waits for its end.
+        """Register the running backward, if any, so that what reentrant backwards inside of it defer waits for its end.
 
         Called by layers in forward: a forward inside of a backward is a recomputation.
         """
@@ -78,7 +78,7 @@ class WeightGradientQueue:
                 floating-point dtype. What it refers to stays in memory until then.
 
         Raises:
-            ScheduleError: No backward is under way.
+            ScheduleError: No backward is running.
         """
         if torch._C._current_graph_task_id() == -1:
             raise ScheduleError(
@@ -94,14 +94,14 @@ class WeightGradientQueue:
         return {id(deferred.param) for deferred in self._waiting}
 
     def run(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Compute what waits, oldest first, and accumulate it as autograd would.
+        """Compute the waiting gradients, oldest first, and accumulate them as autograd would.
 
         Args:
             params: Only the gradients of these; None: all.
 
-        A parameter's gradients of one backward are added up first. With the last of them its `register_hook` hooks are
+        A parameter's gradients of one backward are summed first. With the last of them its `register_hook` hooks are
         called with the sum, its `.grad` is set or added to in place, and its post-accumulate-grad hooks are called, all
-        once. After an exception nothing waits any more.
+        once. After an exception the queue is empty.
         """
         waiting, self._waiting = self._waiting, deque()
         if params is not None:
@@ -123,12 +123,12 @@ class WeightGradientQueue:
                     self._tell("accumulated", deferred.param)
 
     def clear(self) -> None:
-        """Forget everything that waits, and the backward it came from."""
+        """Drop all waiting gradients, and their backward."""
         self._waiting.clear()
         self._tasks.clear()
 
     def _know_task(self) -> int:
-        """The number of the graph task under way; its end is watched from the first call on."""
+        """Return the number of the running graph task; its end is watched from the first call on."""
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             end = _EndOfTask(self, task)
@@ -163,7 +163,7 @@ def _task_is_gone(reference: weakref.ref[WeightGradientQueue], task: int, _end: 
 
 
 def _accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Do what the end of the graph does: cast, hooks, `.grad`, hooks."""
+    """Do what autograd does at a leaf: cast, hooks, `.grad`, hooks."""
     if not param.requires_grad:
         return  # frozen since forward
     if grad.shape != param.shape or grad.device != param.device:
@@ -190,7 +190,7 @@ def _accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def _replaced(grad: torch.Tensor, answer: object) -> torch.Tensor:
-    """The gradient after a hook: what it returned, if anything."""
+    """Return the gradient after a hook: what it returned, if anything."""
     if answer is None:
         return grad
     if not isinstance(answer, torch.Tensor) or (answer.shape, answer.dtype) != (grad.shape, grad.dtype):

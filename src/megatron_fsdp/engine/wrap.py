@@ -1,4 +1,4 @@
-"""Everything that happens at wrap time: check the model, find units, shard, connect the hooks."""
+"""Wrapping a model: check it, find units, shard it, register the hooks."""
 
 from __future__ import annotations
 
@@ -57,26 +57,24 @@ from megatron_fsdp.sharding.units import (
     refine_units,
 )
 
-# What becomes a unit of the engine, and who tells it when: by module here, and by other rules elsewhere.
-
 
 class Grouping(Protocol):
-    """Which parameters are gathered and reduced together, and what tells the engine when."""
+    """The rule by which parameters are grouped into units, and the source of the engine's events."""
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """The units of a model, the root first; the model is only read.
+        """Return the units of a model, the root first; the model is only read.
 
         Raises:
-            ConfigurationError: The model cannot be cut like that.
+            ConfigurationError: The model cannot be grouped like that.
         """
         ...
 
     def cut_numel(self, num_ranks: int) -> int | None:
-        """Where to cut the root's parameters into groups, in elements; None: never."""
+        """Return the elements at which the root's parameters are cut into groups; None: never."""
         ...
 
     def make_engine(self, parts: EngineParts) -> Engine:
-        """The engine, without hooks."""
+        """Make the engine, without hooks."""
         ...
 
     def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
@@ -86,32 +84,32 @@ class Grouping(Protocol):
 
 @dataclass(frozen=True)
 class UnitGrouping:
-    """Units are modules, and their forwards and backwards tell the engine when.
+    """Units are modules; hooks on their forwards and backwards drive the engine.
 
     Attributes:
-        unit_modules: What to look for as units.
-        memory: How memory is borrowed.
+        unit_modules: The classes of the units.
+        memory: Options of memory and prefetching.
     """
 
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:  # noqa: ARG002
-        """See `Grouping`."""
+        """Find the units, and refine them for fine-grained gathers."""
         plan = find_units(module, self.unit_modules)
         self.memory.check_plan(len(plan.units) - 1)
         return refine_units(module, plan, self.memory.whole_types) if self.memory.fine_grained else plan
 
     def cut_numel(self, num_ranks: int) -> int | None:
-        """See `Grouping`."""
+        """Return the elements at which the root's parameters are cut into groups; None: never."""
         return self.memory.bucket_numel_on(num_ranks)
 
     def make_engine(self, parts: EngineParts) -> Engine:
-        """See `Grouping`."""
+        """Make the engine, without hooks."""
         return Engine(parts)
 
     def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
-        """See `Grouping`."""
+        """Register the hooks on modules."""
         return register_hooks(engine, modules)
 
 
@@ -120,12 +118,12 @@ class Assembly:
     """A sharded model.
 
     Attributes:
-        engine: Runs it.
+        engine: Its engine.
         plan: Its units.
         plan_lines: The units, for people.
         handles: The hooks on modules and parameters.
         state_dict_handles: The hooks that describe shards in state dicts.
-        device: Where the shards live.
+        device: Device of the shards.
         hang_settings: The log that the environment asks for; None: it asks for none.
     """
 
@@ -151,10 +149,10 @@ def assemble(
 
     Args:
         module: The model.
-        grouping: Which parameters are gathered and reduced together.
-        options: What the caller chose.
+        grouping: The rule for the units.
+        options: The options of the engine.
         index: Mesh and process groups.
-        device: Where the shards are to live.
+        device: Device of the shards.
         mode: When gradients are reduced; shared with the caller.
         backward_finished: Called at the end of each backward.
 
@@ -205,7 +203,7 @@ def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.d
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
         for unit in engine.units
-        for group in unit.groups  # frozen ones too, which may be thawed
+        for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
     if options.check_finite:
@@ -225,7 +223,7 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
             "hybrid_fsdp_group, or leave it out"
         )
     sums_locally = options.reduce_scatter_with_fp32_accumulation
-    placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses what makes no sense
+    placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
     return Sharding(
         options,
         make_domain(index, traffic, sums_locally=sums_locally),
@@ -298,11 +296,11 @@ def _warn_of_narrowing(units: Sequence[Unit]) -> None:
 
 
 def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: Sharding) -> list[str]:
-    """What every data-parallel rank must have in common; experts may be others on other ranks."""
+    """List what every data-parallel rank must have in common; experts may differ between ranks."""
     chosen = [f"{name}={value}" for name, value in vars(options).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     if not all(spec.is_module for spec in plan.units):
-        units.append(plan.source)  # names that were made up tell nothing of what is in them
+        units.append(plan.source)  # made-up names do not identify their parameters
     params = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
         for name, p in module.named_parameters()
@@ -321,7 +319,7 @@ def _place(tensor: torch.Tensor) -> str:
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Module buffers are not sharded; they follow the parameters to their device, and out of inference mode."""
+    """Move module buffers, which are not sharded, to the parameters' device, and out of inference mode."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta:
@@ -330,16 +328,14 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device, copy=True)
 
 
-# The plans of a model's parameter groups; groups of equal shapes, as equal blocks have, share what they can.
-
 Frames = tuple[ShardFrame, ...]
 
 
 class GroupPlanner:
-    """Plans groups, those that are alike once.
+    """Plans parameter groups; equal ones, as repeated blocks have, only once.
 
     Args:
-        sharding: How to shard.
+        sharding: Ranks and options.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -347,11 +343,11 @@ class GroupPlanner:
         self._known: dict[object, tuple[GroupPlan, Frames]] = {}
 
     def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
-        """Everything about one group, and for each parameter who holds which of its elements.
+        """Return the plan of one group, and for each parameter the elements that every rank holds.
 
         Args:
             spec: The group.
-            originals: Its parameters as the modules hold them; only their description is read.
+            originals: Its parameters as the modules hold them; only their metadata is read.
         """
         parts = self._sharding.parts_of(spec, originals)
         alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
@@ -362,9 +358,6 @@ class GroupPlanner:
             return known
         plan, frames = known
         return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
-
-
-# From a model and its unit plan to units: groups, buffers, and the sharded parameters in their places.
 
 
 def build_units(
@@ -380,9 +373,9 @@ def build_units(
     Args:
         module: The model; afterwards its parameters are the sharded ones.
         plan: Its units.
-        sharding: How to shard.
+        sharding: Ranks and options.
         bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
-        leaves_empty: Give parameters on the meta device memory and no values, and leave buffers there.
+        leaves_empty: Allocate parameters on the meta device without values, and leave buffers there.
 
     Returns:
         The units, root first.
@@ -429,7 +422,7 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
-    """Where each parameter hangs: for its id, the modules and attribute names; several for a tied one."""
+    """Map the id of each parameter to the modules and attribute names that hold it; several for a tied one."""
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for attribute, param in owner._parameters.items():
@@ -439,7 +432,7 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
 
 
 def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
-    """What grouping needs to know of a parameter; only its description is read."""
+    """Return the facts about a parameter that grouping needs; only its metadata is read."""
     return ParameterInfo(
         name,
         tuple(local_part(param).shape),
@@ -450,14 +443,12 @@ def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> Parame
     )
 
 
-# What keeps a model from being sharded, told before anything is touched.
-
 EMPTY = "empty"
-"""Value of `init_meta`: parameters on the meta device get memory, and their values from the caller afterwards."""
+"""Value of `init_meta`: parameters on the meta device are allocated, and the caller sets their values afterwards."""
 
 
 def check_not_wrapped(module: object) -> None:
-    """Refuse what is no model, and models that another wrapper takes care of already; no communication.
+    """Refuse objects that are no model, and models in another wrapper; no communication.
 
     Raises:
         ConfigurationError: The model, or a module in it, is sharded or replicated by torch or by this package.
@@ -539,11 +530,8 @@ def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta
             )
 
 
-# Ranks that were seeded differently start from the weights of the first one.
-
-
 def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """Give every data-parallel rank the weights of the first one, and report what had to be sent.
+    """Broadcast the weights of the first rank to data-parallel ranks that differ, and return what had to be sent.
 
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
@@ -561,7 +549,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     dense = {name: tensor for name, tensor in held.items() if name not in experts}
     differing: set[str] = set()
     for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
-        # Over the inner ranks first: then the first of each inner group stands for its group.
+        # Over the inner ranks first: then all ranks of an inner group equal its first one.
         for axis in reversed(domain.axes if domain is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))
@@ -569,7 +557,7 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
 
 def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """Names of parameters that tensor-parallel ranks hold whole, and hold different values of. Nothing is changed."""
+    """Return the names of parameters that tensor-parallel ranks hold whole, but with different values."""
     group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
     if group is None:
         return ()
@@ -600,7 +588,7 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
 def differing_tensors(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[str, ...]:
-    """Names of the tensors that are not the same bits on every rank; sends two numbers per tensor.
+    """Return the names of tensors that are not the same bits on every rank; sends two numbers per tensor.
 
     Args:
         tensors: The same names in the same order on every rank, none of them empty.
@@ -614,13 +602,11 @@ def differing_tensors(
     return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
 
 
-# The switch `reduce_scatter_with_fp32_accumulation`: where it can take effect, and what is said where it cannot.
-
 NAME = "reduce_scatter_with_fp32_accumulation"
 
 
 def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
-    """Refuse the switch where gradients are reduced by an all-reduce, which adds in the dtype that travels.
+    """Refuse the fp32-accumulation switch where gradients are all-reduced, which sums in the dtype that travels.
 
     Raises:
         ConfigurationError: The strategy is `no_shard`.
@@ -633,7 +619,7 @@ def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
 
 
 def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
-    """Say so where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
+    """Warn where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
 
     Args:
         trainable: The dtypes of every trainable parameter group.

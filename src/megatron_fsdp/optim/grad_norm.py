@@ -1,4 +1,4 @@
-"""The norm of all gradients, and clipping by it: one small collective per axis that gradients are shared out over."""
+"""The norm of all gradients, and clipping by it: one small collective per axis that gradients are sharded over."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.sharding.placement import Placement
 
-# Which ranks hold different pieces of one tensor, so that a total has to cross them.
-
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups:
-    """The process groups that a main weight, and its gradient after the sync, is shared out over.
+    """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
 
     Args:
         group: The parameter group.
@@ -53,7 +51,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     """Scale all gradients so that their common norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
-        engine: Whose gradients.
+        engine: The engine that holds the gradients.
         max_norm: The largest norm allowed; infinity only measures.
         norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
         error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
@@ -84,12 +82,12 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
 
 
 def _is_known_to_be_one(factor: torch.Tensor) -> bool:
-    """Whether a factor changes nothing, where it can be read without a wait."""
+    """Return whether a factor is 1, where it can be read without a device sync."""
     return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 
 def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
-    """This rank's elements of the gradients that parameters show, by the groups they are shared out over.
+    """Collect this rank's elements of the gradients, by the groups they are sharded over.
 
     The keys and their order are the same on all ranks, gradient or not.
     """
@@ -106,7 +104,7 @@ def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
 
 
 def _total_norm(pieces: dict[Groups, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum what is shared out over ranks; count what ranks hold copies of once."""
+    """Compute the norm of everything; what ranks hold copies of counts once."""
     if not pieces:
         return torch.zeros((), dtype=torch.float32, device=device)
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
@@ -117,7 +115,7 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
     """Reduce each sum over its groups; sums that share a group travel together in one all-reduce.
 
     Args:
-        powers: Groups over which pieces lie -> what `sum_of_powers` says of the pieces here; at least one, all on the
+        powers: `sum_of_powers` of the pieces here, by the groups that they are sharded over; at least one, all on the
             device that the groups communicate from. The keys and their order are the same on all ranks of a group.
         norm_type: The p of the p-norm.
 
@@ -140,7 +138,7 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
 
 
 def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest of each number over the ranks; NaN where a rank has NaN, which back ends may overlook in a maximum.
+    """Return the largest of each number over the ranks; NaN where a rank has NaN, which back ends may drop.
 
     Args:
         values: One dimension, not negative.
@@ -156,12 +154,12 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_powers(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of |x|^p over all tensors; the largest |x| for infinity; 0 for none.
+    """Sum |x|^p over all tensors; the largest |x| for infinity; 0 for none.
 
     Args:
         tensors: Plain ones, of any device.
         norm_type: The p.
-        device: Where the result is wanted.
+        device: Device of the result.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32

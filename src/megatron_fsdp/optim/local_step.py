@@ -1,4 +1,4 @@
-"""Let torch's elementwise optimizers step on local tensors, without the dispatch of each operation through DTensor.
+"""Step torch's elementwise optimizers on local tensors, without the dispatch of each operation through DTensor.
 
 During `step` the code of the optimizer's class works on a stand-in: an object of the same kind that shares every
 attribute with the optimizer but shows this rank's shards as plain tensors, with their gradients and state. The
@@ -43,18 +43,18 @@ State = dict[str, Any]
 
 
 def steps_locally(optimizer: Optimizer) -> bool:
-    """Tell whether the step of an optimizer of this kind needs no DTensors."""
+    """Return whether an optimizer of this kind can step on local tensors."""
     return type(optimizer) in _SHARDED_STATE
 
 
 class LocalStep:
-    """Makes stand-ins for one optimizer; between steps it holds neither gradients nor state."""
+    """The stand-in of one optimizer; between steps it holds neither gradients nor state."""
 
     def __init__(self) -> None:
-        self._view: _View | None = None  # of the step under way
+        self._view: _View | None = None  # of the running step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return what to step in place of a connected optimizer; call `release` after the step.
+        """Return the object to step in place of a connected optimizer; call `release` after the step.
 
         Returns:
             A stand-in that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
@@ -65,12 +65,12 @@ class LocalStep:
             return optimizer
         kind = _stand_in_kind(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
         made: Optimizer = kind.__new__(kind)
-        made.__dict__ = optimizer.__dict__  # one dict: the step may read and note whatever it likes
+        made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
         self._view = made._view = _View(optimizer)  # type: ignore[attr-defined]
         return made
 
     def release(self) -> None:
-        """Hand new state over to the optimizer, after a step or one that failed, and let go of everything."""
+        """Give new state to the optimizer, after a step or one that failed, and drop all references."""
         view, self._view = self._view, None
         if view is not None:
             view.hand_over_state()
@@ -86,10 +86,10 @@ class _View:
         self.state: Mapping[Tensor, State] = optimizer.state
 
     def look(self) -> list[dict[str, Any]]:
-        """Return the groups of now, with local parameters.
+        """Return the current groups, with local parameters.
 
         With the optimizer's own parameters where a gradient or a state is not sharded as its parameter, or where the
-        step is to be differentiated: DTensors then take care of it, or say what is wrong.
+        step is to be differentiated: DTensors then handle it, or say what is wrong.
         """
         self.hand_over_state()
         groups: list[dict[str, Any]] = self._optimizer.param_groups
@@ -108,7 +108,7 @@ class _View:
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
-        """Return each parameter with its gradient, and its state, as local tensors; None where that cannot be."""
+        """Return each parameter with its gradient, and its state, as local tensors; None where that is impossible."""
         source, found = self._optimizer.state, []
         if len(set(map(id, params))) < len(params):
             return None  # a parameter that is listed twice is stepped twice on one state
@@ -133,7 +133,7 @@ class _View:
         return found
 
     def hand_over_state(self) -> None:
-        """Give the optimizer what the step has put into the state, sharded as its parameter where it is."""
+        """Give the optimizer the state that the step has made, sharded as its parameter where it is."""
         shown, self._shown, self.state = self._shown, [], self._optimizer.state
         for param, state in shown:
             if not state:
@@ -157,17 +157,17 @@ def _stand_in_kind(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 class _StandIn(Optimizer):
-    """Parameters and state of an optimizer as local tensors; everything else is the optimizer's own."""
+    """An optimizer whose parameters and state are local tensors; everything else is the original's own."""
 
     __slots__ = ("_view",)
     _view: _View
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups, as of now: a closure has changed gradients by the time that torch looks at them."""
+        """The current groups: a closure may have changed gradients by the time that torch reads them."""
         return self._view.look()
 
     @property
     def state(self) -> Mapping[Tensor, State]:  # type: ignore[override]
-        """State by parameter, those of the last look at `param_groups`."""
+        """State by parameter, as of the last read of `param_groups`."""
         return self._view.state

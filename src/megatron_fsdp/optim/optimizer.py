@@ -1,4 +1,4 @@
-"""Any torch optimizer on sharded parameters, by hooks: final gradients before a step, installed weights after it."""
+"""Any torch optimizer on sharded parameters, by hooks: reduced gradients before a step, compute weights after it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
 
-# Optimizer state before the first step: somewhere for a checkpoint to be loaded into, made without a step.
+# Optimizer state before the first step, for a checkpoint to be loaded into.
 #
 # torch's optimizers make the state of a parameter in their first step, so that a new one has none, and
-# `torch.distributed.checkpoint.load`, which fills the tensors that it is given, would load none. What they begin with
-# is made by a method of each class, `_init_group`, which is called here on an object of the class that shares
-# everything with the optimizer but its parameters and its state. (SGD has no more than a buffer, which its step
-# makes.)
+# `torch.distributed.checkpoint.load`, which fills the tensors that it is given, would load none. Their initial state is
+# made by a method of each class, `_init_group`, which is called here on an object of the class that shares everything
+# with the optimizer but its parameters and its state. (SGD has only a buffer, which its step makes.)
 
 StateDict = dict[str, Any]
 
@@ -35,19 +34,19 @@ _BUFFER = "momentum_buffer"
 
 
 def is_known_without_a_step(optimizer: Optimizer) -> bool:
-    """Tell whether the state that an optimizer begins with can be made without a step: the step is one of torch's."""
+    """Return whether the initial state of an optimizer can be made without a step: the step is one of torch's."""
     kind = type(optimizer)
     return kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
 
 
 def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Add the state that the first step would begin with, for every trainable parameter that has none.
+    """Add the initial state of the first step, for every trainable parameter that has none.
 
-    The optimizer is not changed: state that is loaded into these tensors is the optimizer's once `load_state_dict` is
-    given them.
+    The optimizer is not changed: state that is loaded into these tensors becomes the optimizer's when `load_state_dict`
+    is given them.
 
     Args:
-        optimizer: Whose parameters are sharded.
+        optimizer: An optimizer of sharded parameters.
         state_dict: As torch made it.
 
     Returns:
@@ -77,7 +76,7 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Te
     if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
         for value in made.values():
             if not isinstance(value, DTensor):
-                leave_to_others(value)  # the step is told by ranks that hold elements, and so may have taken it
+                leave_to_others(value)  # ranks that hold elements save the step count
     return made
 
 
@@ -85,15 +84,15 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Te
 
 
 def _blank_momentum(group: Mapping[str, Any]) -> float:
-    """Return the zero that stands for "no step yet": one that gradients of zero do not leave behind.
+    """Return the zero that stands for "no step yet": the sign that zero gradients do not leave in a buffer.
 
-    Negative zero is also what changes nothing, to the last bit, where it is added to.
+    Adding negative zero also changes no value, to the last bit.
     """
     return 0.0 if group["maximize"] and group["dampening"] else -0.0
 
 
 def without_blank_momentum(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Leave out blank momentum where it is not the same as none: the first step of SGD knows no dampening."""
+    """Remove blank momentum where it differs from none: SGD's first step applies no dampening."""
     if not isinstance(optimizer, torch.optim.SGD):
         return state_dict
     blank = {
@@ -118,11 +117,11 @@ def _is_blank(buffer: Any, zero: float) -> bool:
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
 STEP_KEY = "step"
-"""State that is a number for each parameter, also where that is a number itself."""
+"""Key of the step count: a scalar for each parameter, also where the parameter is a scalar itself."""
 
 
 class ShardedModel(Protocol):
-    """What the hooks need of the wrapped model."""
+    """The part of the wrapped model that the hooks use."""
 
     @property
     def model_auto_sync(self) -> bool:
@@ -131,11 +130,11 @@ class ShardedModel(Protocol):
 
     @property
     def has_deferred_gradients(self) -> bool:
-        """Whether sums wait to be reduced, as `no_sync` leaves them."""
+        """Whether gradients wait to be reduced, as `no_sync` leaves them."""
         ...
 
     def finish_grad_sync(self) -> None:
-        """Reduce what is left and show gradients."""
+        """Reduce the remaining gradients and set `.grad`."""
 
     def install_optimized_model_weights(self) -> None:
         """Copy main weights into compute weights."""
@@ -144,7 +143,7 @@ class ShardedModel(Protocol):
         """Describe the chunks of a state tensor that is sharded as its parameter."""
 
     def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """A state dict of an optimizer as all ranks together have it."""
+        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
         ...
 
     @property
@@ -153,31 +152,31 @@ class ShardedModel(Protocol):
         ...
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor, cut as a sharded parameter."""
+        """Return this rank's piece of a full tensor, cut as a sharded parameter."""
         ...
 
     def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise what is wrong with a state dict; on all ranks, together, where it comes out of a file."""
+        """Raise the problem of a state dict; on all ranks, together, where it comes out of a file."""
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """The reverse."""
+        """Return this rank's part of a saved state dict, numbered as torch does here."""
         ...
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+        """Drop gradients that were accumulated for parameters and are not in their `.grad` yet."""
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
+        """Clear the gradients of parameters that are not in `.grad`, where torch's `zero_grad` looks."""
 
 
 class _StepHooks:
-    """The pair of hooks around one optimizer's `step`; remembers one keyword from the first for the second."""
+    """The hooks around one optimizer's `step`; the keyword that `before` takes out is kept for `after`."""
 
     def __init__(self, model: weakref.ref[ShardedModel]) -> None:
         self._model = model
         self._installs = True
         self._local = LocalStep()
-        self.several: SeveralModels | None = None  # nobody else keeps it
+        self.several: SeveralModels | None = None  # the only reference to it
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +196,7 @@ class _StepHooks:
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
-        """A closure may be called several times while weights move: install weights before, finish gradients after."""
+        """Wrap a closure, which may run several times: install weights before each run, sync gradients after it."""
 
         def synchronised() -> Any:
             model = _alive(self._model)
@@ -224,8 +223,8 @@ class _StepHooks:
 def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_state: bool) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
 
-    The step of torch's elementwise optimizers runs on local tensors (`local_step`); hooks of others, which are called
-    with the optimizer first, see DTensors as ever.
+    The step of torch's elementwise optimizers runs on local tensors (`local_step`); other hooks, which are called with
+    the optimizer first, see DTensors as before.
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as
     further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True).
@@ -233,7 +232,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     Args:
         optimizer: Changed in place.
         model: Held weakly, unless it stands for several.
-        describes_state: Let the tensors of its state dict say which part of a global tensor they hold.
+        describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
     reference = weakref.ref(model)
     hooks = _StepHooks(reference)
@@ -241,7 +240,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
-    # Hooks that were there before look at state, too.
+    # Hooks that were registered before may read state, too.
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
     optimizer.register_state_dict_post_hook(with_blank_state)
@@ -267,7 +266,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
 
 
 def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """State tensors are made by the optimizer itself, so they learn what they hold when they are about to be saved."""
+    """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
     alive = _alive(model)
     for param, number in _numbered(optimizer, state_dict):
         for value in state_dict["state"].get(number, {}).values():
@@ -299,7 +298,7 @@ def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer,
     is_from_file = are_from_file(value for each in slots for value in each.values())
     held = alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
     if len(_params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
-        return held  # which torch refuses
+        return held  # torch refuses it
     found = (
         other_shards(value, param.shard_frame)
         for param, number in _numbered(optimizer, held)
@@ -311,7 +310,7 @@ def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer,
 
 
 def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
-    """Cut state as its parameters are, where it is whole or cut otherwise; the rest is handed on."""
+    """Cut state as its parameters are, where it is whole or cut otherwise; the rest stays as it is."""
     state = dict(state_dict["state"])
     for param, number in _numbered(optimizer, state_dict):
         if number in state and isinstance(param, DTensor):
@@ -323,7 +322,7 @@ def _cut_as(param: DTensor, key: str, value: Any, model: ShardedModel) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
         return value
     if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
-        is_same = value.shard_frame is param.shard_frame  # and no copy, as of what was unpickled
+        is_same = value.shard_frame is param.shard_frame  # then no new wrapper, as for unpickled tensors
         return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
     if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
         return value
@@ -335,9 +334,9 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:
-    """Bring together what torch.distributed.checkpoint has loaded under "0" with what it has filled under 0.
+    """Merge what torch.distributed.checkpoint has loaded under "0" into what it has filled under 0.
 
-    It loads tensors in place, but puts other objects back by keys that it has made strings of.
+    It loads tensors in place, but puts other objects back under keys that it has turned into strings.
     """
     state = state_dict["state"]
     listed = {key for group in state_dict["param_groups"] for key in group["params"]}
@@ -360,11 +359,11 @@ def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
 
 
 class SeveralModels:
-    """Several models that one optimizer updates, as one: what concerns a parameter goes to its own model.
+    """Several models that one optimizer updates, as one `ShardedModel`: calls about a parameter go to its own model.
 
     Args:
         models: Held weakly; in an order that all ranks share.
-        owner: The model of a sharded parameter.
+        owner: Returns the model of a sharded parameter.
     """
 
     def __init__(self, models: Sequence[ShardedModel], owner: Callable[[torch.Tensor], ShardedModel]) -> None:
@@ -377,21 +376,21 @@ class SeveralModels:
 
     @property
     def model_auto_sync(self) -> bool:
-        """Whether every backward of each ends with a gradient sync."""
+        """Whether every backward of all models ends with a gradient sync."""
         return all(model.model_auto_sync for model in self._models)
 
     @property
     def has_deferred_gradients(self) -> bool:
-        """Whether sums of any wait to be reduced."""
+        """Whether gradients of any model wait to be reduced."""
         return any(model.has_deferred_gradients for model in self._models)
 
     @property
     def state_dict_was_filled(self) -> bool:
-        """Whether weights were just loaded into a state dict of any."""
+        """Whether weights were just loaded into a state dict of any model."""
         return any(model.state_dict_was_filled for model in self._models)
 
     def finish_grad_sync(self) -> None:
-        """Reduce what is left and show gradients, where that is not done yet."""
+        """Reduce the remaining gradients and set `.grad`, where that is not done yet."""
         for model in self._models:
             if not model.model_auto_sync or model.has_deferred_gradients:
                 model.finish_grad_sync()
@@ -406,29 +405,29 @@ class SeveralModels:
         self._owner(param).describe_optimizer_state(param, value)
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor, cut as a sharded parameter."""
+        """Return this rank's piece of a full tensor, cut as a sharded parameter."""
         return self._owner(param).shard_like(param, full)
 
     def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise what is wrong with a state dict, with the ranks of every model where it comes out of a file."""
+        """Raise the problem of a state dict, with the ranks of every model where it comes out of a file."""
         for model in self._models:
             model.refuse_load(problem, is_from_file)
 
     def optimizer_state_as_saved(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """The state dict itself: no rank has parameters that others have not."""
+        """Return the state dict itself: no rank has parameters that others have not."""
         return state_dict
 
     def optimizer_state_as_held(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """The state dict itself."""
+        """Return the state dict itself."""
         return state_dict
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Forget what was accumulated for parameters and not shown as their `.grad` yet."""
+        """Drop gradients that were accumulated for parameters and are not in their `.grad` yet."""
         for model, own in self._by_model(params):
             model.forget_pending_gradients(own)
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of parameters that show them where torch's `zero_grad` does not look."""
+        """Clear the gradients of parameters that are not in `.grad`, where torch's `zero_grad` looks."""
         for model, own in self._by_model(params):
             model.clear_decoupled_gradients(own, set_to_none)
 
@@ -463,7 +462,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose update of an element depends on others that may lie on other ranks.
+    """Refuse optimizers whose update of an element depends on elements that may be on other ranks.
 
     Raises:
         ConfigurationError: It is one of torch's that do, and a parameter is sharded.
@@ -492,7 +491,7 @@ _NOT_ELEMENTWISE = (
 
 
 def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:
-    """Refuse an optimizer that would find no gradient, so that nothing is trained in silence.
+    """Refuse an optimizer that would find no gradient, and so train nothing without a word.
 
     Raises:
         ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
@@ -509,7 +508,7 @@ def move_to_sharded(
     replacements: Mapping[int, nn.Parameter],
     shard_state: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Let an optimizer that was built on the original parameters hold the sharded ones; groups, order and options stay.
+    """Replace an optimizer's original parameters by the sharded ones; groups, order and options stay.
 
     So do the lists of parameters themselves, which an optimizer may keep under other names as well (LBFGS does).
 
@@ -536,20 +535,20 @@ def _is_like(value: object, param: torch.Tensor) -> bool:
 
 
 class StepWatcher(Protocol):
-    """What wants to hear of optimizer steps."""
+    """An observer of optimizer steps."""
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer of the process has stepped."""
+        """Take note that some optimizer of the process has stepped."""
 
 
 def watch_optimizers(watcher: StepWatcher) -> None:
-    """Tell a model of every step of any optimizer in the process, connected or not, for as long as the model lives."""
+    """Report every step of any optimizer in the process, connected or not, to a model, for as long as it lives."""
     _watchers().add(watcher)
 
 
 @functools.cache
 def _watchers() -> weakref.WeakSet[StepWatcher]:
-    """Register torch's global hook, once, and return who hears of it.
+    """Register torch's global hook, once, and return its observers.
 
     The hook stays: a model may be collected while torch iterates over its hooks, which must not change then.
     """

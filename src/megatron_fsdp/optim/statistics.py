@@ -27,7 +27,7 @@ _COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Of one tensor, or of all together. Mean, std, norm, min and max are those of its finite elements.
+    """Statistics of one tensor, or of all together. Mean, std, norm, min and max are over finite elements.
 
     Attributes:
         numel: Elements.
@@ -54,7 +54,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class ModelStatistics:
-    """The same on every rank.
+    """Statistics of all parameters or gradients; the same on every rank.
 
     Attributes:
         tensors: By canonical name of the parameter; a tied one once, gradients that are None not at all.
@@ -75,7 +75,7 @@ class _Piece:
 
 
 def parameter_statistics(engine: Engine) -> ModelStatistics:
-    """Of all main weights. Collective.
+    """Compute the statistics of all main weights. Collective.
 
     Traffic: 72 bytes per parameter tensor and rank, none where every rank holds everything. Memory: the largest piece
     a few times in float64.
@@ -87,7 +87,7 @@ def parameter_statistics(engine: Engine) -> ModelStatistics:
 
 
 def gradient_statistics(engine: Engine) -> ModelStatistics:
-    """Of the gradients that trainable parameters show. Collective; costs as `parameter_statistics`."""
+    """Compute the statistics of the gradients of trainable parameters. Collective; costs as `parameter_statistics`."""
     return _statistics(
         engine,
         lambda group: [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group.grads()],
@@ -112,7 +112,7 @@ def _statistics(
 
 
 def _gather(ranks: Groups, pieces: Sequence[_Piece]) -> torch.Tensor:
-    """The rows of all ranks that hold different pieces, (ranks, pieces, columns), on the CPU."""
+    """Gather the rows of all ranks that hold different pieces, (ranks, pieces, columns), on the CPU."""
     gathered = torch.stack([_row(piece) for piece in pieces]).unsqueeze(0)
     for group in ranks:
         parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
@@ -123,7 +123,7 @@ def _gather(ranks: Groups, pieces: Sequence[_Piece]) -> torch.Tensor:
 
 @torch.no_grad()
 def _row(piece: _Piece) -> torch.Tensor:
-    """Describe one piece, (columns,) in float64 on its device; nothing is read back."""
+    """Describe one piece, (columns,) in float64 on its device, without a device sync."""
     local = piece.local
     if local is None or local.numel() == 0:
         return torch.zeros(_COLUMNS, dtype=torch.float64, device=piece.device)
@@ -149,7 +149,7 @@ def _row(piece: _Piece) -> torch.Tensor:
 
 
 def _merge(rows: torch.Tensor) -> TensorStatistics:
-    """One description out of those of disjoint parts, (parts, columns)."""
+    """Merge the rows of disjoint parts, (parts, columns), into one description."""
     numels, counts, means, m2s, squares, minima, maxima, zeros, nans = rows.unbind(1)
     numel, count, nan_count = int(numels.sum()), counts.sum().item(), int(nans.sum())
     if count == 0:

@@ -1,1 +1,1 @@
-"""Pure planning of shards: placements, layouts, units, meshes, accounting. No ranks, no devices."""
+"""Pure planning of shards: placements, layouts, units, meshes, accounting."""

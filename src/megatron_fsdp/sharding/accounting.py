@@ -1,4 +1,4 @@
-"""What a model costs per rank in bytes held, borrowed during a step and sent; derivations in ``docs/formulas.md``."""
+"""Bytes that a model holds per rank, borrows during a step and sends; derivations in ``docs/formulas.md``."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multi
 
 @dataclass(frozen=True)
 class GroupFootprint:
-    """What the formulas need to know of one parameter group.
+    """The numbers of one parameter group that the formulas need.
 
     Attributes:
         unit: Index of its unit in the order of forward; 0 is the root.
@@ -33,7 +33,7 @@ class GroupFootprint:
         is_whole: Whether every rank holds it whole under every strategy, as it does parameters without a dimension to
             shard: the group then costs what it costs under ``no_shard``.
         outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
-        outer_shares: Whether these share main weights, main gradient and optimizer state out further (HFSDP).
+        outer_shares: Whether main weights, main gradients and optimizer state are sharded over these, too (HFSDP).
 
     Raises:
         ConfigurationError: ``num_shards`` or ``outer_ranks`` is below 1, or another count is negative.
@@ -64,7 +64,7 @@ class GroupFootprint:
         """Elements that one rank owns.
 
         Raises:
-            ConfigurationError: The buffer cannot be cut into equal shards.
+            ConfigurationError: ``num_shards`` does not divide ``numel``.
         """
         if self.numel % self.num_shards:
             raise ConfigurationError(
@@ -80,8 +80,8 @@ class PersistentBytes:
 
     Attributes:
         compute_weight: Weights that forward and backward use.
-        main_weight: Weights that the optimizer updates, where they are memory of their own.
-        main_grad: Accumulated gradients; there from a backward until they are cleared.
+        main_weight: Weights that the optimizer updates, where they have memory of their own.
+        main_grad: Accumulated gradients, from a backward until they are cleared.
         optimizer: Optimizer state.
     """
 
@@ -98,12 +98,12 @@ class PersistentBytes:
 
 @dataclass(frozen=True)
 class TransientBytes:
-    """Full-size memory that one rank borrows during a step, each part where it takes most.
+    """Full-size memory that one rank borrows during a step; each part at its own peak.
 
     Attributes:
-        gathered: Whole compute weights of the units that are gathered at a time.
-        buckets: Whole gradients on their way into reductions; given back at the end of each backward.
-        scratch: What the back end needs in addition; likewise.
+        gathered: Unsharded compute weights of the units that are gathered at a time.
+        buckets: Unsharded gradients before and in reductions; freed at the end of each backward.
+        scratch: Further memory of the back end; freed likewise.
     """
 
     gathered: int
@@ -118,10 +118,10 @@ class TransientBytes:
 
 @dataclass(frozen=True)
 class PassingBytes:
-    """Shard-sized tensors that come and go with each backward, besides persistent and borrowed memory.
+    """Shard-sized tensors that each backward allocates and frees, besides persistent and borrowed memory.
 
     Attributes:
-        local_sum: The sum of what a pairwise exchange received for one group; gone when it has been accumulated.
+        local_sum: The sum over what a pairwise exchange received for one group, until it is accumulated.
         cast_grads: Gradients in the dtype of the main weights, where main gradients have another: they are made when
             backward ends and are what `.grad` holds, until gradients are cleared.
     """
@@ -153,14 +153,14 @@ def persistent_bytes(
     optimizer_states_per_param: int = 2,
     deferred: bool = False,
 ) -> PersistentBytes:
-    """Count what the engine and the optimizer hold when gradients are there.
+    """Count the bytes that the engine and the optimizer hold while gradients exist.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
         optimizer_states_per_param: State values per parameter in the main dtype: 2 for Adam, 1 for momentum, 0 for SGD.
-        deferred: Whether reductions are being put off (``no_sync``), which takes a whole unreduced gradient per
-            trainable group, under every strategy.
+        deferred: Whether reductions are deferred (``no_sync``), which takes an unsharded gradient per trainable group,
+            under every strategy.
 
     Returns:
         Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
@@ -187,12 +187,11 @@ def transient_bytes(
     scratch_bytes: int = 0,
     allocator: WeightAllocator = WeightAllocator.SLOTS,
 ) -> TransientBytes:
-    """Count what is borrowed during a step.
+    """Count the bytes that are borrowed during a step.
 
-    The root has a place for its gathered weights and a bucket of its own; the other units take turns in slots and
-    buckets, each of which fits the largest of them. Inside one, the groups of a unit start at multiples of
-    `BLOCK_ALIGNMENT_BYTES`. Other allocators than slots lend gathered weights in other ways; `WeightPlan.peak_bytes`
-    has the formula of each.
+    The root has memory for its gathered weights and a bucket of its own; the other units take turns in slots and
+    buckets, each as large as the largest of them. Inside one, the groups of a unit start at multiples of
+    `BLOCK_ALIGNMENT_BYTES`. For other allocators than slots, `WeightPlan.peak_bytes` has the formulas.
 
     Args:
         groups: All parameter groups.
@@ -201,8 +200,8 @@ def transient_bytes(
         buckets: How many units besides the root fill a bucket or have one in reduction at a time. Where reductions wait
             for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``), that is all of
             them.
-        scratch_bytes: What the back end needs in addition; ``exchange_scratch_bytes`` on gloo.
-        allocator: Of gathered weights.
+        scratch_bytes: Further memory of the back end; ``exchange_scratch_bytes`` on gloo.
+        allocator: Allocator of gathered weights.
 
     Returns:
         Bytes per rank.
@@ -212,10 +211,10 @@ def transient_bytes(
 
 
 def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
-    """Bytes of the blocks into which pairwise exchanges receive gradients, where the back end needs them (gloo).
+    """Count the bytes of the blocks that receive gradients in pairwise exchanges, for back ends that use them (gloo).
 
-    There is one for each bucket but the one that fills, and units take turns, from the last to the root; each takes as
-    much as its bucket. Nothing is exchanged under ``no_shard`` or on one rank.
+    There is one block for each bucket but the one that fills, as large as its bucket. Units take turns, from the last
+    to the root. Nothing is exchanged under ``no_shard`` or on one rank.
 
     Args:
         groups: All parameter groups.
@@ -228,9 +227,9 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
 
 
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
-    """Bound what is allocated anew in every backward, apart from autograd's own tensors.
+    """Bound the shard-sized allocations of every backward, apart from autograd's own tensors.
 
-    A local sum of 16-bit gradients is taken in float32; wider ones are summed where they were received. With the
+    A local sum of 16-bit gradients is a new float32 tensor; wider ones are summed where they were received. With the
     native reduce-scatter of other back ends the output of each reduction in flight takes its place.
 
     Args:
@@ -254,17 +253,16 @@ def step_traffic(
     """Count the collectives from one optimizer step to the next, in the steady state.
 
     Every trainable group is reduced once per microbatch; groups on one rank never communicate, and groups that are held
-    whole are never gathered. An optimizer step makes
-    all gathered weights stale. Frozen groups have nothing to gather under ``optim`` and ``optim_grads``, where every
-    rank holds them whole.
+    whole are never gathered. An optimizer step makes all gathered weights stale. Frozen groups have nothing to gather
+    under ``optim`` and ``optim_grads``, where every rank holds them whole.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
         microbatches: Pairs of forward and backward per optimizer step, 1 or more.
         slots: How many units besides the root stay gathered.
-        allocator: Of gathered weights. Memory that is given back after a backward has to be gathered into again by the
-            next forward, and a unit whose buffer is its own and kept is gathered once per step.
+        allocator: Allocator of gathered weights. Weights whose memory is freed after a backward are gathered again by
+            the next forward; a unit that keeps its own buffer is gathered once per step.
 
     Returns:
         Counts and bytes per rank.
@@ -296,16 +294,16 @@ def step_traffic(
 
 
 def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
-    """Units other than the root, in forward order."""
+    """List the units other than the root, in forward order."""
     return _without_root(group.unit for group in groups)
 
 
 def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
-    """Units in the order of their gathers: what is used walks up and down the model, and the last few used stay."""
+    """List the units in the order of their gathers: down the model and back, while the last few used stay gathered."""
     in_turn = [unit for unit in unit_indices if plan.storages[unit] is not WeightStorage.OWN]
     kept = min(plan.slots, len(in_turn))
     after_forward = in_turn[: len(in_turn) - kept]  # gathered again on the way back, last ones first
-    # The next forward, where no optimizer step lies between, finds what was used last and not given back.
+    # Without an optimizer step between, the next forward finds the last used units, unless their memory was freed.
     given_back = [unit for unit in (ROOT_UNIT, *in_turn[:kept]) if plan.storages[unit] is WeightStorage.RESIZED]
     first = [ROOT_UNIT, *unit_indices, *reversed(after_forward)]
     later = [*given_back, *in_turn[kept:], *reversed(after_forward)]
@@ -327,12 +325,12 @@ def _main_grad(placements: Placements) -> tuple[Placement, ...]:
 def _is_sharded(
     group: GroupFootprint, strategy: ShardingStrategy, buffer: Callable[[Placements], tuple[Placement, ...]]
 ) -> bool:
-    """Whether one buffer of a group is cut into shards."""
+    """Return whether one buffer of a group is sharded."""
     return not group.is_whole and buffer(placements_for(strategy)) == (Placement.SHARD,)
 
 
 def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
-    """Whether a group's gradients end up as shards, on more than one rank."""
+    """Return whether a group's gradients are reduce-scattered, on more than one rank."""
     return group.requires_grad and group.num_shards > 1 and _is_sharded(group, strategy, _main_grad)
 
 
@@ -342,7 +340,7 @@ def _held_bytes(
     buffer: Callable[[Placements], tuple[Placement, ...]],
     dtype: torch.dtype,
 ) -> int:
-    """Bytes of one buffer of a group on one rank."""
+    """Count the bytes of one buffer of a group on one rank."""
     numel = group.shard_numel if _is_sharded(group, strategy, buffer) else group.numel
     if buffer is not _compute_weight and group.outer_shares and not group.is_whole:
         numel //= group.outer_ranks
@@ -350,7 +348,7 @@ def _held_bytes(
 
 
 def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]) -> dict[int, int]:
-    """Bytes of the block that holds the whole buffers of each unit."""
+    """Count the bytes of the block that holds the unsharded buffers of each unit."""
     totals: dict[int, int] = {}
     for group in groups:
         blocks = -(-group.numel * dtype_of(group).itemsize // BLOCK_ALIGNMENT_BYTES)
@@ -359,7 +357,7 @@ def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFoot
 
 
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
-    """The weights that each unit has to gather into borrowed memory, root first."""
+    """List the weights that each unit gathers into borrowed memory, root first."""
     cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
     gathered = _block_bytes(cut, lambda group: group.compute)
     return [
@@ -369,12 +367,12 @@ def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
 
 
 def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
-    """Bytes of the bucket of each unit with trainable groups."""
+    """Count the bytes of the bucket of each unit with trainable groups."""
     return _block_bytes((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
 
 
 def _buckets_in_turn(bucket_bytes: dict[int, int], count: int) -> int:
-    """The root's bucket, and the largest sum over `count` of the others that follow one another."""
+    """Add the root's bucket and the largest sum over `count` consecutive other ones."""
     others = [bucket_bytes[unit] for unit in _without_root(bucket_bytes)]
     return bucket_bytes.get(ROOT_UNIT, 0) + _largest_in_a_row(others, count)
 
@@ -384,28 +382,28 @@ def _without_root(units: Iterable[int]) -> list[int]:
 
 
 def _largest_in_a_row(sizes: Sequence[int], count: int) -> int:
-    """The largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
+    """Return the largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
     return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
 
 
 def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
-    """What one rank sends when the whole buffer is gathered or reduce-scattered: all parts but one."""
+    """Count the bytes that one rank sends in an all-gather or reduce-scatter of a group: all parts but one."""
     buffer_bytes = group.numel * dtype.itemsize
     return buffer_bytes - buffer_bytes // group.num_shards
 
 
-# What the outer axis of hybrid sharding costs, once per optimizer step; derivations in ``docs/formulas.md``.
+# Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/formulas.md``.
 
 UNITS_CROSSING = 2
-"""How many units' gradients are on their way over the outer axis at a time."""
+"""Units whose gradients are in reduction over the outer axis at a time."""
 
 
 def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> StepTraffic:
     """Count the collectives over the outer axis from one optimizer step to the next.
 
-    What an inner rank stands for, its part of each trainable group (all of it under ``no_shard``), crosses once per
-    gradient sync: by an all-reduce, or by a reduce-scatter where the outer ranks share main weights out. Then the new
-    weights are gathered over the outer axis, once per optimizer step.
+    An inner rank's part of each trainable group (all of it under ``no_shard``) is reduced over the outer axis once per
+    gradient sync: by an all-reduce, or by a reduce-scatter where main weights are sharded over the outer ranks. In that
+    case the new weights are all-gathered over the outer axis, once per optimizer step.
 
     Args:
         groups: All parameter groups.
@@ -428,16 +426,16 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
 
 
 def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, deferred: bool = False) -> int:
-    """Bound the sums that wait for, or are on, their way over the outer axis.
+    """Bound the gradient sums that wait for the reduction over the outer axis, or are in it.
 
     Args:
         groups: All parameter groups.
         strategy: The strategy on the sharding axis.
-        deferred: Whether the outer reduction is being put off over microbatches: then every group keeps its sum.
+        deferred: Whether the outer reduction is deferred over microbatches: then every group keeps its sum.
 
     Returns:
-        Bytes per rank, in the main gradient's dtype: those of all units, or of the units that cross at a time and the
-        one that is being summed.
+        Bytes per rank, in the main gradient's dtype: those of all units if deferred, else of the units in reduction at
+        a time and the one that is being summed.
     """
     by_unit: dict[int, int] = {}
     for group in groups:
@@ -449,7 +447,7 @@ def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, 
 
 
 def part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:
-    """Elements of a group's gradient that one inner rank stands for after the inner reduction."""
+    """Return the elements of a group's gradient that one inner rank has after the inner reduction."""
     is_cut = not group.is_whole and strategy is not ShardingStrategy.no_shard
     return group.shard_numel if is_cut else group.numel
 

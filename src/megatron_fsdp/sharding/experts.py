@@ -1,15 +1,15 @@
-"""Which expert a parameter belongs to, over all expert-parallel ranks, as far as names and shapes tell. Pure.
+"""Identity of experts over all expert-parallel ranks, as far as names and shapes tell it. Pure.
 
-Ranks hold different experts. A checkpoint has to tell them apart, and to give each rank of another arrangement its own:
+Ranks hold different experts. A checkpoint must tell them apart, and load them on another number of ranks:
 
 * A name that counts a rank's own experts from 0 (`experts.1.w`, `experts.local_experts.1.w`, `experts.fc.weight1`) gets
   the expert's number over all ranks; the ranks' experts follow one another in the order of ranks.
 * A tensor that stacks a rank's experts along its first dimension (`experts.w`, (experts, ...)) is this rank's part of
-  one tensor that stacks them all. What speaks for it: the name has no number below `experts`, all such tensors of a
-  module have the same first dimension, and the ranks' shapes agree in the others.
+  one tensor that stacks them all. Conditions: the name has no number below `experts`, all such tensors of a module
+  have the same first dimension, and the ranks' shapes agree in the others.
 * Names that no two ranks share are names over all ranks already.
 
-Everything else cannot be told apart, and is a problem to be reported.
+Everything else cannot be told apart, and is reported as a problem.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STACKED = re.compile(r"^(?P<container>(?:.*\.)?experts\.)(?P<rest>[^.].*)$")
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A parameter's name, taken apart around the number of its expert.
+    """A parameter's name, split around the number of its expert.
 
     Attributes:
         container: Up to and with `experts.`.
@@ -45,17 +45,17 @@ class ExpertName:
     after: str
 
     def at(self, index: int) -> str:
-        """The name of the same parameter of another expert."""
+        """Return the name of the same parameter of another expert."""
         return f"{self.container}{self.between}{index}{self.after}"
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What the namesakes of all experts have in common."""
+        """The parts of the name that all experts have in common."""
         return self.container, self.between, self.after
 
 
 def parse_expert(name: str) -> ExpertName | None:
-    """Find the number of the expert in a name; None where there is none."""
+    """Find the number of the expert in a name; return None where there is none."""
     found = _MODULE.match(name) or _GROUPED.match(name)
     if found is None:
         return None
@@ -63,7 +63,7 @@ def parse_expert(name: str) -> ExpertName | None:
 
 
 def stack_container(name: str) -> str | None:
-    """The module that a tensor of stacked experts belongs to, up to and with `experts.`; None for other names."""
+    """Return the module of a tensor of stacked experts, up to and with `experts.`; None for other names."""
     found = _STACKED.match(name)
     if found is None or any(part.isdigit() for part in found["rest"].split(".")) or parse_expert(name) is not None:
         return None
@@ -72,18 +72,18 @@ def stack_container(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How this rank's experts are called, and where they lie, over all ranks.
+    """Names and places of this rank's experts among those of all ranks.
 
     Attributes:
         offsets: Number of this rank's first expert, by container, where names count from 0 on every rank.
         held: The numbers over all ranks of this rank's experts, by container.
         indices: The numbers of all experts over all ranks, by container, ascending.
         names: All names over all ranks.
-        stacks: For each stacked tensor where the ranks' parts begin and end along the first dimension.
+        stacks: Where the ranks' parts of each stacked tensor begin and end along the first dimension.
         rank: This rank's place among the expert-parallel ranks.
         problems: Why a parameter cannot be told from others, by name.
-        unnumbered: Parameters that some ranks have none of the kind of, or whose expert has no number, so that no list
-            of all ranks' parameters can be made on each rank alone.
+        unnumbered: Parameters of a kind that some ranks lack, or whose expert has no number, so that a rank cannot list
+            all ranks' parameters by itself.
     """
 
     offsets: Mapping[str, int] = field(default_factory=dict)
@@ -96,14 +96,14 @@ class ExpertPlan:
     unnumbered: tuple[str, ...] = ()
 
     def to_global(self, name: str) -> str:
-        """The name over all ranks of what this rank calls `name`."""
+        """Return the name over all ranks of what this rank calls `name`."""
         found = parse_expert(name)
         if found is None or found.container not in self.offsets:
             return name
         return found.at(found.index + self.offsets[found.container])
 
     def to_local(self, name: str) -> str | None:
-        """What this rank calls a parameter of that name over all ranks; None for another rank's expert."""
+        """Return this rank's name of a parameter, given its name over all ranks; None for another rank's expert."""
         found = parse_expert(name)
         if found is None or found.index not in self.indices.get(found.container, ()):
             return name
@@ -112,7 +112,7 @@ class ExpertPlan:
         return found.at(found.index - self.offsets.get(found.container, 0))
 
     def namesakes(self, name: str) -> tuple[str, ...]:
-        """The same parameter of every expert of all ranks, by expert; the name itself where experts have no numbers."""
+        """Return the names of this parameter in all experts of all ranks; just `name` where experts have no numbers."""
         found = parse_expert(name)
         if found is None or found.container not in self.indices:
             return (name,)
@@ -120,11 +120,11 @@ class ExpertPlan:
 
 
 def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPlan:
-    """Tell the experts of all ranks apart.
+    """Identify the experts of all ranks.
 
     Args:
         everyone: Names and global shapes of the experts' parameters on each expert-parallel rank.
-        rank: This one.
+        rank: This rank.
     """
     offsets: dict[str, int] = {}
     held: dict[str, tuple[int, ...]] = {}
@@ -182,7 +182,7 @@ def _plan_stacks(
 
 
 def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str, container: str) -> str | None:
-    """Why a tensor cannot be a stack of a rank's experts; the same answer on every rank."""
+    """Say why a tensor cannot be a stack of a rank's experts, or None; the same on every rank."""
     if not _on_all(name, everyone):
         return "some expert-parallel ranks do not have it"
     shapes = [each[name] for each in everyone]
@@ -201,7 +201,7 @@ def _on_all(name: str, everyone: Sequence[Mapping[str, Shape]]) -> bool:
 
 
 def _shared(everyone: Sequence[Mapping[str, Shape]]) -> set[str]:
-    """Names that more than one rank has."""
+    """Return the names that more than one rank has."""
     seen: set[str] = set()
     shared: set[str] = set()
     for each in everyone:

@@ -1,4 +1,4 @@
-"""Every factor that is applied to a gradient, in one function."""
+"""The factors of a gradient reduction; no other code scales a gradient."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,12 +10,12 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How per-rank gradients become the gradient that the optimizer sees.
+    """The reduction of per-rank gradients to the gradient that the optimizer sees.
 
     The value is ``post_factor * op over the group of (pre_factor * gradient of the rank)``.
 
     Attributes:
-        op: What each collective of the reduction does.
+        op: The operation of each collective of the reduction.
         pre_factor: Multiplies each rank's whole gradient, once, before the first collective.
         post_factor: Multiplies the reduced result (a shard, where the gradient is sharded), once, after the last
             collective.
@@ -35,7 +35,7 @@ class GradientReduction:
         return self.op == "sum" and self.pre_factor * self.post_factor == 1.0
 
     def for_dtype(self, comm_dtype: torch.dtype) -> "GradientReduction":
-        """The same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
+        """Return the same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
         factor = self.pre_factor * self.post_factor
         if comm_dtype == torch.float16:  # an averaging collective may add first and divide afterwards
             factor /= self.group_size if self.op == "avg" else 1

@@ -1,7 +1,7 @@
-"""Where the tensors of a group lie in one flat buffer, and how that buffer is cut into equal shards.
+"""Layouts: where the tensors of a group lie in one flat buffer, and how that buffer is cut into equal shards.
 
-A layout is pure data: no devices, no ranks, no side effects. All offsets and lengths count elements, unless a name says
-otherwise. `plan_layout` makes one; `megatron_fsdp.sharding.layout` holds the search behind it.
+A layout is pure data: no devices, no ranks, no side effects. Offsets and lengths count elements unless a name says
+otherwise. `plan_layout` makes one.
 """
 
 import bisect
@@ -89,13 +89,13 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Shards:
-    """How many shards there are, and what must divide their length, in units."""
+    """The number of shards, and the divisor that their length must have, in units."""
 
     count: int
     step: int
 
     def rounded_up(self, length: int) -> int:
-        """The smallest possible shard length from `length` on."""
+        """Return the smallest possible shard length from `length` on."""
         return -(-length // self.step) * self.step
 
 
@@ -110,7 +110,7 @@ class _Solution:
 def plan_placement(
     items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
 ) -> Placement:
-    """Place items into equal shards; the module docstring has the idea, `plan_layout` the contract.
+    """Place items into equal shards; the comment above has the idea, `plan_layout` the contract.
 
     Args:
         items: The tensors.
@@ -120,7 +120,7 @@ def plan_placement(
         numel_multiple: `num_shards` times the shard length is a multiple of this many elements.
     """
     spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
-    # With a step of one unit there is nothing to give up.
+    # A tensor with a step of one unit has no rows to give up.
     lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}
     shards = _Shards(num_shards, _shard_step(num_shards, alignment_numel, numel_multiple))
     # One shard that holds everything always exists.
@@ -139,7 +139,7 @@ def plan_placement(
 
 
 def _shard_step(num_shards: int, alignment_numel: int, numel_multiple: int) -> int:
-    """What must divide a shard length, in alignment units."""
+    """Return the divisor that a shard length must have, in alignment units."""
     step_numel = numel_multiple // math.gcd(num_shards, numel_multiple)
     return math.lcm(step_numel, alignment_numel) // alignment_numel
 
@@ -156,7 +156,7 @@ def _with_lowered(spans: Iterable[_Span], lowered: set[int]) -> list[_Span]:
 def _take_rows_back(
     spans: Sequence[_Span], lowered: set[int], shards: _Shards, limit: int, solution: _Solution
 ) -> tuple[_Solution, set[int]]:
-    """Undo as much lowering as shards of `limit` units allow: all at once if possible, else by ever smaller groups."""
+    """Undo as much lowering as shards of `limit` units allow: all at once if possible, else in ever smaller groups."""
     wishes = [span for span in spans if span.index in lowered]
     pending = [sorted(wishes, key=lambda span: (span.step, span.length, span.index))]
     for _ in range(_MAX_ROW_SEARCHES):
@@ -180,7 +180,7 @@ def _halves(group: list[_Span]) -> tuple[list[_Span], list[_Span]]:
 
 
 def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution | None:
-    """The solution with the smallest shard length up to `limit` that the search finds, or None.
+    """Search for the smallest shard length up to `limit` and its placement; None where nothing is found.
 
     Lengths are tried one by one at first, then in doubling steps, whose last one is refined by bisection. (A longer
     shard is not always easier to fill, so that this is a search and not a proof.)
@@ -208,7 +208,7 @@ def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution 
 
 
 class _ShardLengths:
-    """The shard lengths that are worth a try: what is needed whatever the order of the spans."""
+    """The shard lengths that are worth a try, by bounds that hold for any order of the spans."""
 
     def __init__(self, spans: Sequence[_Span], shards: _Shards) -> None:
         by_length = sorted(spans, key=lambda span: span.length)
@@ -221,9 +221,10 @@ class _ShardLengths:
 
     @staticmethod
     def _common_steps(by_length: Sequence[_Span], shard_step: int, total: int) -> list[int]:
-        """Per position, what the shard and the steps from there on need in common, capped where it is out of reach.
+        """Return per position the least common multiple of the steps of the shard and of the spans from there on.
 
-        A capped one is never used: it is longer than a shard at which the shortest of the spans stops being long.
+        It is capped. A capped one is never used: it is longer than a shard at which the shortest of the spans stops
+        being long.
         """
         multiples = [shard_step]
         for span in reversed(by_length):
@@ -231,7 +232,7 @@ class _ShardLengths:
         return multiples[::-1]
 
     def next_from(self, shard_length: int) -> int:
-        """The smallest length from `shard_length` on that the shard's step divides, and those of the long spans.
+        """Return the smallest length from `shard_length` on that the steps of the shard and of the long spans divide.
 
         Long spans are those of more than two shards.
         """
@@ -241,7 +242,7 @@ class _ShardLengths:
             candidate = -(-shard_length // multiple) * multiple
             if candidate == shard_length or first_long == len(self._lengths):
                 return candidate
-            # The shortest of the long spans stops being long before that: then fewer steps must divide.
+            # The shortest of the long spans stops being long before that, and its step need not divide any more.
             released = -(-self._lengths[first_long] // 2)
             if candidate <= released:
                 return candidate
@@ -249,7 +250,7 @@ class _ShardLengths:
 
 
 def _orders(spans: Sequence[_Span]) -> list[list[_Span]]:
-    """The orders to lay spans in, without repetition: as given, longest first, and largest step first."""
+    """Return the orders to lay spans in, without repetition: as given, longest first, largest step first."""
     longest_first = sorted(spans, key=lambda span: (-span.length, -span.step))
     largest_step_first = sorted(spans, key=lambda span: (-min(span.step, span.length), -span.length))
     orders: list[list[_Span]] = []
@@ -260,7 +261,7 @@ def _orders(spans: Sequence[_Span]) -> list[list[_Span]]:
 
 
 def _place(orders: Iterable[Sequence[_Span]], num_shards: int, shard_length: int) -> _Solution | None:
-    """Place all spans into shards of this length, in the first order that works; None where no order does."""
+    """Place all spans into shards of this length, in the first order that works; return None where no order does."""
     for order in orders:
         starts = _place_in_order(order, num_shards, shard_length)
         if starts is not None:
@@ -269,7 +270,7 @@ def _place(orders: Iterable[Sequence[_Span]], num_shards: int, shard_length: int
 
 
 def _place_in_order(order: Sequence[_Span], num_shards: int, shard_length: int) -> dict[int, int] | None:
-    """Lay spans one behind the other, but each into the tightest gap left so far that holds it whole, if any."""
+    """Lay spans one behind the other, but each into the tightest gap so far that holds it whole, if any."""
     starts: dict[int, int] = {}
     gaps = _Gaps(shard_length)
     waiting = list(order)
@@ -291,7 +292,7 @@ def _place_in_order(order: Sequence[_Span], num_shards: int, shard_length: int) 
 
 
 def _next_in_line(waiting: Sequence[_Span], position: int, shard_length: int) -> int:
-    """The first in the queue, or one that reaches the next edge with a smaller gap in front of it."""
+    """Choose the first in the queue, or one that reaches the next edge with a smaller gap in front of it."""
     next_edge = (position // shard_length + 1) * shard_length
     count = len(waiting)
     chosen, smallest_gap = 0, None
@@ -307,7 +308,7 @@ def _next_in_line(waiting: Sequence[_Span], position: int, shard_length: int) ->
 
 
 def _first_start(span: _Span, position: int, shard_length: int) -> int | None:
-    """The first start from `position` on at which shard edges cut the span between steps only; None if none exists."""
+    """Return the first start from `position` on at which shard edges cut the span between steps only, or None."""
     into_shard = position % shard_length
     if into_shard + span.length <= shard_length:
         return position
@@ -315,27 +316,27 @@ def _first_start(span: _Span, position: int, shard_length: int) -> int | None:
     start = position + (edge - position) % span.step
     if shard_length % span.step == 0 or start + span.length <= edge + shard_length:
         return start
-    # It would reach a second edge, which its steps cannot meet as well: begin in the next shard, as early as possible.
+    # It would reach a second edge inside a step: begin in the next shard, as early as possible.
     start = edge + shard_length % span.step
     return start if start + span.length <= edge + 2 * shard_length else None
 
 
 class _Gaps:
-    """The room left between spans, one piece per shard it touches, so that what fits into a piece crosses no edge."""
+    """The free room between spans, one piece per shard it touches, so that what fits into a piece crosses no edge."""
 
     def __init__(self, shard_length: int) -> None:
         self._shard_length = shard_length
         self._pieces: list[tuple[int, int]] = []  # (length, start), sorted
 
     def add(self, start: int, stop: int) -> None:
-        """Note the range [start, stop) as free."""
+        """Add the range [start, stop) as free."""
         while start < stop:
             edge = min(stop, (start // self._shard_length + 1) * self._shard_length)
             bisect.insort(self._pieces, (edge - start, start))
             start = edge
 
     def take(self, length: int) -> int | None:
-        """The start of a piece of `length` cut from the tightest gap that holds it, or None."""
+        """Take `length` from the tightest gap that holds it and return its start, or None."""
         at = bisect.bisect_left(self._pieces, (length, 0))
         if at == len(self._pieces):
             return None
@@ -345,7 +346,7 @@ class _Gaps:
 
 
 class GranularityKind(enum.Enum):
-    """What a shard edge may not cut."""
+    """The parts of a tensor that a shard edge may not cut."""
 
     ROWS = "rows"
     BLOCKS = "blocks"
@@ -355,7 +356,7 @@ class GranularityKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Granularity:
-    """How finely one tensor may be cut.
+    """The finest pieces that one tensor may be cut into.
 
     `ROWS` is a wish: the planner lowers it to elements where whole rows would waste too much. The other kinds are
     contracts and are never changed. `Granularity.blocks(1)` is therefore the strict form of `Granularity.ROWS`.
@@ -376,7 +377,6 @@ class Granularity:
     ELEMENTS: ClassVar["Granularity"]
 
     def __post_init__(self) -> None:
-        """Refuse row counts that mean nothing."""
         if self.rows < 1:
             raise ConfigurationError(f"a granularity has rows={self.rows}; pass 1 or more.")
         if self.rows != 1 and self.kind is not GranularityKind.BLOCKS:
@@ -387,11 +387,11 @@ class Granularity:
 
     @classmethod
     def blocks(cls, rows: int) -> "Granularity":
-        """Blocks of `rows` consecutive rows, counted from the tensor's first row; the last block may be shorter."""
+        """Return a granularity of blocks of `rows` rows, counted from the first row; the last block may be shorter."""
         return cls(GranularityKind.BLOCKS, rows)
 
     def granule_numel(self, shape: Sequence[int]) -> int:
-        """Elements of a tensor of this shape that stay together: at least 1, at most the whole tensor."""
+        """Return the elements of a tensor of this shape that stay together: at least 1, at most the whole tensor."""
         numel = math.prod(shape)
         wanted = {
             GranularityKind.ROWS: math.prod(shape[1:]),
@@ -470,7 +470,7 @@ class Layout:
                 )
 
     def _is_cut_at_multiples_of(self, index: int, step: int) -> bool:
-        """Whether every shard edge strictly inside the tensor lies a multiple of `step` behind its start."""
+        """Return whether every shard edge strictly inside the tensor lies a multiple of `step` behind its start."""
         start, stop = self.tensor_range(index)
         if start == stop:
             return True
@@ -503,15 +503,15 @@ class Layout:
         return self.padding_numel / payload_numel if payload_numel else 0.0
 
     def tensor_numel(self, index: int) -> int:
-        """Elements of one tensor."""
+        """Return the elements of one tensor."""
         return math.prod(self.shapes[index])
 
     def tensor_range(self, index: int) -> tuple[int, int]:
-        """Half-open range of one tensor in the buffer."""
+        """Return the half-open range of one tensor in the buffer."""
         return self.offsets[index], self.offsets[index] + self.tensor_numel(index)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Half-open range of one rank's shard in the buffer.
+        """Return the half-open range of one rank's shard in the buffer.
 
         Raises:
             ConfigurationError: There is no such rank.
@@ -521,21 +521,21 @@ class Layout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Half-open range of one tensor's flattened elements that a rank owns; start equals stop where it owns none.
+        """Return the half-open range of one tensor's flattened elements that a rank owns; start equals stop for none.
 
         The ranges of ranks 0, 1, ... follow each other without a gap: each starts where the one before stops.
         """
         return self.range_in(index, Region(*self.shard_range(rank)))
 
     def range_in(self, index: int, region: Region) -> tuple[int, int]:
-        """Half-open range of one tensor's flattened elements that lie in a region of the buffer, maybe empty."""
+        """Return the half-open range of one tensor's flattened elements in a region of the buffer, maybe empty."""
         offset, numel = self.offsets[index], self.tensor_numel(index)
         return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
 
     def pieces_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """Where the memory of a region holds what of each tensor: half-open range and shape, as `piece_shape`.
+        """Return for each tensor where the memory of a region holds its piece: half-open range and `piece_shape`.
 
-        Worked out once for each region.
+        Computed once for each region.
         """
         found = self._pieces.get(region)
         if found is None:
@@ -553,7 +553,7 @@ class Layout:
         return first, first + stop - start, shape
 
     def is_row_sharded(self, index: int) -> bool:
-        """Whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).
+        """Return whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).
 
         What counts is where the shard edges fall, not the granularity that was asked for: a tensor cut by elements that
         happens to be cut between rows only is row sharded. Tensors without dimensions or with empty rows never are.
@@ -563,12 +563,12 @@ class Layout:
         return len(shape) > 0 and row_numel > 0 and self._is_cut_at_multiples_of(index, row_numel)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, `(elements,)` otherwise."""
+        """Return the shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, else `(elements,)`."""
         start, stop = self.local_range(index, rank)
         return self.piece_shape(index, stop - start)
 
     def piece_shape(self, index: int, numel: int) -> tuple[int, ...]:
-        """Shape of a piece of `numel` elements that is made of whole shards' parts; as `local_shape`."""
+        """Return the shape of a piece of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
         if not self.is_row_sharded(index):
             return (numel,)
         row_shape = self.shapes[index][1:]

@@ -14,10 +14,10 @@ from megatron_fsdp.errors import ConfigurationError
 class WeightStorage(Enum):
     """Where one unit's gathered weights live."""
 
-    SLOT = "slot"  # in numbered slots, in turn with other units
-    OWN = "own"  # in memory of its own that is kept
-    FOR_STEP = "for a step"  # in memory of its own, from its first use to the last backward before weights change
-    RESIZED = "resized"  # in memory of its own that is there only while the unit is gathered
+    SLOT = "slot"  # in numbered slots, shared with other units
+    OWN = "own"  # in a buffer of its own that is kept
+    FOR_STEP = "for a step"  # in a buffer of its own, from its first use to the last backward before weights change
+    RESIZED = "resized"  # in a buffer of its own that is allocated only while the unit is gathered
 
 
 _KEPT = (WeightStorage.OWN, WeightStorage.FOR_STEP)
@@ -28,7 +28,7 @@ class UnitWeights:
     """The gathered weights of one unit.
 
     Attributes:
-        gathered_bytes: Bytes of the block that holds them; 0 where every rank has them whole anyway.
+        gathered_bytes: Bytes of the block that holds them; 0 where every rank holds them whole anyway.
         shape: Elements and dtype of each parameter group among them; units of equal shape fit one another's memory.
     """
 
@@ -38,13 +38,13 @@ class UnitWeights:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """A place for every unit, the root first.
+    """A storage for the gathered weights of every unit, the root first.
 
     Attributes:
-        storages: For each unit.
-        gathered_bytes: For each unit, what its block takes.
-        slots: How many units besides the root, of those that give way to others, are gathered at a time.
-        taken_at_once: Whether slots and kept buffers are taken at wrap time, else at their first use.
+        storages: Kind of storage of each unit.
+        gathered_bytes: Bytes of the block of each unit.
+        slots: How many units besides the root are gathered at a time, of those that do not keep their memory.
+        taken_at_once: Whether slots and kept buffers are allocated at wrap time, else at their first use.
     """
 
     storages: tuple[WeightStorage, ...]
@@ -53,7 +53,7 @@ class WeightPlan:
     taken_at_once: bool = False
 
     def units_in(self, place: WeightStorage) -> tuple[int, ...]:
-        """The units that live in some kind of place, the root included."""
+        """Return the units with a kind of storage, the root included."""
         return tuple(unit for unit, found in enumerate(self.storages) if found is place)
 
     @property
@@ -63,15 +63,15 @@ class WeightPlan:
 
     @property
     def slots_used(self) -> int:
-        """Slots that are ever taken: not more than there are units to put into them."""
+        """Slots that are ever allocated: not more than there are units to put into them."""
         return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
 
     @property
     def peak_bytes(self) -> int:
         """The most that gathered weights take at a time, where units are used in their order.
 
-        Slots and buffers that are kept, be it for a step, count whole. Of the units that resize, as many as there are
-        slots are there at a time, and they follow one another; the root is there with all of them.
+        Slots and kept buffers (also those kept for a step) count whole. Of the units that resize, as many consecutive
+        ones as there are slots are allocated at a time; the root is allocated with all of them.
         """
         kept = sum(self.gathered_bytes[unit] for place in _KEPT for unit in self.units_in(place))
         in_turn = [unit for unit, place in enumerate(self.storages) if unit and place not in _KEPT]
@@ -82,7 +82,7 @@ class WeightPlan:
 
 
 def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int) -> WeightPlan:
-    """Choose a place for every unit.
+    """Choose a storage for every unit.
 
     Args:
         allocator: What the caller chose.
@@ -90,8 +90,8 @@ def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots
         slots: How many units besides the root may be gathered at a time.
 
     Returns:
-        The plan. The root, whose forward surrounds all others, never lives in a slot. Its memory goes back where the
-        caller has not asked for memory that is taken at once and kept.
+        The plan. The root, whose forward surrounds all others, never lives in a slot. Its memory is freed unless the
+        caller asked for memory that is allocated at once and kept.
     """
     root = _ROOT_STORAGE.get(allocator, WeightStorage.OWN)
     return WeightPlan(
@@ -116,14 +116,14 @@ def _places_of_others(allocator: WeightAllocator, units: Sequence[UnitWeights]) 
 
 
 def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
-    """The shape that most units share; of several the one that takes most bytes, then the first."""
+    """Return the shape that most units share; of several the one with most bytes, then the first."""
     sizes = {unit.shape: unit.gathered_bytes for unit in units if unit.gathered_bytes}
     counts = Counter(unit.shape for unit in units if unit.gathered_bytes)
     return max(counts, key=lambda shape: (counts[shape], sizes[shape]), default=())
 
 
 def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
-    """How many units may be gathered ahead within a number of elements.
+    """Return how many units may be gathered ahead within a number of elements.
 
     Args:
         numel: 0 for none; anything else for at least one.

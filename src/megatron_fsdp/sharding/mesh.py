@@ -1,4 +1,4 @@
-"""Where a rank stands: the process groups and sub-meshes that sharding runs over, for dense and expert parameters."""
+"""Process groups and sub-meshes that sharding runs over, for dense and expert parameters."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class FSDPDistributedIndex:
     Args:
         device_mesh: The mesh of dense parameters, on any device type.
         dp_shard_dim: The dimension to shard over.
-        dp_outer_dim: The outer dimension of hybrid sharding; goes with ``hybrid_fsdp_group``.
+        dp_outer_dim: The outer dimension of hybrid sharding; requires ``hybrid_fsdp_group``.
         tp_dim: The tensor-parallel dimension, where there is one.
         hybrid_fsdp_group: All ranks of the outer and the sharding dimension.
-        hybrid_fsdp_expt_group: The same for experts; made from their mesh where it is not given.
-        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension too.
-        expt_device_mesh: The mesh of expert parameters, with the same dimension names. Where it has not the sharding
-            dimension but one that this was flattened from, experts are sharded over that one; where it has not the
-            outer or the tensor-parallel dimension, experts have one rank along it.
-        fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, so that they need
-            not queue behind reductions.
-        expt_fsdp_group_ag: The same for experts.
+        hybrid_fsdp_expt_group: All ranks of both dimensions of the expert mesh; made from that mesh if not given.
+        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension, too.
+        expt_device_mesh: The mesh of expert parameters, with the same dimension names. If it lacks the sharding
+            dimension but has one that this was flattened from, experts are sharded over that one; along a missing
+            outer or tensor-parallel dimension experts have one rank.
+        fsdp_group_ag: A second group of the ranks of ``dp_shard_dim``, for parameter gathers only, which then need not
+            queue behind reductions.
+        expt_fsdp_group_ag: A second group of the ranks of experts' ``dp_shard_dim``, likewise.
 
     Attributes:
         use_hybrid_fsdp: Whether there is an outer dimension.
@@ -85,7 +85,7 @@ class FSDPDistributedIndex:
             self.expt_device_mesh = self._complete_expert_mesh(expt_device_mesh)
         self.expt_fsdp_group = self._group(True, "dp_shard_dim", dp_shard_dim)
         self.expt_outer_fsdp_group = self._group(True, "dp_outer_dim", dp_outer_dim)
-        self._group(False, "tp_dim", tp_dim)  # only to see that it exists
+        self._group(False, "tp_dim", tp_dim)  # checks that it exists
         self.mesh_library = self._build_library()
         if self.use_hybrid_fsdp and self.expt_device_mesh is not None and hybrid_fsdp_expt_group is None:
             self.hybrid_fsdp_expt_group = self._make_hybrid_expert_group()
@@ -157,7 +157,7 @@ class FSDPDistributedIndex:
         return dist.get_rank(inner) * dist.get_world_size(outer) + dist.get_rank(outer)
 
     def _check_arguments(self, has_experts: bool) -> None:
-        """See that what belongs together is there together."""
+        """Check that arguments that belong together are given together."""
         if self.dp_shard_dim is None:
             raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
         for argument in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
@@ -186,7 +186,7 @@ class FSDPDistributedIndex:
                 raise ConfigurationError(f"{name} needs {needs}, which is missing; give both or neither.")
 
     def _complete_expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The expert mesh with every dimension that is named, cut out of the one that experts are sharded over.
+        """Return the expert mesh with every named dimension, unflattened from the one that experts are sharded over.
 
         Raises:
             ConfigurationError: It does not say which dimension that is, or has one that may be the missing one.
@@ -211,7 +211,7 @@ class FSDPDistributedIndex:
         return completed
 
     def _part_of_shard_dim(self, names: tuple[str, ...]) -> str | None:
-        """The one of some dimensions that the sharding dimension of dense parameters was flattened from."""
+        """Return the one of some dimensions that the dense sharding dimension was flattened from, or None."""
         whole = set(dist.get_process_group_ranks(self._group(False, "dp_shard_dim", self.dp_shard_dim)))
         parts = [
             name
@@ -223,7 +223,7 @@ class FSDPDistributedIndex:
         return parts[0] if len(parts) == 1 else None
 
     def _make_hybrid_expert_group(self) -> dist.ProcessGroup:
-        """The group of the outer and the sharding dimension of experts. Collective, by all ranks of their mesh."""
+        """Make the group of the outer and the sharding dimension of experts. Collective over their mesh."""
         if self.expt_outer_fsdp_group is not None and dist.get_world_size(self.expt_outer_fsdp_group) == 1:
             assert self.expt_fsdp_group is not None
             return self.expt_fsdp_group
@@ -237,7 +237,7 @@ class FSDPDistributedIndex:
         return None if mesh is None or name is None else _group_of(mesh, name, argument)
 
     def _build_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
-        """Cut out every combination of dimensions that buffers and DTensors use."""
+        """Make the sub-mesh of every combination of dimensions that buffers and DTensors use."""
         outer, shard, tp = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
         combinations = [(tp,), (outer, shard, tp), (shard, tp), (outer, shard), (outer,), (shard,)]
         library: dict[tuple[str | bool, ...], DeviceMesh] = {}
@@ -250,7 +250,7 @@ class FSDPDistributedIndex:
         return library
 
     def _check_groups(self) -> None:
-        """Compare the groups that were passed in with the dimensions that they stand for."""
+        """Compare the given groups with the mesh dimensions whose ranks they must have."""
         shard, outer = self.dp_shard_dim, self.dp_outer_dim
         for argument, group, names, is_expert in (
             ("fsdp_group_ag", self.fsdp_group_ag, (shard,), False),
@@ -276,7 +276,7 @@ class FSDPDistributedIndex:
 
 
 def _ranks_along(mesh: DeviceMesh | None, names: tuple[str | None, ...], own: list[int]) -> list[list[int]]:
-    """All groups of ranks along some dimensions, the same list on every rank; this rank's where one is flattened."""
+    """List all groups of ranks along some dimensions, the same on every rank; only `own` where one is flattened."""
     all_names = _dim_names(mesh) if mesh is not None else ()
     if mesh is None or not set(names) <= set(all_names):
         return [own]
@@ -300,7 +300,7 @@ def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _has_dim(mesh: DeviceMesh, name: str) -> bool:
-    """Whether a mesh has a dimension, or a flattened one, of that name."""
+    """Return whether a mesh has a dimension, or a flattened one, of that name."""
     try:
         mesh.get_group(name)
     except KeyError:
@@ -309,7 +309,7 @@ def _has_dim(mesh: DeviceMesh, name: str) -> bool:
 
 
 def _names_expert_parallelism(name: str) -> bool:
-    """Whether ranks along a dimension of that name hold other experts: "ep", "expt_ep", "expert_parallel"."""
+    """Return whether a dimension's name is one of expert parallelism: "ep", "expt_ep", "expert_parallel"."""
     return any(word == "ep" or word.startswith("exp") for word in name.lower().split("_"))
 
 
@@ -341,8 +341,8 @@ def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return the part of a mesh that runs along some dimensions through this rank.
 
     ``mesh[names]`` finds flattened dimensions in the root mesh only, with a deprecation warning, and only in mesh
-    order; ``mesh.get_group(name)`` finds them everywhere (torch 2.11 to 2.13). So sub-meshes with such names are put
-    together from groups.
+    order; ``mesh.get_group(name)`` finds them everywhere (torch 2.11 to 2.13). So sub-meshes with such names are built
+    from groups.
 
     Args:
         mesh: The mesh.
@@ -366,7 +366,7 @@ def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...]) -> torch.Tensor:
-    """Global ranks of the sub-mesh, one dimension per axis.
+    """Return the global ranks of the sub-mesh, one dimension per axis.
 
     Args:
         mesh: The mesh that all axes lie in.
@@ -389,7 +389,7 @@ def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...])
 
 
 def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tensor:
-    """Coordinates of a global rank in the mesh, (mesh.ndim,)."""
+    """Return the coordinates of a global rank in the mesh, (mesh.ndim,)."""
     found = (mesh.mesh == rank).nonzero()
     if len(found) == 0:
         raise ConfigurationError(
@@ -398,14 +398,11 @@ def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tens
     return found[0]
 
 
-# From the arguments of `fully_shard` that name a mesh, dimensions and groups to the index that the engine reads.
-
-
 def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
-    """Find or build the mesh, and check its dimensions.
+    """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given.
 
     Args:
-        arguments: Those of `fully_shard_model`.
+        arguments: Those of `fully_shard_model`, by name.
     """
     if arguments["device_mesh"] is None:
         _refuse_without_mesh(arguments)
@@ -430,7 +427,7 @@ def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
 def mesh_and_dim(
     device_mesh: DeviceMesh | None, dim: str | None, tp_dim: str | None, argument: str
 ) -> tuple[DeviceMesh, str]:
-    """The mesh, made of all ranks where none is given, and the name of its data-parallel dimension.
+    """Return the mesh, made of all ranks where none is given, and the name of its data-parallel dimension.
 
     Args:
         device_mesh: The caller's; None: all ranks on one axis, on the accelerator of this process or the CPU.
@@ -475,20 +472,20 @@ def index_from_mesh(
     fsdp_group_ag: dist.ProcessGroup | None = None,
     expt_fsdp_group_ag: dist.ProcessGroup | None = None,
 ) -> FSDPDistributedIndex:
-    """An index; the tensor-parallel dimension is looked for in the model where it is not named.
+    """Build an index; find the tensor-parallel dimension in the model where it is not named.
 
     Args:
         mesh: The mesh.
         shard_dim: The dimension to shard over.
         module: The model.
-        dp_outer_dim: As in `FSDPDistributedIndex`, as those that follow.
-        tp_dim: See there; None: what the model's parameters are DTensors over.
-        hybrid_fsdp_group: See there.
-        hybrid_fsdp_expt_group: See there.
-        shards_outside: There `hsdp_outer_dp_shard`.
-        expt_device_mesh: See there.
-        fsdp_group_ag: See there.
-        expt_fsdp_group_ag: See there.
+        dp_outer_dim: As in `FSDPDistributedIndex`.
+        tp_dim: The tensor-parallel dimension; None: the one that the model's parameters are DTensors over.
+        hybrid_fsdp_group: As in `FSDPDistributedIndex`.
+        hybrid_fsdp_expt_group: As in `FSDPDistributedIndex`.
+        shards_outside: `hsdp_outer_dp_shard` of `FSDPDistributedIndex`.
+        expt_device_mesh: As in `FSDPDistributedIndex`.
+        fsdp_group_ag: As in `FSDPDistributedIndex`.
+        expt_fsdp_group_ag: As in `FSDPDistributedIndex`.
     """
     return FSDPDistributedIndex(
         mesh,
@@ -516,7 +513,7 @@ def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
 
 
 def _tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
-    """The mesh dimension that parameters are DTensors over already; None where they are plain or name another one."""
+    """Return the mesh dimension that parameters are DTensors over; None for plain ones or another mesh."""
     params = [p for p in module.parameters() if isinstance(p, DTensor) and not hasattr(p, "_megatron_fsdp_model")]
     named = (p.device_mesh.mesh_dim_names for p in params)
     found = {names[0] for names in named if names is not None and len(names) == 1}

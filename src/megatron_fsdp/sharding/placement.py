@@ -1,4 +1,4 @@
-"""Sharding strategies and what they mean: one placement per mesh axis for each of a model's buffers."""
+"""The placement of each of a model's buffers on every mesh axis, by sharding strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Placement(enum.Enum):
 
     Attributes:
         REPLICATE: every rank of the axis holds the same complete values.
-        PARTIAL: every rank of the axis holds a full-size summand; the value is their sum, which nobody has yet.
+        PARTIAL: every rank of the axis holds a full-size summand; the sum has not been taken.
         SHARD: every rank of the axis holds one of the equal contiguous pieces.
     """
 
@@ -27,10 +27,10 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class Placements:
-    """Where the buffers of a parameter group lie, one placement per mesh axis, outermost axis first.
+    """The placements of a parameter group's buffers, one per mesh axis, outermost axis first.
 
     Attributes:
-        compute_weight: The weights that forward and backward use, at rest.
+        compute_weight: The weights that forward and backward use, between uses.
         pending_grad: What is accumulated before the gradient sync.
         main_grad: The gradient that the optimizer sees, after the gradient sync.
         main_weight: The weights that the optimizer updates, and its state.
@@ -46,7 +46,7 @@ _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
 
 def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = None) -> Placements:
-    """Say where each buffer lies under a strategy.
+    """Return the placement of each buffer under a strategy.
 
     Args:
         inner: The strategy on the sharding axis (``dp_shard_dim``).
@@ -73,7 +73,7 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
 
 
 def _inner_placements(strategy: ShardingStrategy) -> Placements:
-    """Each step up the scale of strategies shards one buffer more."""
+    """Shard one more buffer with each higher strategy."""
     return Placements(
         compute_weight=(_S if strategy >= ShardingStrategy.optim_grads_params else _R,),
         pending_grad=(_S if strategy >= ShardingStrategy.optim_grads else _P,),
@@ -83,7 +83,7 @@ def _inner_placements(strategy: ShardingStrategy) -> Placements:
 
 
 def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Placements:
-    """Compute weights are never cut over the outer axis, and gradients wait there for the sync."""
+    """Keep compute weights replicated over the outer axis, and gradients partial until the sync."""
     if outer not in (ShardingStrategy.no_shard, ShardingStrategy.optim):
         raise ConfigurationError(
             f'outer_dp_sharding_strategy="{outer.name}" is not possible on the outer axis; '
@@ -99,15 +99,13 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
     return Placements(compute_weight=(_R,), pending_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))
 
 
-# Which stretch of a flat buffer a rank holds, from the placement on each mesh axis.
-#
 # A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one
 # out, so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner
 # of shard number s of N * M is inner rank s // M, outer rank s % M.
 
 
 class AxisPosition(Protocol):
-    """Where a rank stands on one axis."""
+    """The position of a rank on one axis."""
 
     @property
     def rank(self) -> int:
@@ -131,12 +129,12 @@ class Region:
         return self.stop - self.start
 
     def within(self, outer: Region) -> slice:
-        """Where these elements lie in the memory of a region that contains them."""
+        """Return the slice of these elements in the memory of a region that contains them."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
 def held_region(numel: int, placements: Sequence[Placement], axes: Sequence[AxisPosition]) -> Region:
-    """What a rank holds of a flat buffer.
+    """Return the elements of a flat buffer that a rank holds.
 
     Args:
         numel: Elements of the whole buffer; divisible by the ranks of all axes that shard it.
@@ -162,7 +160,7 @@ def held_region(numel: int, placements: Sequence[Placement], axes: Sequence[Axis
 
 
 def shard_count(placements: Sequence[Placement], axes: Sequence[AxisPosition]) -> int:
-    """Into how many parts the axes cut a buffer together."""
+    """Return into how many shards the axes cut a buffer together."""
     count = 1
     for placement, axis in zip(placements, axes, strict=True):
         count *= axis.num_ranks if placement is Placement.SHARD else 1

@@ -1,9 +1,9 @@
-"""Which part of a global tensor every rank of a mesh holds, as arithmetic. Pure.
+"""The part of a global tensor that every rank of a mesh holds, computed without communication. Pure.
 
 A global tensor is cut in up to two steps. Tensor parallelism cuts it once along one of its dimensions (or not at all);
 what one tensor-parallel rank has is its *part*. Data parallelism cuts the flattened part into consecutive ranges, one
 per *shard*, which need not be equal, nor whole rows, nor non-empty. A range of a flattened tensor is at most
-2 * ndim - 1 boxes, so every question about who holds what is answered without asking anyone.
+2 * ndim - 1 boxes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron_fsdp.errors import ConfigurationError
 
-# A stretch of a tensor's flattened elements as axis-aligned boxes of the tensor.
+# A range of a tensor's flattened elements as axis-aligned boxes of the tensor:
 #
 #     shape (4, 3), elements 2..9      . . x        head: the rest of a row
 #                                      x x x        body: whole rows
@@ -50,11 +50,11 @@ class Box:
         return tuple(slice(first, first + length) for first, length in zip(self.offsets, self.lengths, strict=True))
 
     def inside(self, outer: Box) -> Box:
-        """The same box in coordinates of one around it."""
+        """Return the same box in coordinates of one around it."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def meet(self, other: Box) -> Box | None:
-        """What two boxes of one tensor share; None where that is nothing."""
+        """Return the intersection of two boxes of one tensor; None where it is empty."""
         offsets, lengths = [], []
         for a, n, b, m in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
             first, last = max(a, b), min(a + n, b + m)
@@ -69,7 +69,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
     """Cover elements [start, stop) of the flattened tensor with boxes, in flattened order.
 
     Args:
-        shape: Of the tensor; `()` is a scalar.
+        shape: Shape of the tensor; `()` is a scalar.
         start: First element, 0 <= start <= stop.
         stop: One past the last element, at most the tensor's numel.
 
@@ -106,7 +106,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class BufferCut:
-    """The ranges that fall to a tensor which lies in a flat buffer of equal shards.
+    """The shard ranges of a tensor that lies in a flat buffer of equal shards.
 
     Attributes:
         offset: First element of the tensor in the buffer.
@@ -121,12 +121,12 @@ class BufferCut:
     numel: int
 
     def range_of(self, shard: int) -> Range:
-        """Half-open range of the flattened tensor in one shard; start equals stop where it holds nothing."""
+        """Return the half-open range of the flattened tensor in one shard; start equals stop for none."""
         start, stop = shard * self.shard_numel - self.offset, (shard + 1) * self.shard_numel - self.offset
         return min(max(start, 0), self.numel), min(max(stop, 0), self.numel)
 
     def is_multiple_of(self, step: int) -> bool:
-        """Whether every edge strictly inside the tensor is a multiple of `step`."""
+        """Return whether every edge strictly inside the tensor is a multiple of `step`."""
         if self.numel == 0 or self.num_shards == 1:
             return True
         first = (self.offset // self.shard_numel + 1) * self.shard_numel - self.offset
@@ -136,7 +136,7 @@ class BufferCut:
 
     @property
     def largest_numel(self) -> int:
-        """Elements that no shard exceeds; the same number wherever it is computed."""
+        """An upper bound of the elements of a shard; the same number on every rank."""
         return min(self.shard_numel, self.numel)
 
 
@@ -148,20 +148,19 @@ class ListedCut:
         edges: From 0 to the number of elements, never falling.
 
     Raises:
-        ConfigurationError: They do not start at 0, fall, or describe no shard.
+        ConfigurationError: The edges do not start at 0, fall, or describe no shard.
     """
 
     edges: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the edges."""
         falls = any(after < before for before, after in itertools.pairwise(self.edges))
         if len(self.edges) < 2 or self.edges[0] != 0 or falls:
             raise ConfigurationError(f"shard edges {self.edges} are no cut; give 0, ..., numel, never falling")
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return len(self.edges) - 1
 
     @property
@@ -170,11 +169,11 @@ class ListedCut:
         return self.edges[-1]
 
     def range_of(self, shard: int) -> Range:
-        """Half-open range of the flattened tensor in one shard."""
+        """Return the half-open range of the flattened tensor in one shard."""
         return self.edges[shard], self.edges[shard + 1]
 
     def is_multiple_of(self, step: int) -> bool:
-        """Whether every edge strictly inside the tensor is a multiple of `step`."""
+        """Return whether every edge strictly inside the tensor is a multiple of `step`."""
         return all(edge % step == 0 for edge in self.edges if 0 < edge < self.numel)
 
     @property
@@ -188,7 +187,7 @@ Cut = BufferCut | ListedCut
 
 @dataclass(frozen=True)
 class TensorParallelCut:
-    """Where the parts of tensor-parallel ranks lie along one dimension of the global tensor.
+    """The parts of tensor-parallel ranks along one dimension of the global tensor.
 
     Attributes:
         dim: The dimension that is cut.
@@ -200,14 +199,14 @@ class TensorParallelCut:
 
     @classmethod
     def by_chunk(cls, length: int, num_parts: int, dim: int) -> TensorParallelCut:
-        """The cut of `torch.chunk` and of torch's `Shard`: ceil(length / parts) each, the last ones less or nothing."""
+        """Cut as `torch.chunk` and torch's `Shard` do: ceil(length / parts) each, the last ones less or nothing."""
         step = -(-length // num_parts)
         return cls(dim, tuple(min(part * step, length) for part in range(num_parts + 1)))
 
 
 @dataclass(frozen=True)
 class MeshUse:
-    """What each dimension of a mesh is for.
+    """The parallelism that each dimension of a mesh serves.
 
     Attributes:
         sizes: Ranks along each mesh dimension.
@@ -228,29 +227,29 @@ class MeshUse:
 
     @property
     def num_parts(self) -> int:
-        """Tensor-parallel ranks."""
+        """Tensor-parallel parts."""
         return 1 if self.tensor_dim is None else self.sizes[self.tensor_dim]
 
     def shard_at(self, coordinate: tuple[int, ...]) -> int:
-        """The shard that the rank at a place of the mesh holds."""
+        """Return the shard of the rank at a mesh coordinate."""
         index = 0
         for dim in self.shard_dims:
             index = index * self.sizes[dim] + coordinate[dim]
         return index
 
     def part_at(self, coordinate: tuple[int, ...]) -> int:
-        """The tensor-parallel rank at a place of the mesh."""
+        """Return the tensor-parallel rank at a mesh coordinate."""
         return 0 if self.tensor_dim is None else coordinate[self.tensor_dim]
 
 
 @dataclass(frozen=True)
 class ShardDescription:
-    """What this rank, and every other one, holds of one tensor.
+    """The elements of one tensor that this rank and every other one hold.
 
     Attributes:
-        shape: Of the global tensor.
-        use: What the dimensions of the mesh are for.
-        coordinate: This rank's place on the mesh.
+        shape: Shape of the global tensor.
+        use: The parallelism of each mesh dimension.
+        coordinate: This rank's coordinate on the mesh.
         cut: The ranges of this rank's part that its data-parallel shards hold.
         tensor_cut: The cut by tensor parallelism; None where its ranks, if any, hold the same.
         other_cuts: The cut of each part, by tensor-parallel rank; empty where all are cut as this one (as parts of
@@ -268,7 +267,6 @@ class ShardDescription:
     other_cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit."""
         if len(self.coordinate) != len(self.use.sizes):
             raise ConfigurationError(f"coordinate {self.coordinate} is no place on a mesh of shape {self.use.sizes}")
         if self.cut.num_shards != self.use.num_shards:
@@ -293,20 +291,20 @@ class ShardDescription:
         return self.use.part_at(self.coordinate)
 
     def part_range(self, part: int | None = None) -> Range:
-        """Indices that a part (this rank's, if None) holds along the dimension cut by tensor parallelism."""
+        """Return the indices that a part (this rank's, if None) holds along the dimension cut by tensor parallelism."""
         assert self.tensor_cut is not None
         part = self.part if part is None else part
         return self.tensor_cut.edges[part], self.tensor_cut.edges[part + 1]
 
     def part_shape(self, part: int | None = None) -> tuple[int, ...]:
-        """Shape of a part (this rank's, if None)."""
+        """Return the shape of a part (this rank's, if None)."""
         if self.tensor_cut is None:
             return self.shape
         start, stop = self.part_range(part)
         return tuple(stop - start if dim == self.tensor_cut.dim else n for dim, n in enumerate(self.shape))
 
     def part_offset(self, part: int | None = None) -> tuple[int, ...]:
-        """Where a part (this rank's, if None) begins in the global tensor."""
+        """Return where a part (this rank's, if None) begins in the global tensor."""
         if self.tensor_cut is None:
             return (0,) * len(self.shape)
         start, _ = self.part_range(part)
@@ -362,7 +360,7 @@ class ShardDescription:
 
     @property
     def is_saved_here(self) -> bool:
-        """Whether this rank's elements are for it to save.
+        """Whether this rank saves its elements in a checkpoint.
 
         Tensor-parallel ranks that hold the same, and cut it differently, must not all save it: their boxes overlap.
         """
@@ -370,14 +368,14 @@ class ShardDescription:
 
     @property
     def spread_dims(self) -> tuple[int, ...]:
-        """Mesh dimensions whose ranks hold different elements, so that a reduction has to cross them."""
+        """Mesh dimensions whose ranks hold different elements, which a reduction must span."""
         dims = self.use.shard_dims
         if self.tensor_cut is not None and self.use.tensor_dim is not None:
             dims = (*dims, self.use.tensor_dim)
         return tuple(dim for dim in dims if self.use.sizes[dim] > 1)
 
     def boxes(self, shard: int | None = None, part: int | None = None) -> tuple[Box, ...]:
-        """What a shard of a part holds, as boxes in global coordinates, in flattened order.
+        """Return the elements of a shard of a part, as boxes in global coordinates, in flattened order.
 
         Args:
             shard: Which shard; this rank's, if None.
@@ -395,7 +393,7 @@ class ShardDescription:
         )
 
     def boxes_at(self, coordinate: tuple[int, ...]) -> tuple[Box, ...]:
-        """What the rank at a place of the mesh holds, as boxes in global coordinates."""
+        """Return the elements of the rank at a mesh coordinate, as boxes in global coordinates."""
         return self.boxes(self.use.shard_at(coordinate), self.use.part_at(coordinate))
 
     def _cut_of(self, part: int) -> Cut:
@@ -410,19 +408,17 @@ class ShardDescription:
 
 
 def described_as_whole(shape: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> ShardDescription:
-    """The description of a tensor that every rank of a mesh holds whole."""
+    """Describe a tensor that every rank of a mesh holds whole."""
     return ShardDescription(shape, MeshUse(sizes), coordinate, ListedCut((0, math.prod(shape))))
 
 
-# What becomes of a description when its global tensor is split along a dimension.
-#
-# Splitting keeps the order of the elements that stay, so a range of the flattened tensor becomes a range of the
-# flattened piece: [start, stop) turns into [rank(start), rank(stop)), where rank(x) counts the elements before x that
-# belong to the piece.
+# Splitting a tensor keeps the order of the elements that stay, so a range of the flattened tensor becomes a range of
+# the flattened piece: [start, stop) turns into [rank(start), rank(stop)), where rank(x) counts the elements before x
+# that belong to the piece.
 
 
 def split_lengths(length: int, size_or_sections: int | Sequence[int]) -> tuple[int, ...]:
-    """Lengths of the pieces that `torch.split` makes of a dimension.
+    """Return the lengths of the pieces that `torch.split` makes of a dimension.
 
     Raises:
         ConfigurationError: A size is negative, or 0 for a dimension that is not empty, or they do not add up.
@@ -441,13 +437,13 @@ def split_lengths(length: int, size_or_sections: int | Sequence[int]) -> tuple[i
 
 
 def split_ranges(length: int, size_or_sections: int | Sequence[int]) -> tuple[Range, ...]:
-    """Half-open ranges of a dimension that `torch.split` makes of it."""
+    """Return the half-open ranges that `torch.split` makes of a dimension."""
     edges = [0, *itertools.accumulate(split_lengths(length, size_or_sections))]
     return tuple(itertools.pairwise(edges))
 
 
 def elements_before(position: int, shape: Sequence[int], dim: int, kept: Range) -> int:
-    """How many of the first `position` elements of a flattened tensor have an index along `dim` in `kept`."""
+    """Count the first `position` elements of a flattened tensor whose index along `dim` is in `kept`."""
     inner = math.prod(shape[dim + 1 :])
     block = shape[dim] * inner
     first, length = kept[0] * inner, (kept[1] - kept[0]) * inner
@@ -458,7 +454,7 @@ def elements_before(position: int, shape: Sequence[int], dim: int, kept: Range) 
 
 
 def narrow_description(description: ShardDescription, dim: int, start: int, stop: int) -> ShardDescription:
-    """The description of `tensor.narrow(dim, start, stop - start)`, where every rank keeps what it has of it."""
+    """Describe `tensor.narrow(dim, start, stop - start)`, where every rank keeps what it has of it."""
     tensor_cut, kept = description.tensor_cut, (start, stop)
     if tensor_cut is not None and tensor_cut.dim == dim:
         edges = tuple(min(max(edge, start), stop) - start for edge in tensor_cut.edges)
@@ -479,7 +475,7 @@ def narrow_description(description: ShardDescription, dim: int, start: int, stop
 
 
 def kept_in_part(description: ShardDescription, dim: int, kept: Range, part: int | None = None) -> Range:
-    """A range of the global dimension `dim` in the coordinates of a part, clipped to it."""
+    """Translate a range of the global dimension `dim` into the coordinates of a part, clipped to it."""
     tensor_cut = description.tensor_cut
     if tensor_cut is None or tensor_cut.dim != dim:
         return kept

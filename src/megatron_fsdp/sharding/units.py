@@ -1,8 +1,8 @@
-"""Finding the units of a model: the modules whose parameters are gathered and released together.
+"""The units of a model: the modules whose parameters are gathered and released together.
 
-Nothing here changes the model. A unit is the outermost module that matches, so units never lie inside one another; what
-no unit holds belongs to the root. A parameter that is reachable through two units, or through a unit and the root, is
-needed outside any one unit and belongs to the root too.
+Nothing here changes the model. A unit is the outermost module that matches, so units never lie inside one another;
+parameters outside of units belong to the root. So does a parameter that is reachable through two units, or through a
+unit and the root, since it is needed outside any one unit.
 """
 
 import math
@@ -21,28 +21,26 @@ from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import Granularity
 
-# Large ends of a model: embeddings and output heads beside the blocks that are worth units of their own.
-
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Classes of torch that read parameters of the modules inside them without calling those."""
+"""Classes of torch that read parameters of their submodules without calling them."""
 
 _END_TYPES = (nn.Embedding, nn.Linear)
 _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
-"""What chooses among its modules by a key or an index, so that ranks may call different ones."""
+"""Containers whose owner may choose a module by key or index, so that ranks may call different ones."""
 
 _LEAST_PART = 4
-"""An end has at least the parameters of the largest block divided by this."""
+"""A large end has at least the parameters of the largest block divided by this."""
 
 
 def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the modules outside of all blocks that are worth gathering by themselves.
+    """Find the embeddings and linear layers outside of all blocks that are worth gathering by themselves.
 
     In the root they would stay gathered from the beginning of forward to the end of backward, and share its bucket. An
     end is an `nn.Embedding` or `nn.Linear` (or of a subclass)
 
     * without modules inside, and outside of every block;
-    * whose parameters hang on it alone: tied weights are needed in two places;
-    * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and spare
+    * whose parameters belong to it alone: tied weights are needed in two places;
+    * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and save
       next to nothing beside a slot and a bucket;
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
       called rather than read: not inside torch's attention and encoder layers.
@@ -69,7 +67,7 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
 
 
 def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that no block holds and every rank calls, each once, by name; without the model itself."""
+    """Iterate over the named modules outside of blocks that every rank calls, each once, without the model itself."""
     inside = {id(part) for block in module.modules() if id(block) in blocks for part in block.modules()}
     seen: set[int] = set()
 
@@ -88,7 +86,7 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Modu
 
 
 def _holders(module: nn.Module) -> dict[int, set[int]]:
-    """For the id of each parameter, the ids of the modules that it hangs on."""
+    """Map the id of each parameter to the ids of the modules that register it."""
     found: dict[int, set[int]] = {}
     for owner in module.modules():
         for param in owner._parameters.values():
@@ -98,7 +96,7 @@ def _holders(module: nn.Module) -> dict[int, set[int]]:
 
 
 def _numel(module: nn.Module) -> int:
-    """Elements of the parameters inside a module; those that have no shape yet count as none."""
+    """Count the elements of the parameters inside a module; those that have no shape yet count as none."""
     return sum(param.numel() for param in module.parameters() if not isinstance(param, UninitializedParameter))
 
 
@@ -114,7 +112,7 @@ class UnitSpec:
         name: Fully qualified name of the module; ``""`` for the root.
         parameters: Canonical names of the parameters that it owns, in model order.
         class_name: Name of the module's class.
-        is_module: Whether it is a module; else parameters that were put together in another way, under a made-up name.
+        is_module: Whether it is a module; else parameters that were grouped in another way, under a made-up name.
         is_end: Whether it is an embedding or a linear layer that was found beside the blocks.
     """
 
@@ -143,7 +141,7 @@ class UnitPlan:
     block_classes: tuple[str, ...] = ()
 
     def remedy(self, unit: UnitSpec) -> str:
-        """What to do where a forward reads a weight of a unit without calling it, in words."""
+        """Say what to do where a forward reads a weight of a unit without calling it."""
         if unit.is_end:
             return (
                 f"call the module, or give fsdp_unit_modules=[{', '.join(self.block_classes)}], so that the weight "
@@ -216,7 +214,7 @@ def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
 
 
 def _row_pattern(unit: UnitSpec, numel: int) -> tuple[str, str, int]:
-    """Neighbours with the same pattern are described together: only the numbers in their names differ."""
+    """Return what neighbours described in one line share: only the numbers in their names differ."""
     return re.sub(r"\d+", "#", unit.name), unit.class_name, numel
 
 
@@ -264,7 +262,7 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
 
 
 def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], str]:
-    """Try what the model says about itself, then repeated blocks. All units, the large ends of them, and in words."""
+    """Find `_no_split_modules`, else repeated blocks. Return all units, the large ends among them, and the source."""
     blocks, source = _find_blocks(module)
     ends = large_ends(module, blocks)
     if not ends:
@@ -295,14 +293,14 @@ def _no_split_class_names(module: nn.Module) -> set[str]:
 
 
 def _repeated_blocks(module: nn.Module) -> set[int]:
-    """Ids of the callable children of lists and sequences that hold parameters and have a sibling of their class."""
+    """Return the ids of children of lists and sequences with a forward, parameters and a sibling of their class."""
     blocks: set[int] = set()
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         if "expert" in name.rpartition(".")[2]:
             continue  # chosen by data: ranks would call different ones, and all must call the same units
-        # children() names a child that was put in twice once: one block called twice repeats nothing.
+        # children() yields a child that was put in twice once: one block called twice repeats nothing.
         children = [child for child in container.children() if _holds_parameters(child) and has_forward(child)]
         counts = Counter(type(child) for child in children)
         blocks.update(id(child) for child in children if counts[type(child)] > 1)
@@ -310,7 +308,7 @@ def _repeated_blocks(module: nn.Module) -> set[int]:
 
 
 def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Every path at which an outermost match with parameters lies; a module that is registered twice has two paths."""
+    """Return the outermost matches with parameters by path; a module that is registered twice has two paths."""
 
     def walk(name: str, candidate: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if _holds_parameters(candidate) and is_unit(candidate):
@@ -324,7 +322,7 @@ def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[
 
 
 def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, nn.Module], source: str) -> UnitPlan:
-    """Hand every parameter to its owner."""
+    """Assign every parameter to its unit."""
     first_paths: dict[int, str] = {}
     for path, unit_module in found.items():
         if path:  # a match at the root is the root
@@ -353,38 +351,35 @@ def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, 
 
 
 def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:
-    """The unit on the way down to a parameter; at most one, since units are outermost."""
+    """Return the unit that holds a parameter; at most one, since units are outermost."""
     parts = parameter_name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((owner_of_path[prefix] for prefix in prefixes if prefix in owner_of_path), "")
 
 
 def _holds_parameters(module: nn.Module) -> bool:
-    """Asked of every module, so it goes down no further than to the first parameter."""
+    """Return whether a module holds parameters; it is asked of every module, and stops at the first parameter."""
     if any(param is not None for param in module._parameters.values()):
         return True
     return any(child is not None and _holds_parameters(child) for child in module._modules.values())
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module can work: containers such as ``ModuleList`` inherit a forward that only raises."""
+    """Return whether the module can be called: containers such as ``ModuleList`` inherit a forward that raises."""
     return type(module).forward is not nn.Module.forward
 
 
-# Smaller units for fine-grained gathers: the modules inside units that own parameters themselves.
-
-
 def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.Module], ...] = ()) -> UnitPlan:
-    """Split every unit into the modules that own its parameters.
+    """Split every unit into the modules that own its parameters, for fine-grained gathers.
 
-    A parameter goes with the module that it hangs on; with an outer one where that cannot be called by itself, or where
-    an outer one inside the unit is of a class that is taken whole. Parameters that several such modules share belong to
-    the root.
+    A parameter goes with the module that registers it; with an outer one where that cannot be called by itself, or
+    where an outer one inside the unit is of a class in `whole_types`. Parameters that several such modules share belong
+    to the root.
 
     Args:
         module: The model; it is only read.
         plan: Its units.
-        whole_types: Classes of modules that are taken whole, with everything inside; torch's own attention always is.
+        whole_types: Classes of modules that stay one unit, with everything inside; torch's own attention always does.
 
     Returns:
         The finer plan. Units may lie inside one another, and own disjoint parameters.
@@ -420,12 +415,12 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
 
 
 def _names(canonical: str, unit: UnitSpec, other_names: dict[str, list[str]]) -> list[str]:
-    """The names of a parameter below the path of its unit; a unit that hangs at two paths is looked at through one."""
+    """List a parameter's names below its unit's path; a unit that is registered at two paths is seen through one."""
     return [name for name in (canonical, *other_names.get(canonical, ())) if name.startswith(f"{unit.name}.")]
 
 
 def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tuple[type[nn.Module], ...]) -> str:
-    """The path of the module that a parameter is gathered with."""
+    """Return the path of the module that a parameter is gathered with."""
     inner = parameter.removeprefix(f"{unit}.").split(".")[:-1]
     paths = [".".join((unit, *inner[:depth])) for depth in range(len(inner) + 1)]
     for path in paths:
@@ -434,12 +429,9 @@ def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tu
     return next(path for path in reversed(paths) if has_forward(module.get_submodule(path)))
 
 
-# Sorting the parameters of one unit into groups that can share a flat buffer.
-
-
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What grouping and layout need to know of one parameter.
+    """The facts about one parameter that grouping and layout need.
 
     Attributes:
         name: Fully qualified name in the model.
@@ -467,7 +459,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one group have in common.
+    """The properties that all parameters of one group share.
 
     Attributes:
         dtype: Dtype in the model.
@@ -489,7 +481,7 @@ class ParameterGroupSpec:
     """The parameters of one unit that share a flat buffer.
 
     Attributes:
-        key: What they have in common.
+        key: Their shared properties.
         parameters: The parameters, in the order in which they were given.
     """
 
@@ -498,14 +490,14 @@ class ParameterGroupSpec:
 
 
 def key_of(parameter: ParameterInfo) -> GroupKey:
-    """What has to be the same for another parameter to share a flat buffer with this one."""
+    """Return the properties that parameters must share to lie in one flat buffer."""
     return GroupKey(
         parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape, parameter.sums_in_fp32
     )
 
 
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
-    """Put parameters together that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions.
+    """Group parameters that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions.
 
     Args:
         parameters: The parameters of one unit, in model order.
@@ -530,10 +522,10 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
 
 
 def cut_groups(groups: Sequence[ParameterGroupSpec], bucket_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
-    """Cut groups into buckets: a bucket is closed by the parameter with which it reaches a number of elements.
+    """Cut groups into buckets: the parameter with which a bucket reaches a number of elements is its last.
 
     Args:
-        groups: Of the parameters outside of units.
+        groups: Groups of the parameters outside of units.
         bucket_numel: Elements; None: nothing is cut.
 
     Returns:
