@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_fsdp.train.engines.stepping import to_device
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, prepare
 
@@ -47,8 +45,3 @@ def test_inputs_targets_and_factors_are_copied_beside_the_host(run_ranks: RunRan
     microbatches = 2 if "use_megatron_fsdp" in values else 3
     for found in run_ranks(2, copies_of_a_step, values):
         assert found == [True] * (3 * microbatches)
-
-
-def test_a_tensor_that_is_there_stays() -> None:
-    tensor = torch.arange(4)
-    assert to_device(tensor, torch.device("cpu")) is tensor

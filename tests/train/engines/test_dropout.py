@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.engines.trained import build_optimizer
 from megatron_fsdp.train.loop import train
 from tests.conftest import RunRanks
 from tests.train.engines.runs import (

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp.train.data.batches import factors_per_sample
-from megatron_fsdp.train.engines.microbatches import token_losses
-from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.engines.trained import build_optimizer, token_losses
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, job_of, plain_model, some_feed, train_here
 
@@ -47,7 +45,7 @@ def train_rounding_alike(values: dict[str, Any], sent: torch.dtype) -> Plain:
     for step in range(job.train_iters):
         loss, sums = 0.0, [torch.zeros_like(parameter) for parameter in main.parameters()]
         for batch in (batch for feed in feeds for batch in feed.batches(step * job.batch.total)):
-            part = (token_losses(model(batch.inputs), batch.targets) * factors_per_sample(batch, job.batch.total)).sum()
+            part = (token_losses(model(batch.inputs), batch.targets) * batch.factors_per_sample(job.batch.total)).sum()
             gradients = torch.autograd.grad(part * RANKS * scale, list(model.parameters()))
             loss += part.item()
             for total, gradient in zip(sums, gradients, strict=True):

@@ -89,24 +89,6 @@ class ModelShape:
         """Heads of keys and values."""
         return self.num_query_groups or self.num_heads
 
-    @property
-    def parameter_numel(self) -> int:
-        """Parameters of the model: embeddings, head, last norm, and per block two projections, two matrices, norms."""
-        mixed = self.num_heads * self.head_dim
-        block = self._linear_numel(self.dim, mixed + 2 * self.groups * self.head_dim)
-        block += self._linear_numel(mixed, self.dim)
-        block += self._linear_numel(self.dim, self.hidden_dim * (2 if self.is_gated else 1))
-        block += self._linear_numel(self.hidden_dim, self.dim) + 2 * self._norm_numel(self.dim)
-        block += 2 * self._norm_numel(self.head_dim) if self.normalizes_query_key else 0
-        vectors = self.vocab_size * (1 if self.ties_embeddings else 2) + self.learned_positions
-        return vectors * self.dim + self.num_layers * block + self._norm_numel(self.dim)
-
-    def _linear_numel(self, inputs: int, outputs: int) -> int:
-        return inputs * outputs + (outputs if self.has_bias else 0)
-
-    def _norm_numel(self, width: int) -> int:
-        return width * (2 if self.normalization == "LayerNorm" else 1)
-
     def norm(self, width: int) -> nn.Module:
         """Make a norm over the last dimension."""
         kind = nn.LayerNorm if self.normalization == "LayerNorm" else nn.RMSNorm

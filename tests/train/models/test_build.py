@@ -1,3 +1,5 @@
+"""Configurations of transformers from options, and data that do not fit them."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.models.transformers_config import check_fits, transformers_config
+from megatron_fsdp.train.models.build import check_fits, transformers_config
 from tests.train.engines.runs import LLAMA, job_of
 
 transformers = pytest.importorskip("transformers")
