@@ -55,7 +55,7 @@ from megatron_fsdp.train.reporting.measure import (
     peak_bytes,
 )
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, to_json
-from megatron_fsdp.train.reporting.results import (
+from megatron_fsdp.train.reporting.recorder import (
     APPLIED_FILE,
     Recorder,
     applied,

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp.checkpoint.file_ops import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
@@ -277,13 +279,16 @@ def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed(folder: Path
     name = folder_name(job.options, find_source(folder))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    under_way, elsewhere = f".{name}.{platform.node()}.{os.getppid()}-1", f".{name}.another-machine.{ended.pid}-1"
-    for left in (f".{name}.{platform.node()}.{ended.pid}-1", under_way, elsewhere):
+    here, elsewhere = f".{name}.{platform.node()}", f".{name}.another-machine.x.{ended.pid}"
+    old, under_way, unseen = f"{here}.x.{ended.pid}", f"{here}.x.{os.getppid()}", f"{here}.y.{ended.pid}"
+    for left in (old, under_way, unseen, elsewhere):
         (out / left).mkdir(parents=True)
         (out / left / "training.bin").write_bytes(b"half")
-    for _ in range(2):  # also where the tokens are there already
-        assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
-        assert sorted(path.name for path in out.iterdir()) == sorted([under_way, elsewhere, name])
+    with ExitStack() as held:
+        assert claim(out / unseen, held)  # as by a container on this machine
+        for _ in range(2):  # also where the tokens are there already
+            assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
+            assert sorted(path.name for path in out.iterdir()) == sorted([under_way, unseen, elsewhere, name])
 
 
 def test_when_another_machine_is_faster_its_tokens_are_used(

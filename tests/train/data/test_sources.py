@@ -13,7 +13,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import sources
 from megatron_fsdp.train.data.preparation import SIDE_FILE
 from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Documents, Source, find_source, is_of_a_run
-from megatron_fsdp.train.reporting.results import APPLIED_FILE
+from megatron_fsdp.train.reporting.recorder import APPLIED_FILE
 from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE
 
 

@@ -21,7 +21,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.metrics import Evaluation
-from megatron_fsdp.train.reporting.results import applied, tracker_config
+from megatron_fsdp.train.reporting.recorder import applied, tracker_config
 from megatron_fsdp.train.reporting.writers import (
     LineFile,
     MegatronLog,

@@ -15,7 +15,6 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from megatron_fsdp.train.options.job import Job
 
 _ROUNDS = 6
 _STEPS_AHEAD = 2
-_QUIET = "TOKENIZERS_PARALLELISM"
 
 Place = tuple[int, int]
 """The first sample of a step, and the number of a microbatch in it."""
@@ -233,15 +231,14 @@ class Feed:
             batch_size=None,
             sampler=_places(first_sample, plan),
             num_workers=workers,
-            collate_fn=_as_it_is,
             pin_memory=self._pins,
             worker_init_fn=_outlive_interrupts,
             generator=torch.Generator(),  # the default one belongs to the model
             prefetch_factor=-(-_STEPS_AHEAD * plan.microbatches // workers) if workers else None,
         )
         atexit.register(self.close)  # before multiprocessing waits for workers that do not hear its SIGTERM
-        with _quiet_forks():
-            return iter(loader)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns of forks, which do not use it
+        return iter(loader)
 
 
 def make_feed(data: TokenData, job: Job, data_index: int, *, pins: bool = False) -> Feed:
@@ -283,23 +280,7 @@ def _places(first: int, plan: BatchPlan) -> Iterator[Place]:
         yield from ((step, microbatch) for microbatch in range(plan.microbatches))
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _outlive_interrupts(_worker: int) -> None:
     """Leave it to the rank what Ctrl-C or a SIGTERM to all processes means; a worker ends with its rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextmanager
-def _quiet_forks() -> Iterator[None]:
-    """Keep `tokenizers` from warning that its threads do not live on in workers, which do not use it."""
-    before = os.environ.get(_QUIET)
-    os.environ.setdefault(_QUIET, "false")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_QUIET, None)

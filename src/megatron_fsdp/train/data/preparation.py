@@ -11,12 +11,14 @@ import platform
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from megatron_fsdp.checkpoint.file_ops import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
 from megatron_fsdp.train.data.token_file import (
@@ -158,29 +160,29 @@ def write_data(options: Options, folder: Path) -> None:
             are there were damaged.
     """
     made, source = tokens_folder(options, folder)
-    place = made.parent
-    mine = f".{made.name}.{platform.node()}."
-    for left in place.glob(f"{mine}*"):
-        if not _is_alive(int(left.suffixes[-1][1:].partition("-")[0])):  # killed while it made the same tokens
-            shutil.rmtree(left, ignore_errors=True)
-    if (made / SIDE_FILE).exists():
-        _require_unchanged(made)
-        return
-    temporary = place / f"{mine}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    try:
-        temporary.mkdir(parents=True)
-        _write_side_file(_prepare(options, source, temporary), temporary)
-        if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
-            raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
-        temporary.rename(made)
-    except OSError as error:
-        if not (made / SIDE_FILE).exists():  # else another machine was faster
-            raise ConfigurationError(
-                f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give another "
-                "--data-cache-path or --out"
-            ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    place, mine = made.parent, f".{made.name}.{platform.node()}."
+    with ExitStack() as held:
+        for left in place.glob(f"{mine}*"):  # of runs on this machine that were killed while they made the same tokens
+            if not _is_alive(int(left.suffix[1:])) and claim(left, held):
+                shutil.rmtree(left, ignore_errors=True)
+        if (made / SIDE_FILE).exists():
+            _require_unchanged(made)
+            return
+        temporary = place / f"{mine}{uuid.uuid4().hex[:8]}.{os.getpid()}"
+        held.callback(shutil.rmtree, temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            claim(temporary, held)
+            _write_side_file(_prepare(options, source, temporary), temporary)
+            if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
+                raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
+            temporary.rename(made)
+        except OSError as error:
+            if not (made / SIDE_FILE).exists():  # else another machine was faster
+                raise ConfigurationError(
+                    f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give "
+                    "another --data-cache-path or --out"
+                ) from error
 
 
 def _is_alive(process: int) -> bool:
@@ -189,7 +191,7 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

@@ -18,7 +18,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Peak
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines, read_records, to_json
-from megatron_fsdp.train.reporting.results import (
+from megatron_fsdp.train.reporting.recorder import (
     Recorder,
     applied,
     applied_rows,
