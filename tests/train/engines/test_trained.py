@@ -1,4 +1,4 @@
-"""What is rounded, and when, in half precision: as a plain loop that rounds the same sums, to the last digits."""
+"""What every engine does with a batch: how it is copied, what is rounded, and where weights begin."""
 
 import copy
 from dataclasses import dataclass
@@ -7,13 +7,92 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.train.engines.trained import build_optimizer, token_losses
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, job_of, plain_model, some_feed, train_here
+from tests.train.engines.runs import DECODER, LLAMA, job_of, plain_model, prepare, some_feed, train_here, whole_weights
+
+
+class _Copies(TorchFunctionMode):
+    """Notes of every `Tensor.to` of a tensor on the CPU whether it lets the host go on."""
+
+    def __init__(self, batch_of: set[int]) -> None:
+        super().__init__()
+        self.batch_of, self.found = batch_of, list[bool]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to and args[0].data_ptr() in self.batch_of:
+            self.found.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **kwargs)
+
+
+def copies_of_a_step(values: dict[str, Any]) -> list[bool]:
+    run = prepare(values)
+    batches = run.feed.batches(0)
+    factors = [batch.weights.clone() for batch in batches]
+    taken = [*factors, *(batch.inputs for batch in batches), *(batch.targets for batch in batches)]
+    with _Copies({tensor.data_ptr() for tensor in taken}) as copies:
+        run.trained.accumulate(batches, factors)
+    return copies.found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**DECODER, "use_megatron_fsdp": True},
+        {**LLAMA, "use_torch_fsdp2": True, "pipeline_model_parallel_size": 2},
+    ],
+)
+def test_inputs_targets_and_factors_are_copied_beside_the_host(run_ranks: RunRanks, values: dict[str, Any]) -> None:
+    microbatches = 2 if "use_megatron_fsdp" in values else 3
+    for found in run_ranks(2, copies_of_a_step, values):
+        assert found == [True] * (3 * microbatches)
+
+
+OTHER = {
+    **DECODER,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "qk_layernorm": True,
+    "kv_channels": 6,
+}
+UNTIED = {**DECODER, "untie_embeddings_and_output_weights": True}
+
+
+def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
+    return whole_weights(prepare(values).trained.model)
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("model", [OTHER, UNTIED])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"use_megatron_fsdp": True},
+        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim", "bf16": True},
+        {"use_torch_fsdp2": True, "bf16": True},
+    ],
+)
+def test_initial_weights_are_the_same_bit_for_bit(
+    run_ranks: RunRanks, model: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    plain, meta = (
+        run_ranks(2, initial_weights, {**model, **engine, "init_model_with_meta_device": is_meta})
+        for is_meta in (False, True)
+    )
+    for built, drawn in zip(plain, meta, strict=True):
+        assert built.keys() == drawn.keys()
+        assert all(torch.equal(built[name], value) for name, value in drawn.items())
+    drawn = meta[0]["blocks.1.feed_forward.output.weight"]
+    assert drawn.std().item() == pytest.approx(0.1 / 2, rel=0.1)  # the root of 2 * 2 layers
+
 
 RANKS = 2
-UNITS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+SHARDED = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 BUCKETS = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 FSDP2 = {"use_torch_fsdp2": True}
 BF16 = {"bf16": True}
@@ -68,13 +147,13 @@ def train_rounding_alike(values: dict[str, Any], sent: torch.dtype) -> Plain:
 @pytest.mark.parametrize(
     ("values", "sent"),
     [
-        ({**UNITS, **BF16}, torch.float32),
+        ({**SHARDED, **BF16}, torch.float32),
         ({**BUCKETS, **BF16}, torch.float32),
         ({**FSDP2, **BF16}, torch.float32),
-        ({**UNITS, **FP16}, torch.float32),
+        ({**SHARDED, **FP16}, torch.float32),
         ({**FSDP2, **FP16}, torch.float32),
-        ({**UNITS, **SENT_IN_BF16}, torch.bfloat16),
-        ({**UNITS, "megatron_fsdp_grad_comm_dtype": torch.float16}, torch.float16),
+        ({**SHARDED, **SENT_IN_BF16}, torch.bfloat16),
+        ({**SHARDED, "megatron_fsdp_grad_comm_dtype": torch.float16}, torch.float16),
     ],
 )
 def test_only_what_is_said_is_rounded(run_ranks: RunRanks, values: dict[str, Any], sent: torch.dtype) -> None:
