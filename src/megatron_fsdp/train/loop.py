@@ -151,7 +151,7 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
     _make_up(run, watcher, done, lacks)
     clock, records = _Clock(done.elapsed_s), list[StepRecord]()
     counters, is_interrupted = None, False
-    while done.steps < job.train_iters and not training.skip_train and not is_interrupted:
+    while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
         run.pulse.beat(step)

@@ -70,8 +70,7 @@ def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:
         torch.manual_seed(job.options.training.seed)
         draw_missing(twin, decoder, [decoder], set(), rank.device)
     _reshard_as_told(decoder, job)
-    place = Place(rank.device, rank.index, rank.count, decoder.shape.vocab_size)
-    return Fsdp2Model(job, place, decoder)
+    return Fsdp2Model(job, Place(rank.device, rank.index, rank.count), decoder)
 
 
 def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model | PipelineModel:
@@ -87,7 +86,7 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2M
         ConfigurationError: The model cannot be built or cut so.
     """
     config = transformers_config(job.options.model, vocab_size)
-    known = check_fits(config, vocab_size, job.seq_length)
+    check_fits(config, vocab_size, job.seq_length)
     torch.manual_seed(job.options.training.seed)
     loss = LossInOrder()
     model = _build(job, rank, config, loss)
@@ -96,7 +95,7 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2M
         _reshard_as_told(part, job)
     context = model.mesh_context
     cut = ContextCut(context.axis("cp")) if job.sizes.context > 1 else ContextCut()
-    place = Place(context.device, context.data_rank, context.sizes.dp, known, call_transformers, cut)
+    place = Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
     return PipelineModel(job, place, model, loss) if job.sizes.pipeline > 1 else Fsdp2Model(job, place, model)
 
 

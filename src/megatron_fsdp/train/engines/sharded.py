@@ -97,4 +97,4 @@ def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))
     init_meta = job.options.parallel.init_model_with_meta_device
     model = wrap(job, decoder, mesh, MESH_DIM, units=[Block], init_meta=init_meta)
-    return ShardedModel(job, Place(rank.device, rank.index, rank.count, decoder.shape.vocab_size), model)
+    return ShardedModel(job, Place(rank.device, rank.index, rank.count), model)

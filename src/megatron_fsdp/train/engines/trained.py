@@ -143,7 +143,6 @@ class Place:
         device: Where it computes.
         data_index: Which data-parallel rank it is.
         data_size: Data-parallel ranks.
-        vocab_size: Token ids that the model knows.
         call: From token ids to logits.
         cut: Over context-parallel ranks.
     """
@@ -151,7 +150,6 @@ class Place:
     device: torch.device
     data_index: int
     data_size: int
-    vocab_size: int
     call: Call = call_decoder
     cut: ContextCut = field(default_factory=ContextCut)
 
@@ -166,7 +164,6 @@ class Trained(ABC):
         device: Where this rank computes.
         data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
         data_size: Data-parallel ranks.
-        vocab_size: Token ids that the model knows, rounding up included.
         scale: Of the loss, in float16; None in other dtypes, whose range is that of float32. Part of a checkpoint.
     """
 
@@ -177,7 +174,6 @@ class Trained(ABC):
         training = job.options.training
         self.model, self.optimizer = model, optimizer
         self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
-        self.vocab_size = place.vocab_size
         self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
         self._place = place
 

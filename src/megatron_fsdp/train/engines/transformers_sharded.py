@@ -53,7 +53,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     """
     sizes, options = job.sizes, job.options
     config = transformers_config(options.model, vocab_size)
-    known = check_fits(config, vocab_size, job.seq_length)
+    check_fits(config, vocab_size, job.seq_length)
     context = build_mesh_context(
         FSDP2Config(backend=backend_of(rank)), tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context
     )
@@ -63,7 +63,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
         adopt_generation_config(twin, options.model.hf_model)
     torch.manual_seed(options.training.seed)
     cut = ContextCut(context.axis("cp")) if sizes.context > 1 else ContextCut()
-    place = Place(context.device, context.data_rank, context.sizes.dp, known, call_transformers, cut)
+    place = Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
     if sizes.pipeline > 1:
         return _pipeline(job, place, twin, context)
     model = _parallelize(job, context, copy.deepcopy(twin))

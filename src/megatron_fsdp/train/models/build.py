@@ -91,16 +91,13 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     return read_config(source)
 
 
-def check_fits(config: Any, vocab_size: int, seq_length: int) -> int:
+def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:
     """Check the data against a model of transformers.
 
     Args:
         config: Of the model.
         vocab_size: Token ids of the data.
         seq_length: Tokens of a sample.
-
-    Returns:
-        The token ids that the model knows.
 
     Raises:
         ConfigurationError: The data has ids that it does not know, or samples have more tokens than it has positions.
@@ -116,7 +113,6 @@ def check_fits(config: Any, vocab_size: int, seq_length: int) -> int:
         raise ConfigurationError(
             f"--seq-length {seq_length} is more than the {limit} positions of the model: give less"
         )
-    return int(text.vocab_size)
 
 
 def model_flops(job: Job, vocab_size: int) -> float:
@@ -130,27 +126,22 @@ def model_flops(job: Job, vocab_size: int) -> float:
     """
     if not uses_transformers(job.options.model):
         with torch.device("meta"):
-            return float(sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
+            return float(_sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
     config = transformers_config(job.options.model, vocab_size)
     model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # what grouped products take on meta
     try:
         with balanced_experts(model):
-            return float(sample_flops(model, job.seq_length))
+            return float(_sample_flops(model, job.seq_length))
     except (RuntimeError, NotImplementedError, ConfigurationError):  # its forward asks for values
         return math.nan
 
 
-def sample_flops(model: nn.Module, length: int) -> int:
+def _sample_flops(model: nn.Module, length: int) -> int:
     """Count the operations of matrix products and attention in forward, loss and backward of one sample.
 
     A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is
     recomputed counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted
-    as its plain products, whichever kernel the run uses.
-
-    Args:
-        model: On the meta device, in training, with all its weights; takes token ids [1, length] and returns logits
-            [1, length, vocabulary], or an object that has them as `logits`.
-        length: Tokens of a sample.
+    as its plain products, whichever kernel the run uses. The model is on the meta device.
     """
     tokens = torch.zeros((1, length), dtype=torch.int64, device="meta")
     grouped = {torch.ops.aten._grouped_mm: _grouped_flops}  # torch's counter has no formula for products of experts

@@ -15,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.errors import ConfigurationError
 
-ROTARY_BASE = 10_000.0
-INIT_STD = 0.02
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -53,14 +50,14 @@ class ModelShape:
     num_query_groups: int | None = None
     kv_channels: int | None = None
     learned_positions: int = 0
-    rotary_base: float = ROTARY_BASE
+    rotary_base: float = 10_000.0
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-5
     normalizes_query_key: bool = True
     is_gated: bool = True
     has_bias: bool = False
     ties_embeddings: bool = False
-    init_std: float = INIT_STD
+    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         if self.kv_channels is None and self.dim % self.num_heads != 0:
@@ -99,7 +96,7 @@ class ResidualLinear(nn.Linear):
     """A linear layer that writes into the residual stream; it begins smaller than others."""
 
 
-def rotate(x: Tensor, base: float = ROTARY_BASE) -> Tensor:
+def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
     """Apply rotary positions to `x` [batch, heads, length, head_dim]; position 0 is the first of the sequence."""
     length, half_dim = x.shape[-2], x.shape[-1] // 2
     frequency = base ** (-torch.arange(half_dim, device=x.device, dtype=torch.float32) / half_dim)
