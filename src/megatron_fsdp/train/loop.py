@@ -52,7 +52,7 @@ class Keeper(Protocol):
         """Load what there is to load, and tell how far it is."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Tell whether to save after this step."""
 
     def save(self, progress: Progress) -> None:
         """Save."""

@@ -394,8 +394,8 @@ class Piece:
     """A part of a document.
 
     Attributes:
-        text: It.
-        side: Of the document.
+        text: Of the part.
+        side: Where the document goes.
         is_last: Whether the document ends with it.
     """
 

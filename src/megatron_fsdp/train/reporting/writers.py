@@ -10,7 +10,7 @@ import os
 import re
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -304,27 +304,17 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
     }
 
 
-class _Tracker(ABC):
+class _Tracker(Writer):
     """A writer of scalars; packages are imported by the constructors, so only where they were asked for."""
-
-    @abstractmethod
-    def start(self, progress: Progress) -> None:
-        """See `Writer`."""
 
     @abstractmethod
     def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Record scalars by name, for some steps."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """See `Writer`."""
-
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """See `Writer`."""
         self.log([(record.step, step_scalars(record)) for record in records])
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """See `Writer`."""
         values = {"lm loss validation": evaluation.loss, "lm loss validation ppl": evaluation.perplexity}
         self.log([(evaluation.step, values)])
 
